@@ -1,0 +1,138 @@
+"""Every error kvxferd raises or sends, split by whose fault it is.
+
+KvxferdError          .code goes on the wire, str() is a sentence that says what to do
+  ConfigError         the operator's file, environment or flags
+  PeerError           the other daemon broke protocol or cannot be reached: that peer only
+  EngineError         a local engine asked wrongly: answer it, keep its session
+    LayoutError       a layout that contradicts itself or its regions
+    PlanError         two layouts that cannot be read from one another
+  ProtocolError       undecodable, oversized or out of place: the sender loses that connection
+  MoverError          a mover or its transport failed: one rank, not the node
+  BusyError           a limit was reached: try again after `retry_after_s`
+"""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """What goes on the wire and into metrics; a machine may branch on it."""
+
+    # the operator
+    CONFIG_INVALID = "config-invalid"
+    ALREADY_RUNNING = "already-running"
+    # protocol
+    BAD_FRAME = "bad-frame"
+    FRAME_TOO_LARGE = "frame-too-large"
+    BAD_VERSION = "bad-version"
+    OUT_OF_PLACE = "out-of-place"
+    NOT_ALLOWED = "not-allowed"
+    # registration
+    LAYOUT_INVALID = "layout-invalid"
+    REGION_INVALID = "region-invalid"
+    REGION_UNSEALED = "region-unsealed"
+    REGION_TOO_SMALL = "region-too-small"
+    RANK_TAKEN = "rank-taken"
+    RANK_INVALID = "rank-invalid"
+    INCARNATION_CHANGED = "incarnation-changed"
+    SHAPE_MISMATCH = "shape-mismatch"
+    LAYERS_MISSING = "layers-missing"
+    UNEQUAL_STAGES = "unequal-stages"
+    NIXL_UNAVAILABLE = "nixl-unavailable"
+    MOVER_LOST = "mover-lost"
+    HOME_UNREACHABLE = "home-unreachable"
+    NOT_HOME = "not-home"
+    SUSPENDED = "suspended"
+    # engines and transfers
+    ENGINE_UNKNOWN = "engine-unknown"
+    ENGINE_INCOMPLETE = "engine-incomplete"
+    NOT_PP_AWARE = "not-pp-aware"
+    GENERATION_STALE = "generation-stale"
+    BINDING_STALE = "binding-stale"
+    TRANSFER_UNKNOWN = "transfer-unknown"
+    TRANSFER_EXISTS = "transfer-exists"
+    TRANSFER_NOT_READY = "transfer-not-ready"
+    NONCE_WRONG = "nonce-wrong"
+    BLOCKS_INVALID = "blocks-invalid"
+    TOKENS_NOT_PUBLISHED = "tokens-not-published"
+    # planning
+    LAYOUT_INCOMPATIBLE = "layout-incompatible"
+    COVERAGE_GAP = "coverage-gap"
+    # how a transfer or a pull ended
+    RELEASED = "released"
+    LEASE_EXPIRED = "lease-expired"
+    COMPLETED = "completed"
+    ABANDONED = "abandoned"
+    CANCELLED = "cancelled"
+    UNPUBLISHED = "unpublished"
+    PUBLISHER_GONE = "publisher-gone"
+    RANK_LOST = "rank-lost"
+    DEADLINE = "deadline"
+    TRANSPORT = "transport"
+    PEER_UNREACHABLE = "peer-unreachable"
+    DAEMON_LOST = "daemon-lost"
+    DRAINING = "draining"
+    BUSY = "busy"
+    INTERNAL = "internal"
+
+
+class KvxferdError(Exception):
+    """Base of all: a code for machines, a sentence for people."""
+
+    default_code = Code.INTERNAL
+
+    def __init__(self, message: str, code: Code | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = self.default_code if code is None else code
+
+
+class ConfigError(KvxferdError):
+    """The operator's file, environment or flags cannot be used; nothing was started."""
+
+    default_code = Code.CONFIG_INVALID
+
+
+class PeerError(KvxferdError):
+    """The other daemon broke protocol, refused, or cannot be reached."""
+
+    default_code = Code.PEER_UNREACHABLE
+
+
+class EngineError(KvxferdError):
+    """A local engine asked for something that cannot be done; its session goes on."""
+
+    default_code = Code.BLOCKS_INVALID
+
+
+class LayoutError(EngineError):
+    """A layout contradicts itself or reaches outside its regions."""
+
+    default_code = Code.LAYOUT_INVALID
+
+
+class PlanError(EngineError):
+    """Two layouts cannot be read from one another; the message names the first reason."""
+
+    default_code = Code.LAYOUT_INCOMPATIBLE
+
+
+class ProtocolError(KvxferdError):
+    """Bytes that no correct sender sends: its connection is closed, nobody else notices."""
+
+    default_code = Code.BAD_FRAME
+
+
+class MoverError(KvxferdError):
+    """A mover, or the transport library inside it, failed."""
+
+    default_code = Code.TRANSPORT
+
+
+class BusyError(KvxferdError):
+    """A limit was reached; asking again after `retry_after_s` seconds may succeed."""
+
+    default_code = Code.BUSY
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

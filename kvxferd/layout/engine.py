@@ -1,0 +1,41 @@
+"""Who an engine is: the facts every rank of it declares, and which all must declare alike."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.ids import Endpoint, EngineId, EngineKey, Generation, Rank
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One rank's statement of its engine and of its own place in it.
+
+    All fields but `pp_rank` and `tp_rank` must be equal on every rank of one generation.
+    """
+
+    engine_id: EngineId
+    generation: Generation  # chosen by the engine's first rank, new at each start
+    num_layers: int  # of the whole model; the stages together hold [0, num_layers)
+    pp_size: int = 1
+    tp_size: int = 1  # attention tensor parallelism; a data-parallel replica is an engine of its own
+    pp_rank: int = 0
+    tp_rank: int = 0
+    num_kv_heads: int = 0  # of the whole model; 0 where there are no heads (MLA, pure state)
+    fingerprint: str = ""  # model, revision, dtype, scales: equal fingerprints mean equal bytes
+    home: Endpoint = Endpoint("")  # the daemon that aggregates the engine; "" is the local one
+    pp_aware: bool = True  # False: refuses any peer with pp_rank != 0
+    publish_implies_ready: bool = False  # it publishes only after all its ranks have finished writing
+
+    @property
+    def key(self) -> EngineKey:
+        """Engine and generation."""
+        return EngineKey(self.engine_id, self.generation)
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's place."""
+        return Rank(self.pp_rank, self.tp_rank)
+
+    def ranks(self) -> list[Rank]:
+        """Every rank of the engine, stage by stage."""
+        return [Rank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]

@@ -1,0 +1,104 @@
+"""Where the bytes of a KV cache lie, without addresses.
+
+Every byte has a place that does not depend on how an engine is parallelised:
+``(layer, component, unit, token, byte)``. A `CacheTensor` maps those coordinates into a region:
+
+    region offset = offset
+                  + block * block_stride            block: the id that the engine allocates
+                  + item  * token_stride            item: token within the block // granule_tokens
+                  + index * unit_stride             index: position of the unit among `units`
+                  + chunk * chunk_stride + byte     chunk: num_chunks pieces of chunk_bytes each
+
+All strides and offsets are bytes. HND, NHD, K/V split first, blocks first, cross-layer blocks and
+padded pages are choices of these numbers; nothing downstream asks which one it is.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvxferd.ids import GroupName, RegionId
+
+
+class UnitRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Half-open range ``[start, stop)`` on a component's global unit axis (KV heads, state channels)."""
+
+    start: int
+    stop: int
+
+
+class TokenShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Context parallelism: this rank holds token t when ``t // interleave % count == index``."""
+
+    count: int = 1
+    index: int = 0
+    interleave: int = 1
+
+
+class GroupKind(StrEnum):
+    """What a block of the group holds."""
+
+    ATTENTION = "attention"  # block_tokens tokens
+    STATE = "state"  # one request's state; no token axis
+
+
+class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One component of one layer inside a region of one rank."""
+
+    layer: int  # the model's global layer index
+    component: str  # "k", "v", "kv", "latent", "indexer", "conv.x", "ssm", ...
+    group: GroupName
+    region: RegionId
+    offset: int
+    block_stride: int
+    token_stride: int  # from one item to the next inside a block; 0 in a state group
+    unit_stride: int
+    units: tuple[UnitRange, ...]  # global units held, in the order in which they lie
+    chunk_bytes: int  # one unit's content for one item, contiguous part
+    num_chunks: int = 1
+    chunk_stride: int = 0
+    granule_tokens: int = 1  # tokens per item
+    itemsize: int = 2
+    dtype: str = "bfloat16"
+    encoding: str = ""  # compared like a dtype: swizzle, packing, quantisation block
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of one unit for one item."""
+        return self.num_chunks * self.chunk_bytes
+
+    @property
+    def num_units(self) -> int:
+        """How many units this rank holds of the component."""
+        return sum(r.stop - r.start for r in self.units)
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Layers whose blocks are allocated together. The name is local: only layers and components meet."""
+
+    name: GroupName
+    num_blocks: int  # valid block ids are 0 .. num_blocks - 1
+    block_tokens: int = 0  # tokens per block id on this rank; 0 in a state group
+    kind: GroupKind = GroupKind.ATTENTION
+    sliding_window: int | None = None  # tokens; earlier ones are not required by a pull
+    token_shard: TokenShard = TokenShard()
+    physical_blocks_per_logical: int = 1  # kernel blocks inside one block id
+
+
+class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One contiguous exported allocation."""
+
+    region: RegionId
+    size_bytes: int
+
+
+class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole address-free description of one rank's cache. Compared and kept by digest."""
+
+    start_layer: int  # the pipeline stage's half-open range of global layers
+    end_layer: int
+    groups: tuple[Group, ...]
+    tensors: tuple[CacheTensor, ...]
+    regions: tuple[RegionSpec, ...]

@@ -1,0 +1,1 @@
+"""The three protocols: messages, frames and their limits. No I/O."""

@@ -1,0 +1,99 @@
+"""Structs that more than one of the three protocols carries."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import (
+    AgentName,
+    Endpoint,
+    EngineId,
+    EngineKey,
+    Generation,
+    GroupName,
+    Incarnation,
+    Rank,
+    RegionId,
+    TransferId,
+)
+from kvxferd.layout import EngineSpec, RankLayout
+
+
+class Message(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="t", kw_only=True
+):
+    """Base of everything that is sent: a msgpack map whose key ``t`` names the type."""
+
+
+class Versions(msgspec.Struct, frozen=True, array_like=True):
+    """The protocol versions a side can speak, both ends included."""
+
+    oldest: int
+    newest: int
+
+
+class TransferRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the router carries from the prefill engine to the decode engine: plain JSON."""
+
+    endpoint: Endpoint  # the home's peer socket
+    engine_id: EngineId
+    generation: Generation
+    transfer_id: TransferId
+    nonce: str  # 32 hex digits; whoever holds it may read the transfer
+    ready_tokens: int = -1  # kept for progressive pulls; -1: all of them
+
+    @property
+    def engine(self) -> EngineKey:
+        """The source engine's key."""
+        return EngineKey(self.engine_id, self.generation)
+
+
+class RegionAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a region lies in its mover's address space, which is what NIXL descriptors name."""
+
+    region: RegionId
+    address: int
+    size_bytes: int
+    device: int = 0
+    mem_type: str = "DRAM"
+
+
+class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What makes a layout readable: addresses, the agent, and the mapping's incarnation."""
+
+    agent: AgentName
+    metadata: bytes  # NIXL agent metadata of the registered regions
+    regions: tuple[RegionAddress, ...]
+    incarnation: Incarnation
+
+
+class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of an engine as a reader needs it."""
+
+    spec: EngineSpec
+    layout: RankLayout
+    binding: Binding
+
+    @property
+    def rank(self) -> Rank:
+        """The rank's place in its engine."""
+        return self.spec.rank
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why something was not done: a code for machines, a sentence for people."""
+
+    code: Code
+    message: str
+
+
+class BlockIds(Message, frozen=True, tag="block-ids"):
+    """The front part of a long block list; the message that names `stream` carries the rest.
+
+    Parts of one stream and group are appended in the order in which they arrive.
+    """
+
+    stream: int
+    group: GroupName
+    ids: bytes

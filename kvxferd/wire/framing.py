@@ -1,0 +1,94 @@
+"""Frames on a Unix stream socket: an 8-byte header, a msgpack payload, and file descriptors.
+
+Header, little endian: u32 payload bytes, u16 descriptors, u16 zero. A frame's descriptors are
+sent with its first byte; the receiver queues them in order of arrival and each frame takes as
+many as its header says.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
+
+HEADER = struct.Struct("<IHH")
+
+
+class Frame(NamedTuple):
+    """One decoded frame. Whoever takes it owns its descriptors."""
+
+    payload: bytes
+    fds: tuple[int, ...]
+
+
+def encode_frame(payload: bytes, num_fds: int = 0) -> bytes:
+    """Return header and payload as one buffer. Raises ProtocolError where a limit is passed."""
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"cannot send a frame of {len(payload)} bytes: the limit is {MAX_FRAME_BYTES}",
+            Code.FRAME_TOO_LARGE,
+        )
+    if num_fds > MAX_FDS_PER_FRAME:
+        raise ProtocolError(f"cannot send {num_fds} descriptors in a frame: the limit is {MAX_FDS_PER_FRAME}")
+    return HEADER.pack(len(payload), num_fds, 0) + payload
+
+
+class FrameDecoder:
+    """Bytes and descriptors in, frames out. After it raised, the connection must be closed."""
+
+    def __init__(self, max_payload_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(self, chunk: bytes, fds: Iterable[int] = ()) -> list[Frame]:
+        """Return the frames that `chunk` completes."""
+        self._fds.extend(fds)
+        self._buffer += chunk
+        frames: list[Frame] = []
+        consumed = 0
+        while len(self._buffer) - consumed >= HEADER.size:
+            length, num_fds, zero = HEADER.unpack_from(self._buffer, consumed)
+            self._check(length, num_fds, zero)
+            end = consumed + HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            if len(self._fds) < num_fds:
+                raise ProtocolError(
+                    f"cannot take a frame that announces {num_fds} descriptors: {len(self._fds)} arrived"
+                )
+            payload = bytes(memoryview(self._buffer)[consumed + HEADER.size : end])
+            frames.append(Frame(payload, tuple(self._fds.popleft() for _ in range(num_fds))))
+            consumed = end
+        del self._buffer[:consumed]
+        if len(self._fds) > MAX_FDS_PER_FRAME:
+            raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
+        return frames
+
+    def _check(self, length: int, num_fds: int, zero: int) -> None:
+        if zero != 0:
+            raise ProtocolError("cannot read a frame whose header does not end in two zero bytes")
+        if length > self._max_payload_bytes:
+            raise ProtocolError(
+                f"cannot take a frame of {length} bytes: the limit is {self._max_payload_bytes}",
+                Code.FRAME_TOO_LARGE,
+            )
+        if num_fds > MAX_FDS_PER_FRAME:
+            raise ProtocolError(
+                f"cannot take {num_fds} descriptors in one frame: the limit is {MAX_FDS_PER_FRAME}"
+            )
+
+    def end(self) -> None:
+        """Say that the stream is over. Raises ProtocolError if it was cut inside a frame."""
+        if self._buffer:
+            raise ProtocolError(f"the connection ended inside a frame: {len(self._buffer)} bytes of it came")
+
+    def orphans(self) -> list[int]:
+        """Give up the descriptors that no frame has taken; the caller closes them."""
+        left = list(self._fds)
+        self._fds.clear()
+        return left

@@ -1,0 +1,31 @@
+"""Every size that a sender could make large, and why the limit is where it is."""
+
+# A 1M-token prompt at 16 tokens a block is 65,536 ids, 256 KiB packed; longer lists travel in
+# parts (`BlockIds`). A layout of 128 layers with 6 components is 150 KiB. 4 MiB is an engine we
+# do not understand.
+MAX_FRAME_BYTES = 4 << 20
+
+# One engine's manifest: 64 ranks x (40 tensors x ~150 B + NIXL metadata ~1 KiB) is 450 KiB;
+# ranks of 128 layers in hybrid models are ten times that.
+MAX_PEER_MESSAGE_BYTES = 16 << 20
+
+# Ids in one frame. Half a MiB keeps frames small enough to interleave with other messages.
+IDS_PART_BYTES = 512 << 10
+
+# A 16M-token request at page size 1: 64 MiB of ids, all groups together.
+MAX_REQUEST_IDS_BYTES = 64 << 20
+
+# Requests whose ids are arriving in parts at the same time, per connection.
+MAX_OPEN_ASSEMBLIES = 8
+
+# Regions of one rank: one per layer and component of 128 layers x 4, and as many descriptors as
+# one sendmsg may carry is 253 (SCM_MAX_FD); more regions share an fd by offset.
+MAX_REGIONS = 1024
+MAX_FDS_PER_FRAME = 253
+
+MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
+MAX_RANKS = 4096  # pp_size * tp_size: larger than any engine known today by two orders
+
+FENCE_WORD_BYTES = 16
+FENCE_PAGE_BYTES = 64 << 10  # 4,096 published transfers of one session at a time
+FENCE_SLOTS = FENCE_PAGE_BYTES // FENCE_WORD_BYTES

@@ -1,0 +1,186 @@
+"""Messages between the daemon and a mover, over a socketpair. They travel in the order sent.
+
+`LoadPlan`, `LoadRemote` and `DropRemote` are not answered: what went wrong with them is the
+outcome of the pull that needs them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.common import BlockIds, Message, RegionAddress
+from kvxferd.wire.worker import RegionExport
+
+# --- daemon to mover
+
+
+class Bind(Message, frozen=True, tag="bind"):
+    """Map and register a rank's regions. Carries the regions' descriptors, then the worker's pidfd.
+
+    The mover exits when the worker dies. Answered by `Bound` or `BindRefused`.
+    """
+
+    regions: tuple[RegionExport, ...]
+
+
+class MapFence(Message, frozen=True, tag="map-fence"):
+    """Map and register a session's fence page. Carries its descriptor. Answered by `FenceMapped`."""
+
+    session: SessionId
+    size_bytes: int
+
+
+class UnmapFence(Message, frozen=True, tag="unmap-fence"):
+    """The session is gone."""
+
+    session: SessionId
+
+
+class Attend(Message, frozen=True, tag="attend"):
+    """Poll while `on`: somebody reads from this mover. Answered by `Attending` once it polls."""
+
+    on: bool
+    token: int = 0
+
+
+class LoadPlan(Message, frozen=True, tag="load-plan"):
+    """A plan that pulls will name by digest."""
+
+    digest: Digest
+    encoded: bytes  # kvxferd.plan.encode_plan
+
+
+class LoadRemote(Message, frozen=True, tag="load-remote"):
+    """Load a remote agent's metadata (again: more regions of the same agent)."""
+
+    agent: AgentName
+    metadata: bytes
+
+
+class DropRemote(Message, frozen=True, tag="drop-remote"):
+    """The remote agent is gone; everything prepared for it goes too."""
+
+    agent: AgentName
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """One remote rank that a pull reads."""
+
+    rank: Rank
+    agent: AgentName
+    regions: tuple[RegionAddress, ...]
+
+
+class FencePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the transfer's fence word lies, and what it holds while the blocks are held."""
+
+    agent: AgentName
+    address: int
+    word: bytes
+
+
+class StartPull(Message, frozen=True, tag="start-pull"):
+    """Expand the plan over these blocks, read, then read the fence word. Answered by `PullDone`."""
+
+    pull: PullId
+    plan: Digest
+    sources: tuple[Source, ...]
+    local: dict[GroupName, PackedBlocks]
+    remote: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    fence: FencePlace
+    stream: int = 0
+
+
+class AbortPull(Message, frozen=True, tag="abort-pull"):
+    """Post nothing more for the pull; `PullDone` follows when all that was posted is terminal."""
+
+    pull: PullId
+
+
+# --- mover to daemon
+
+
+class Up(Message, frozen=True, tag="up"):
+    """The mover's agent is made. First message."""
+
+    agent: AgentName
+    library: str  # "nixl 1.5.1", "rixl ...", "memory"
+    pid: int
+
+
+class Bound(Message, frozen=True, tag="bound"):
+    """The rank's regions are mapped and registered."""
+
+    regions: tuple[RegionAddress, ...]
+    metadata: bytes
+
+
+class BindRefused(Message, frozen=True, tag="bind-refused"):
+    """The regions cannot be mapped or registered; nothing of them is mapped."""
+
+    code: Code
+    message: str
+
+
+class FenceMapped(Message, frozen=True, tag="fence-mapped"):
+    """The session's fence page is readable through this mover's agent."""
+
+    session: SessionId
+    address: int
+    metadata: bytes
+
+
+class Attending(Message, frozen=True, tag="attending"):
+    """The mover polls."""
+
+    token: int
+
+
+class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What a mover knows of a pull that has ended for it."""
+
+    delivered: bool
+    started: bool = True  # False: no handle was ever posted; the mover's word
+    finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiet` follows
+    code: Code | None = None
+    message: str = ""
+    agent: AgentName | None = None  # the remote agent that failed
+    bytes: int = 0
+    runs: int = 0
+    queue_s: float = 0.0
+    expand_s: float = 0.0
+    post_s: float = 0.0  # time inside the transport's post call
+    wire_s: float = 0.0  # first post to the last data read terminal
+    fence_s: float = 0.0
+
+
+class PullDone(Message, frozen=True, tag="pull-done"):
+    """A pull ended. Exactly one for each `StartPull`."""
+
+    pull: PullId
+    outcome: PullOutcome
+
+
+class PullQuiet(Message, frozen=True, tag="pull-quiet"):
+    """A pull that ended in doubt: every handle posted for it is terminal now."""
+
+    pull: PullId
+
+
+ToMover = (
+    Bind
+    | MapFence
+    | UnmapFence
+    | Attend
+    | LoadPlan
+    | LoadRemote
+    | DropRemote
+    | StartPull
+    | AbortPull
+    | BlockIds
+)
+FromMover = Up | Bound | BindRefused | FenceMapped | Attending | PullDone | PullQuiet

@@ -1,0 +1,249 @@
+"""Messages between daemons, over ZMQ: a DEALER of the asking side to a ROUTER of the other.
+
+Every question carries `request`; its answer carries the same number. A question may be sent
+again with the same number: answering twice changes nothing. Times are seconds from now, never
+times of day.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    Generation,
+    GrantId,
+    GroupName,
+    Rank,
+    TransferId,
+)
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
+
+PEER_VERSIONS = Versions(1, 1)
+
+
+class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rank that reads, and how many ranks of its engine will acknowledge."""
+
+    engine_id: EngineId
+    generation: Generation
+    rank: Rank
+    num_ranks: int
+
+
+# --- handshake
+
+
+class Greet(Message, frozen=True, tag="greet"):
+    """First message on a connection, and again after a silence."""
+
+    request: int
+    versions: Versions
+    boot: BootId
+    endpoint: Endpoint
+
+
+class Greeting(Message, frozen=True, tag="greeting"):
+    """The version both sides speak, and who answers."""
+
+    request: int
+    version: int
+    boot: BootId
+
+
+class FetchEngine(Message, frozen=True, tag="fetch-engine"):
+    """Every rank of one engine. An incomplete engine is waited for, at most `wait_s`."""
+
+    request: int
+    engine_id: EngineId
+    generation: Generation
+    wait_s: float
+    pp_aware: bool = True
+
+
+class EngineManifest(Message, frozen=True, tag="engine-manifest"):
+    """The answer: one entry per `(pp_rank, tp_rank)`."""
+
+    request: int
+    boot: BootId
+    ranks: tuple[RankManifest, ...]
+
+
+# --- grants
+
+
+class AskGrant(Message, frozen=True, tag="ask-grant"):
+    """Let this consumer rank read a transfer. `reads` names the agents that its plan reads.
+
+    Asking again with the same `grant` returns the same grant. An unknown transfer of a live
+    generation is waited for (the reference may outrun its publish), and so are ranks that are
+    not ready, at most `wait_s`.
+    """
+
+    request: int
+    grant: GrantId
+    ref: TransferRef
+    consumer: Consumer
+    reads: tuple[tuple[Rank, AgentName], ...]
+    wait_s: float
+
+
+class Granted(Message, frozen=True, tag="granted"):
+    """The blocks stay while the grant is renewed. Every source mover concerned polls."""
+
+    request: int
+    grant: GrantId
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    lease_s: float  # renew well within it
+    fence_agent: AgentName
+    fence_address: int
+    fence_word: bytes
+    fence_metadata: bytes
+    stream: int = 0
+
+
+class RenewGrants(Message, frozen=True, tag="renew-grants"):
+    """All grants held at this peer, in one message."""
+
+    request: int
+    grants: tuple[GrantId, ...]
+
+
+class GrantsRenewed(Message, frozen=True, tag="grants-renewed"):
+    """Those among the renewed that have ended: they cannot be renewed."""
+
+    request: int
+    ended: tuple[GrantId, ...]
+
+
+class ReturnGrant(Message, frozen=True, tag="return-grant"):
+    """The pull failed or was cancelled: its grant ends, and it is no acknowledgement."""
+
+    request: int
+    grant: GrantId
+
+
+class Acknowledge(Message, frozen=True, tag="acknowledge"):
+    """This consumer rank holds the bytes. Repeated until answered; a duplicate counts once."""
+
+    request: int
+    grant: GrantId
+    ref: TransferRef
+    consumer: Consumer
+
+
+class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
+    """No rank of the consumer's engine reads the transfer any more."""
+
+    request: int
+    ref: TransferRef
+    consumer: Consumer
+
+
+class Done(Message, frozen=True, tag="done"):
+    """Return, acknowledgement, abandonment or a member's statement was taken note of."""
+
+    request: int
+
+
+class PeerRefused(Message, frozen=True, tag="peer-refused"):
+    """The question's answer is no; `code` says whether asking again can help."""
+
+    request: int
+    code: Code
+    message: str
+    retry_after_s: float = 0.0
+
+
+# --- an engine that spans nodes: its members and their home
+
+
+class JoinRank(Message, frozen=True, tag="join-rank"):
+    """A rank that registered with a member of the engine's home. Repeated as a heartbeat."""
+
+    request: int
+    boot: BootId
+    manifest: RankManifest
+
+
+class LeaveRank(Message, frozen=True, tag="leave-rank"):
+    """That rank is gone, or has another mover or mapping now."""
+
+    request: int
+    boot: BootId
+    engine_id: EngineId
+    generation: Generation
+    rank: Rank
+    agent: AgentName
+
+
+class RankReady(Message, frozen=True, tag="rank-ready"):
+    """A member's rank has finished writing a transfer's blocks."""
+
+    request: int
+    engine_id: EngineId
+    generation: Generation
+    rank: Rank
+    transfer_id: TransferId
+
+
+class AttendRank(Message, frozen=True, tag="attend-rank"):
+    """Home to member: the rank's mover must poll (or need not any more). Answered by `Done`."""
+
+    request: int
+    agent: AgentName
+    on: bool
+
+
+class TransferReleased(Message, frozen=True, tag="transfer-released"):
+    """Home to member: the ranks of the engine on this node get `Released`. Answered by `Done`."""
+
+    request: int
+    engine_id: EngineId
+    generation: Generation
+    transfer_id: TransferId
+    why: Code
+
+
+Question = (
+    Greet
+    | FetchEngine
+    | AskGrant
+    | RenewGrants
+    | ReturnGrant
+    | Acknowledge
+    | AbandonTransfer
+    | JoinRank
+    | LeaveRank
+    | RankReady
+    | AttendRank
+    | TransferReleased
+)
+Answer = Greeting | EngineManifest | Granted | GrantsRenewed | Done | PeerRefused
+PeerMessage = (
+    Greet
+    | FetchEngine
+    | AskGrant
+    | RenewGrants
+    | ReturnGrant
+    | Acknowledge
+    | AbandonTransfer
+    | JoinRank
+    | LeaveRank
+    | RankReady
+    | AttendRank
+    | TransferReleased
+    | Greeting
+    | EngineManifest
+    | Granted
+    | GrantsRenewed
+    | Done
+    | PeerRefused
+    | BlockIds
+)

@@ -1,0 +1,230 @@
+"""Messages of the worker socket, between an engine's process and the daemon on its node."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.wire.common import BlockIds, Message, TransferRef, Versions
+
+WORKER_VERSIONS = Versions(1, 1)
+
+
+class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One region of a rank, inside one of the file descriptors that came with the frame."""
+
+    region: RegionId
+    size_bytes: int
+    fd_index: int  # position among the frame's descriptors
+    fd_offset: int = 0  # where the region starts in that descriptor; a multiple of the page size
+    kind: str = "memfd"
+
+
+# --- client to daemon
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First frame. Carries one descriptor: the session's fence page, a sealed memfd."""
+
+    versions: Versions
+    client: str  # name and version, for logs
+
+
+class Register(Message, frozen=True, tag="register"):
+    """This connection is a rank, with memory. Carries the regions' descriptors."""
+
+    request: int
+    engine: EngineSpec
+    layout: RankLayout
+    regions: tuple[RegionExport, ...]
+    incarnation: Incarnation
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """This connection publishes for an engine and has no memory of its own (a scheduler)."""
+
+    request: int
+    engine_id: EngineId
+    generation: Generation
+
+
+class Publish(Message, frozen=True, tag="publish"):
+    """A request's cache may be read. The fence word is already in the page when this is sent."""
+
+    transfer_id: TransferId
+    nonce: str
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    fence_slot: int
+    num_readers: int = 1  # consumer engines that must acknowledge
+    lease_s: float = 0.0  # 0: the daemon's default
+    stream: int = 0
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """This rank has finished writing the transfer's blocks."""
+
+    transfer_id: TransferId
+
+
+class Unpublish(Message, frozen=True, tag="unpublish"):
+    """The publisher wants its blocks back. `Released` says when it may reuse them."""
+
+    transfer_id: TransferId
+
+
+class Prepare(Message, frozen=True, tag="prepare"):
+    """A pull of this reference will follow: shake hands, plan and connect now."""
+
+    ref: TransferRef
+
+
+class Pull(Message, frozen=True, tag="pull"):
+    """Read a transfer into this rank's blocks."""
+
+    ticket: Ticket
+    ref: TransferRef
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    deadline_s: float  # from now; never a time of day
+    stream: int = 0
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Stop a pull. Its terminal event still comes."""
+
+    ticket: Ticket
+
+
+class Abandon(Message, frozen=True, tag="abandon"):
+    """This rank's engine will not read the transfer any more, on any rank."""
+
+    ref: TransferRef
+
+
+class Suspend(Message, frozen=True, tag="suspend"):
+    """Let go of this rank's memory. It may go only after `Suspended`."""
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    """The rank's memory is back, in a new mapping. Carries the regions' descriptors."""
+
+    request: int
+    regions: tuple[RegionExport, ...]
+    incarnation: Incarnation
+
+
+# --- daemon to client
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The version both sides speak, and who answers."""
+
+    version: int
+    boot_id: str
+    lease_s: float  # what a publish gets that names none
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """The rank is readable. Carries one descriptor: a pidfd of the rank's mover.
+
+    When that pidfd becomes readable, nothing writes the rank's memory any more.
+    An `Attach` or a `Resume` is answered by the same message; the former carries no descriptor.
+    """
+
+    request: int
+    endpoint: str  # of the engine's home; goes into references
+
+
+class MoverChanged(Message, frozen=True, tag="mover-changed"):
+    """The rank's mover was replaced. Carries a pidfd of the new one."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """A `Register`, `Attach` or `Resume` was not done; the connection lives."""
+
+    request: int
+    code: Code
+    message: str
+
+
+class Delivered(Message, frozen=True, tag="delivered"):
+    """The pull's blocks hold exactly the published bytes."""
+
+    ticket: Ticket
+    bytes: int
+    runs: int
+    wire_s: float
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """The pull ended without its bytes. Blocks that are not safe stay quarantined until `Quiesced`."""
+
+    ticket: Ticket
+    code: Code
+    message: str
+    safe_to_reuse: bool
+
+
+class Quiesced(Message, frozen=True, tag="quiesced"):
+    """Nothing writes the failed pull's blocks any more."""
+
+    ticket: Ticket
+
+
+class Released(Message, frozen=True, tag="released"):
+    """The transfer is over: its blocks are the engine's again. Sent once to the publisher and each rank."""
+
+    transfer_id: TransferId
+    why: Code
+
+
+class PublishRefused(Message, frozen=True, tag="publish-refused"):
+    """The transfer was never readable; its blocks are the engine's."""
+
+    transfer_id: TransferId
+    code: Code
+    message: str
+
+
+class Suspended(Message, frozen=True, tag="suspended"):
+    """No process but the worker maps the rank's memory."""
+
+
+class Farewell(Message, frozen=True, tag="farewell"):
+    """The daemon closes this connection, and why. The last frame."""
+
+    code: Code
+    message: str
+
+
+ClientMessage = (
+    Hello
+    | Register
+    | Attach
+    | BlockIds
+    | Publish
+    | Ready
+    | Unpublish
+    | Prepare
+    | Pull
+    | Cancel
+    | Abandon
+    | Suspend
+    | Resume
+)
+DaemonMessage = (
+    Welcome
+    | Registered
+    | MoverChanged
+    | Refused
+    | Delivered
+    | Failed
+    | Quiesced
+    | Released
+    | PublishRefused
+    | Suspended
+    | Farewell
+)
