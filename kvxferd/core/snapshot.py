@@ -1,0 +1,137 @@
+"""What a node knows, as plain structs: for HTTP, the command line, metrics and logs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, GrantId, PullId, Rank, TransferId
+
+# Where a pull's time goes, in the order in which it passes.
+PHASES = ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack")
+
+
+class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One pull that ended: a log line, a row of history, a sample of every histogram."""
+
+    pull: PullId
+    transfer_id: TransferId
+    source: EngineId
+    sink: EngineId
+    rank: Rank
+    outcome: str  # "delivered", "failed", "cancelled"
+    code: Code | None
+    message: str
+    bytes: int
+    runs: int
+    total_s: float  # pull received to terminal event sent
+    phases_s: dict[str, float]  # keys among PHASES; a phase never entered is absent
+
+
+class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt to learn a remote engine that ended."""
+
+    endpoint: Endpoint
+    engine_id: EngineId
+    outcome: str  # "ok" or the refusal's code
+    message: str
+    num_ranks: int
+    elapsed_s: float
+
+
+class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One published transfer that is over."""
+
+    transfer_id: TransferId
+    engine_id: EngineId
+    why: Code
+    held_s: float
+
+
+Record = PullRecord | HandshakeRecord | ReleaseRecord
+
+
+class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A local rank, or a member's rank that is known here."""
+
+    rank: Rank
+    state: str  # "mapping", "ready", "suspended", "remote"
+    agent: AgentName | None
+    library: str
+    bytes: int
+    layers: tuple[int, int]
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A local engine."""
+
+    engine_id: EngineId
+    generation: Generation
+    pp_size: int
+    tp_size: int
+    num_layers: int
+    complete: bool
+    lacking: tuple[Rank, ...]
+    problem: str  # why a complete engine cannot be read; "" when it can
+    home: Endpoint
+    ranks: tuple[RankSnapshot, ...]
+
+
+class RemoteEngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine learnt from a peer."""
+
+    engine_id: EngineId
+    generation: Generation
+    num_ranks: int
+
+
+class PeerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Another daemon."""
+
+    endpoint: Endpoint
+    boot: BootId | None
+    state: str  # "greeting", "up", "silent"
+    engines: tuple[RemoteEngineSnapshot, ...]
+    num_grants: int
+
+
+class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer published here."""
+
+    transfer_id: TransferId
+    engine_id: EngineId
+    generation: Generation
+    state: str  # "writing", "readable", "granted"
+    num_tokens: int
+    num_grants: int
+    num_acks: int
+    lease_left_s: float
+    age_s: float
+
+
+class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A pull of a local rank that has not ended."""
+
+    pull: PullId
+    transfer_id: TransferId
+    source: EngineId
+    sink: EngineId
+    rank: Rank
+    phase: str
+    grant: GrantId | None
+    age_s: float
+    deadline_left_s: float
+
+
+class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything, at one moment."""
+
+    boot: BootId
+    endpoint: Endpoint
+    draining: bool
+    num_sessions: int
+    num_quarantined: int  # pulls whose blocks are not proven quiet
+    engines: tuple[EngineSnapshot, ...]
+    peers: tuple[PeerSnapshot, ...]
+    transfers: tuple[TransferSnapshot, ...]
+    pulls: tuple[PullSnapshot, ...]
