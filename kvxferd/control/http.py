@@ -1,0 +1,168 @@
+"""HTTP of one node: read-only over TCP, everything over `control.sock`.
+
+Both serve the one table of `kvxferd.control.routes`. What changes state is for root and the
+daemon's own user, proved by the kernel's word on who connected; TCP has no such word, so it
+never changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from kvxferd.config import Config, split_host_port
+from kvxferd.control.routes import METRICS, ROUTES, VIEW, Access, NodeView, Route, error_response
+from kvxferd.errors import Code, ConfigError, KvxferdError
+from kvxferd.observe.metrics import Metrics
+
+__all__ = ["HttpServer", "NodeView"]
+
+CONTROL_SOCKET_MODE = 0o660
+# No route takes a body of more than a few names.
+MAX_BODY_BYTES = 64 << 10
+# Answers are small and local: what has not been taken by then is not waited for.
+SHUTDOWN_S = 1.0
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpServer:
+    """Serves a node on `control.socket` and, unless it is off, on `http.bind`."""
+
+    def __init__(self, config: Config, view: NodeView, metrics: Metrics) -> None:
+        self._config = config
+        self._app = _application(view, metrics)
+        self._closing = AsyncExitStack()
+        self._tcp_address: tuple[str, int] | None = None
+
+    @property
+    def tcp_address(self) -> tuple[str, int] | None:
+        """Host and port that TCP really listens on; None while stopped and where it is off."""
+        return self._tcp_address
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where an address cannot be had; then nothing listens."""
+        async with AsyncExitStack() as closing:
+            runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+            await runner.setup()
+            closing.push_async_callback(runner.cleanup)
+            path = Path(self._config.control.socket)
+            listener = _listen_unix(path)
+            # Called before the runner's clean-up: nobody finds a socket that nobody answers.
+            closing.callback(path.unlink, missing_ok=True)
+            await web.SockSite(runner, listener).start()
+            if self._config.http.bind:
+                listener = _listen_tcp(self._config.http.bind)
+                host, port = listener.getsockname()[:2]
+                await web.SockSite(runner, listener).start()
+                self._tcp_address = (host, port)
+            self._closing = closing.pop_all()
+
+    async def stop(self) -> None:
+        """Remove the socket file and stop listening. Doing it again does nothing."""
+        self._tcp_address = None
+        await self._closing.aclose()
+
+
+def peer_uid(request: web.Request) -> int | None:
+    """Return the user id that connected, by the kernel's word; None where there is no such word."""
+    transport = request.transport
+    connection = None if transport is None else transport.get_extra_info("socket")
+    if connection is None or connection.family != socket.AF_UNIX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _application(view: NodeView, metrics: Metrics) -> web.Application:
+    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app[VIEW] = view
+    app[METRICS] = metrics
+    for route in ROUTES:
+        handler = _guarded(route) if route.access is Access.ADMIN else route.handler
+        app.router.add_route(route.method, route.path, handler)
+    return app
+
+
+def _guarded(route: Route) -> Handler:
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        uid = peer_uid(request)
+        if uid is None:
+            return error_response(
+                403, Code.NOT_ALLOWED, f"cannot {route.method} {route.path} over TCP: use control.sock"
+            )
+        if uid not in (0, os.geteuid()):
+            return error_response(
+                403,
+                Code.NOT_ALLOWED,
+                f"cannot {route.method} {route.path} as user {uid}: "
+                f"it is for root and for user {os.geteuid()}, who runs the daemon",
+            )
+        return await route.handler(request)
+
+    return guarded
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        response = error_response(
+            error.status,
+            error.reason.lower().replace(" ", "-"),
+            f"cannot {request.method} {request.path}: {error.reason.lower()}",
+        )
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except KvxferdError as error:
+        return error_response(409, error.code, error.message)
+    except Exception:
+        structlog.get_logger().exception("http request failed", method=request.method, path=request.path)
+        return error_response(
+            500,
+            Code.INTERNAL,
+            f"cannot {request.method} {request.path}: an error of the daemon's, see its log",
+        )
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Return a socket bound to the path with the control socket's mode, from the first moment on.
+
+    The daemon's lock says that no other daemon lives, so a socket that is there is a dead one's.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
+    try:
+        if path.is_socket():
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on control.socket = {str(path)!r}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _listen_tcp(bind: str) -> socket.socket:
+    host, port = split_host_port(bind)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on http.bind = {bind!r}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener

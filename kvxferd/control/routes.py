@@ -1,0 +1,142 @@
+"""The table of what HTTP serves: method, path, who may, and what answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from aiohttp import web
+
+import kvxferd
+from kvxferd.control.page import render_page
+from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.observe.history import record_to_json
+from kvxferd.observe.metrics import Metrics
+
+
+class NodeView(Protocol):
+    """What HTTP knows of the node it serves."""
+
+    def snapshot(self) -> NodeSnapshot:
+        """Return everything, at this moment."""
+        ...
+
+    def readiness(self) -> list[str]:
+        """Return why the node is not ready to take registrations and pulls; empty when it is."""
+        ...
+
+    def history(self) -> list[Record]:
+        """Return what ended last, oldest first."""
+        ...
+
+    def drain(self) -> None:
+        """Start to drain: take nothing new, end when what runs has ended. Doing it again does nothing."""
+        ...
+
+
+class Access(Enum):
+    """Who may ask."""
+
+    ANYONE = "anyone"
+    ADMIN = "admin"  # root or the daemon's own user, on control.sock
+
+
+class Route(NamedTuple):
+    """One row of the table."""
+
+    method: str
+    path: str
+    access: Access
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+VIEW: web.AppKey[NodeView] = web.AppKey("view")
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """Return the value, structs included, as a JSON answer."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
+
+
+def error_response(status: int, code: str, message: str) -> web.Response:
+    """Return a refusal: a code for machines, a sentence for people."""
+    return json_response({"error": {"code": code, "message": message}}, status)
+
+
+async def page(request: web.Request) -> web.StreamResponse:
+    """The status page, for a browser."""
+    view = request.app[VIEW]
+    text = render_page(view.snapshot(), view.readiness(), view.history())
+    return web.Response(text=text, content_type="text/html")
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus' text format."""
+    return web.Response(
+        body=request.app[METRICS].render(),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
+
+
+async def healthz(request: web.Request) -> web.StreamResponse:
+    """200 while the daemon's event loop turns."""
+    return json_response({"healthy": True})
+
+
+async def readyz(request: web.Request) -> web.StreamResponse:
+    """200 when the node takes registrations and pulls, else 503 with the reasons."""
+    reasons = request.app[VIEW].readiness()
+    return json_response({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+async def status(request: web.Request) -> web.StreamResponse:
+    """The whole node."""
+    view = request.app[VIEW]
+    reasons = view.readiness()
+    return json_response(
+        {"version": kvxferd.__version__, "ready": not reasons, "reasons": reasons, "node": view.snapshot()}
+    )
+
+
+async def engines(request: web.Request) -> web.StreamResponse:
+    """Local engines and their ranks."""
+    return json_response({"engines": request.app[VIEW].snapshot().engines})
+
+
+async def peers(request: web.Request) -> web.StreamResponse:
+    """Other daemons, and the engines learnt from them."""
+    return json_response({"peers": request.app[VIEW].snapshot().peers})
+
+
+async def transfers(request: web.Request) -> web.StreamResponse:
+    """Transfers published here and pulls that run here."""
+    node = request.app[VIEW].snapshot()
+    return json_response({"transfers": node.transfers, "pulls": node.pulls})
+
+
+async def history(request: web.Request) -> web.StreamResponse:
+    """What ended last, oldest first."""
+    return json_response({"records": [record_to_json(record) for record in request.app[VIEW].history()]})
+
+
+async def drain(request: web.Request) -> web.StreamResponse:
+    """Start to drain. Answered at once; the daemon ends when it is drained."""
+    request.app[VIEW].drain()
+    return json_response({"draining": True}, 202)
+
+
+ROUTES = [
+    Route("GET", "/", Access.ANYONE, page),
+    Route("GET", "/metrics", Access.ANYONE, metrics),
+    Route("GET", "/healthz", Access.ANYONE, healthz),
+    Route("GET", "/readyz", Access.ANYONE, readyz),
+    Route("GET", "/v1/status", Access.ANYONE, status),
+    Route("GET", "/v1/engines", Access.ANYONE, engines),
+    Route("GET", "/v1/peers", Access.ANYONE, peers),
+    Route("GET", "/v1/transfers", Access.ANYONE, transfers),
+    Route("GET", "/v1/history", Access.ANYONE, history),
+    Route("POST", "/v1/drain", Access.ADMIN, drain),
+]

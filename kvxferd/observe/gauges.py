@@ -1,0 +1,69 @@
+"""What is true at this moment, as gauges: counted from a snapshot, never kept beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily
+
+from kvxferd.core.snapshot import PHASES, EngineSnapshot, NodeSnapshot
+
+RANK_STATES = ("mapping", "ready", "suspended", "remote")
+ENGINE_STATES = ("readable", "unreadable", "incomplete")
+PEER_STATES = ("greeting", "up", "silent")
+TRANSFER_STATES = ("writing", "readable", "granted")
+
+
+def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
+    """Yield every gauge of the snapshot; a state that nothing is in is there with 0."""
+    ranks = [rank for engine in node.engines for rank in engine.ranks]
+    yield _single("kvxferd_worker_sessions", "Open connections on the worker socket.", node.num_sessions)
+    yield _by(
+        "kvxferd_engines", "Local engines.", "state", ENGINE_STATES, Counter(map(engine_state, node.engines))
+    )
+    yield _by("kvxferd_registered_ranks", "Ranks of local engines.", "state", RANK_STATES, _states(ranks))
+    yield _single("kvxferd_registered_bytes", "Memory of those ranks.", sum(rank.bytes for rank in ranks))
+    yield _by("kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _states(node.peers))
+    yield _by(
+        "kvxferd_live_leases", "Transfers published here and not released.", "state",
+        TRANSFER_STATES, _states(node.transfers),
+    )  # fmt: skip
+    yield _single(
+        "kvxferd_grants_given", "Readers' entries on those leases.", sum(t.num_grants for t in node.transfers)
+    )
+    yield _single(
+        "kvxferd_grants_held", "Grants that local pulls hold at peers.", sum(p.num_grants for p in node.peers)
+    )
+    yield _by(
+        "kvxferd_running_pulls", "Pulls of local ranks that have not ended.", "phase",
+        PHASES, Counter(pull.phase for pull in node.pulls),
+    )  # fmt: skip
+    yield _single(
+        "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined
+    )
+    yield _single("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
+
+
+def engine_state(engine: EngineSnapshot) -> str:
+    """Return which of `ENGINE_STATES` the engine is in."""
+    if not engine.complete:
+        return "incomplete"
+    return "unreadable" if engine.problem else "readable"
+
+
+def _states(things: Iterable[object]) -> Counter[str]:
+    return Counter(thing.state for thing in things)  # type: ignore[attr-defined]
+
+
+def _single(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _by(
+    name: str, text: str, label: str, known: Iterable[str], counts: Mapping[str, int]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value in dict.fromkeys([*known, *counts]):
+        family.add_metric([value], counts.get(value, 0))
+    return family

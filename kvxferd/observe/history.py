@@ -1,0 +1,50 @@
+"""What happened last on this node, for `/v1/history`."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord
+
+# A record is under 1 KiB, so this is 1 MiB at most: some minutes of a busy node.
+MAX_RECORDS = 1024
+
+_KINDS: dict[str, type[Record]] = {
+    "pull": PullRecord,
+    "handshake": HandshakeRecord,
+    "release": ReleaseRecord,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+class History:
+    """The last records, oldest first; one more pushes the oldest out."""
+
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._records: deque[Record] = deque(maxlen=max_records)
+
+    def add(self, record: Record) -> None:
+        """Remember something that ended."""
+        self._records.append(record)
+
+    def records(self) -> list[Record]:
+        """Return what is remembered, oldest first."""
+        return list(self._records)
+
+
+def kind_of(record: Record) -> str:
+    """Return "pull", "handshake" or "release"."""
+    return _NAMES[type(record)]
+
+
+def record_to_json(record: Record) -> dict[str, Any]:
+    """Return the record as plain JSON, with its kind under `kind`."""
+    return {"kind": kind_of(record), **msgspec.to_builtins(record)}
+
+
+def record_from_json(value: dict[str, Any]) -> Record:
+    """Return what `record_to_json` was given. Raises msgspec.ValidationError or KeyError."""
+    return msgspec.convert(value, _KINDS[value["kind"]])

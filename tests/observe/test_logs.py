@@ -1,0 +1,75 @@
+"""The log: one line for each thing that ended, in the form that was asked for."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from samples import pull_record, records
+
+from kvxferd.config import LogConfig
+from kvxferd.errors import Code
+from kvxferd.observe.logs import configure_logs, log_record
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    """Every line, decoded; one that is not JSON fails the test."""
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_one_json_line_for_each_record() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="auto"), stream)  # not a terminal: JSON
+    for record in records():
+        log_record(record)
+    handshake, pull, failed, release = lines(stream)
+    assert handshake["event"] == "handshake"
+    assert handshake["ranks"] == 8
+    assert pull["transfer"] == "req-0"
+    assert pull["level"] == "info"
+    assert pull["rank"] == "pp0.tp1"
+    assert pull["wire_s"] == 0.01
+    assert "code" not in pull
+    assert failed["level"] == "warning"
+    assert failed["code"] == "lease-expired"
+    assert failed["message"] == "cannot pull"
+    assert release["why"] == "completed"
+
+
+def test_a_quiet_level_keeps_failures() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(level="warning", format="json"), stream)
+    log_record(pull_record())
+    log_record(pull_record("failed", Code.DEADLINE))
+    assert [line["code"] for line in lines(stream)] == ["deadline"]
+
+
+def test_libraries_write_the_same_form() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="json"), stream)
+    try:
+        raise RuntimeError("lost")
+    except RuntimeError:
+        logging.getLogger("asyncio").exception("task %s failed", "t1")
+    (line,) = lines(stream)
+    assert line["event"] == "task t1 failed"
+    assert "RuntimeError: lost" in str(line["exception"])
+
+
+def test_people_get_text() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="console"), stream)
+    log_record(pull_record())
+    assert "transfer=req-0" in stream.getvalue()

@@ -1,0 +1,111 @@
+"""Metrics: what is counted, what is read from the node, and what may never be a label."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from samples import node_snapshot, pull_record, records
+
+from kvxferd.core.snapshot import PHASES, NodeSnapshot
+from kvxferd.errors import Code
+from kvxferd.observe.metrics import Metrics
+
+OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+
+
+def samples_of(metrics: Metrics) -> dict[str, float]:
+    """Every sample as `name{label="value"}`, as a scraper reads it."""
+    return {
+        sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_what_ended_is_counted() -> None:
+    metrics = Metrics(node_snapshot)
+    for record in records():
+        metrics.record(record)
+    got = samples_of(metrics)
+    assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 1
+    assert got["kvxferd_pulls_total{code=lease-expired}{outcome=failed}"] == 1
+    assert got["kvxferd_pulled_bytes_total"] == 1 << 20  # the failed one's do not count
+    assert got["kvxferd_pulled_runs_total"] == 64
+    assert got["kvxferd_handshakes_total{outcome=ok}"] == 1
+    assert got["kvxferd_handshake_seconds_sum"] == pytest.approx(0.004)
+    assert got["kvxferd_releases_total{why=completed}"] == 1
+    assert got["kvxferd_transfer_held_seconds_sum"] == pytest.approx(1.5)
+    assert got["kvxferd_pull_seconds_count{outcome=delivered}"] == 1
+    assert got["kvxferd_pull_phase_seconds_sum{phase=wire}"] == pytest.approx(0.02)
+    assert got["kvxferd_pull_phase_seconds_count{phase=ack}"] == 0
+
+
+def test_what_is_true_now_is_read_at_the_scrape() -> None:
+    now = {"draining": False}
+
+    def snapshot() -> NodeSnapshot:
+        return node_snapshot(draining=now["draining"])
+
+    metrics = Metrics(snapshot)
+    got = samples_of(metrics)
+    assert got["kvxferd_registered_ranks{state=ready}"] == 2
+    assert got["kvxferd_registered_ranks{state=mapping}"] == 1
+    assert got["kvxferd_registered_ranks{state=suspended}"] == 0
+    assert got["kvxferd_registered_bytes"] == 9 << 20
+    assert got["kvxferd_engines{state=readable}"] == 1
+    assert got["kvxferd_engines{state=incomplete}"] == 1
+    assert got["kvxferd_peers{state=up}"] == 1
+    assert got["kvxferd_live_leases{state=granted}"] == 1
+    assert got["kvxferd_live_leases{state=writing}"] == 1
+    assert got["kvxferd_grants_given"] == 2
+    assert got["kvxferd_grants_held"] == 7
+    assert got["kvxferd_running_pulls{phase=wire}"] == 1
+    assert got["kvxferd_quarantined_pulls"] == 4
+    assert got["kvxferd_worker_sessions"] == 5
+    assert got["kvxferd_draining"] == 0
+    now["draining"] = True
+    assert samples_of(metrics)["kvxferd_draining"] == 1
+
+
+def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:
+    got = samples_of(Metrics(node_snapshot))
+    assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 0
+    assert got["kvxferd_handshakes_total{outcome=ok}"] == 0
+    for phase in PHASES:
+        assert got[f"kvxferd_pull_phase_seconds_count{{phase={phase}}}"] == 0
+
+
+def test_buckets_reach_from_100_us_to_a_minute() -> None:
+    got = samples_of(Metrics(node_snapshot))
+    edges = [
+        float(m[1]) for name in got if (m := re.match(r"kvxferd_handshake_seconds_bucket{le=(.*)}", name))
+    ]
+    assert edges[0] == 1e-4
+    assert edges[-2:] == [60.0, float("inf")]
+
+
+def test_no_request_engine_or_peer_is_a_label() -> None:
+    metrics = Metrics(node_snapshot)
+    for record in records():
+        metrics.record(record)
+    metrics.record(pull_record("cancelled", Code.CANCELLED))
+    text = metrics.render().decode()
+    for name in ("req-", "prefill-0", "decode-0", "10.0.0", "boot-a", "odd"):
+        assert name not in text
+
+
+def test_every_metric_is_prefixed_and_in_the_manual() -> None:
+    manual = OPERATIONS.read_text()
+    for family in text_string_to_metric_families(Metrics(node_snapshot).render().decode()):
+        if family.name.startswith("process_"):
+            continue
+        assert family.name.startswith("kvxferd_")
+        counted = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{counted}`" in manual, f"docs/operations.md does not name {counted}"
+
+
+def test_two_daemons_in_one_process_do_not_share_metrics() -> None:
+    one, other = Metrics(node_snapshot), Metrics(node_snapshot)
+    one.record(pull_record())
+    assert samples_of(other)["kvxferd_pulled_bytes_total"] == 0

@@ -1,0 +1,161 @@
+"""A node as tests of what shows it need one: nothing empty, no two numbers alike."""
+
+from kvxferd.core.snapshot import (
+    EngineSnapshot,
+    HandshakeRecord,
+    NodeSnapshot,
+    PeerSnapshot,
+    PullRecord,
+    PullSnapshot,
+    RankSnapshot,
+    Record,
+    ReleaseRecord,
+    RemoteEngineSnapshot,
+    TransferSnapshot,
+)
+from kvxferd.errors import Code
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    Generation,
+    GrantId,
+    PullId,
+    Rank,
+    TransferId,
+)
+
+SOURCE = EngineId("prefill-0")
+SINK = EngineId("decode-0")
+PEER = Endpoint("tcp://10.0.0.2:9441")
+
+
+def rank_snapshot(rank: Rank, state: str = "ready") -> RankSnapshot:
+    """A rank of 3 MiB over layers 0 to 16."""
+    agent = AgentName(f"boot-a/{rank}")
+    return RankSnapshot(
+        rank=rank, state=state, agent=agent, library="nixl 1.5.1", bytes=3 << 20, layers=(0, 16)
+    )
+
+
+def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
+    """One whole engine, one that lacks a rank, a peer, two transfers and a pull."""
+    whole = EngineSnapshot(
+        engine_id=SINK,
+        generation=Generation("g1"),
+        pp_size=1,
+        tp_size=2,
+        num_layers=16,
+        complete=True,
+        lacking=(),
+        problem="",
+        home=Endpoint("tcp://10.0.0.1:9441"),
+        ranks=(rank_snapshot(Rank(0, 0)), rank_snapshot(Rank(0, 1))),
+    )
+    lacking = EngineSnapshot(
+        engine_id=EngineId("<b>odd</b>"),
+        generation=Generation("g2"),
+        pp_size=2,
+        tp_size=1,
+        num_layers=32,
+        complete=False,
+        lacking=(Rank(1, 0),),
+        problem="",
+        home=Endpoint("tcp://10.0.0.1:9441"),
+        ranks=(rank_snapshot(Rank(0, 0), "mapping"),),
+    )
+    remote = RemoteEngineSnapshot(engine_id=SOURCE, generation=Generation("g7"), num_ranks=8)
+    return NodeSnapshot(
+        boot=BootId("boot-a"),
+        endpoint=Endpoint("tcp://10.0.0.1:9441"),
+        draining=draining,
+        num_sessions=5,
+        num_quarantined=4,
+        engines=(whole, lacking),
+        peers=(
+            PeerSnapshot(endpoint=PEER, boot=BootId("boot-b"), state="up", engines=(remote,), num_grants=7),
+        ),
+        transfers=(_transfer("req-1", "granted", 2), _transfer("req-2", "writing", 0)),
+        pulls=(
+            PullSnapshot(
+                pull=PullId(9),
+                transfer_id=TransferId("req-3"),
+                source=SOURCE,
+                sink=SINK,
+                rank=Rank(0, 1),
+                phase="wire",
+                grant=GrantId("grant-1"),
+                age_s=0.25,
+                deadline_left_s=29.75,
+            ),
+        ),
+    )
+
+
+def _transfer(name: str, state: str, num_grants: int) -> TransferSnapshot:
+    return TransferSnapshot(
+        transfer_id=TransferId(name),
+        engine_id=SINK,
+        generation=Generation("g1"),
+        state=state,
+        num_tokens=1000,
+        num_grants=num_grants,
+        num_acks=1,
+        lease_left_s=12.5,
+        age_s=17.5,
+    )
+
+
+def pull_record(outcome: str = "delivered", code: Code | None = None) -> PullRecord:
+    """A pull of 1 MiB that took 12 ms."""
+    return PullRecord(
+        pull=PullId(8),
+        transfer_id=TransferId("req-0"),
+        source=SOURCE,
+        sink=SINK,
+        rank=Rank(0, 1),
+        outcome=outcome,
+        code=code,
+        message="cannot pull" if code else "",
+        bytes=1 << 20,
+        runs=64,
+        total_s=0.012,
+        phases_s={"queue": 0.001, "wire": 0.01},
+    )
+
+
+def records() -> list[Record]:
+    """One of each kind, and a pull that failed."""
+    return [
+        HandshakeRecord(
+            endpoint=PEER, engine_id=SOURCE, outcome="ok", message="", num_ranks=8, elapsed_s=0.004
+        ),
+        pull_record(),
+        pull_record("failed", Code.LEASE_EXPIRED),
+        ReleaseRecord(transfer_id=TransferId("req-5"), engine_id=SINK, why=Code.COMPLETED, held_s=1.5),
+    ]
+
+
+class StillNode:
+    """A node that never changes, but for being drained: what `HttpServer` asks of one."""
+
+    def __init__(self, reasons: list[str] | None = None) -> None:
+        self.reasons = reasons or []
+        self.draining = False
+
+    def snapshot(self) -> NodeSnapshot:
+        """The sample."""
+        return node_snapshot(draining=self.draining)
+
+    def readiness(self) -> list[str]:
+        """As given."""
+        return self.reasons
+
+    def history(self) -> list[Record]:
+        """The sample."""
+        return records()
+
+    def drain(self) -> None:
+        """Be drained."""
+        self.draining = True
