@@ -1,0 +1,180 @@
+"""From a plan and a request's block ids to runs: what the movers post."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.ids import GroupName, Rank, RegionId
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan.rows import Cluster, GridKey, Int64s, Rows, Shape, merge_touching, shape_rows
+from kvxferd.plan.segments import Segments, lane_segments
+from kvxferd.plan.structs import Lane, Plan
+
+# Equal or dividing block sizes have one shape or a few; 12 against 16 has six. Only sizes with a
+# huge common multiple have thousands, and they are cheap to work out again.
+MAX_CACHED_SHAPES = 1024
+
+
+class Runs(NamedTuple):
+    """Stretches of bytes contiguous on both sides: absolute addresses, local ones ascending per region."""
+
+    local: npt.NDArray[np.uint64]
+    remote: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.uint64]
+
+
+class _Batch(NamedTuple):
+    """Segments of one shape, and their rows by class."""
+
+    local_block: Int64s
+    remote_block: Int64s
+    grids: dict[GridKey, list[Cluster]]
+
+
+class Expander:
+    """Turns block lists into runs for one plan; keeps the rows of every shape it has seen."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._rows: list[dict[Shape, dict[GridKey, list[Cluster]]]] = [{} for _ in plan.lanes]
+
+    def expand(
+        self,
+        local: Mapping[GroupName, PackedBlocks],
+        remote: Mapping[GroupName, PackedBlocks],
+        num_tokens: int,
+        local_bases: Mapping[RegionId, int],
+        remote_bases: Mapping[Rank, Mapping[RegionId, int]],
+    ) -> dict[Rank, Runs]:
+        """Return what to read from each remote rank; ranks from which nothing moves are left out.
+
+        The lists must have passed `check_blocks` and `check_request` for `num_tokens`. Blocks are
+        read whole as far as both lists reach, so tokens past `num_tokens` in a last block may be
+        copied too; no byte outside the listed local blocks is named. Bases are addresses.
+        """
+        found: dict[Rank, dict[tuple[RegionId, RegionId], list[Rows]]] = {}
+        for number, lane in enumerate(self.plan.lanes):
+            segments = lane_segments(lane, local[lane.local.group], remote[lane.remote.group])
+            if len(segments.num_items) == 0:
+                continue
+            regions = found.setdefault(lane.rank, {})
+            for key, rows in _lane_rows(self._batches(number, lane, segments)):
+                regions.setdefault((key.local_region, key.remote_region), []).extend(rows)
+        return {
+            rank: _as_runs(regions, local_bases, remote_bases[rank])
+            for rank, regions in sorted(found.items())
+        }
+
+    def _batches(self, number: int, lane: Lane, segments: Segments) -> list[_Batch]:
+        """Group segments by shape, each in ascending order of its local blocks."""
+        codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
+        shapes = [codes[0]] if (codes == codes[0]).all() else np.unique(codes)
+        batches = []
+        for code in shapes:
+            mask = slice(None) if len(shapes) == 1 else codes == code
+            local, remote = segments.local_block[mask], segments.remote_block[mask]
+            if (local[1:] < local[:-1]).any():
+                order = np.argsort(local, kind="stable")
+                local, remote = local[order], remote[order]
+            packed = int(code)
+            shape = Shape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)
+            batches.append(_Batch(local, remote, self._shape_rows(number, lane, shape)))
+        return batches
+
+    def _shape_rows(self, number: int, lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
+        cached = self._rows[number]
+        if shape not in cached:
+            if len(cached) >= MAX_CACHED_SHAPES:
+                cached.clear()
+            cached[shape] = shape_rows(lane, shape)
+        return cached[shape]
+
+
+def _lane_rows(batches: list[_Batch]) -> list[tuple[GridKey, list[Rows]]]:
+    """Return the region offsets of everything that a lane's segments move, by class."""
+    classes = []
+    for key in batches[0].grids:
+        grids = [batch.grids[key] for batch in batches]
+        if _is_one_column(grids):
+            classes.append((key, [_column_rows(key, batches, [grid[0] for grid in grids])]))
+        else:
+            rows = [
+                _cluster_rows(key, batch, cluster)
+                for batch, grid in zip(batches, grids, strict=True)
+                for cluster in grid
+            ]
+            classes.append((key, rows))
+    return classes
+
+
+def _is_one_column(grids: list[list[Cluster]]) -> bool:
+    """Whether all shapes move one row per page, and the pages lie alike for every shape."""
+    first = grids[0][0]
+    for clusters in grids:
+        if len(clusters) > 1 or not clusters[0].is_uniform or clusters[0].local.shape != first.local.shape:
+            return False
+        for mine, firsts in ((clusters[0].local, first.local), (clusters[0].remote, first.remote)):
+            if mine is not firsts and not np.array_equal(mine - mine[0, 0], firsts - firsts[0, 0]):
+                return False
+    return True
+
+
+def _column_rows(key: GridKey, batches: list[_Batch], clusters: list[Cluster]) -> Rows:
+    """Merge along the blocks first, then repeat for every page: far fewer sums than block by block."""
+    columns = [
+        (
+            batch.local_block * key.local_block_stride + cluster.local[0, 0],
+            batch.remote_block * key.remote_block_stride + cluster.remote[0, 0],
+            np.full(len(batch.local_block), cluster.length[0, 0], dtype=np.int64),
+        )
+        for batch, cluster in zip(batches, clusters, strict=True)
+    ]
+    local, remote, length = _in_order(columns)
+    pages = clusters[0]
+    return (
+        ((pages.local - pages.local[0, 0]) + local).ravel(),
+        ((pages.remote - pages.remote[0, 0]) + remote).ravel(),
+        np.broadcast_to(length, (len(pages.local), len(length))).ravel(),
+    )
+
+
+def _cluster_rows(key: GridKey, batch: _Batch, cluster: Cluster) -> Rows:
+    """Return the rows of every page, block by block: (pages, blocks, rows per page), flat."""
+    local = cluster.local[:, None, :] + (batch.local_block * key.local_block_stride)[:, None]
+    remote = cluster.remote[:, None, :] + (batch.remote_block * key.remote_block_stride)[:, None]
+    length = np.broadcast_to(cluster.length[:, None, :], local.shape)
+    return local.ravel(), remote.ravel(), length.ravel()
+
+
+def _in_order(parts: list[Rows]) -> Rows:
+    """Join parts, sort by local place if they are not in order yet, and merge what touches."""
+    if len(parts) == 1:
+        local, remote, length = parts[0]
+    else:
+        local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if (local[1:] < local[:-1]).any():
+        # Stable, so timsort: the parts are ascending runs already.
+        order = np.argsort(local, kind="stable")
+        local, remote, length = local[order], remote[order], length[order]
+    return merge_touching(local, remote, length)
+
+
+def _as_runs(
+    regions: dict[tuple[RegionId, RegionId], list[Rows]],
+    local_bases: Mapping[RegionId, int],
+    remote_bases: Mapping[RegionId, int],
+) -> Runs:
+    """Add the regions' addresses. Runs never reach across two regions, so each pair is merged by itself."""
+    pairs = []
+    for (local_region, remote_region), parts in regions.items():
+        local, remote, length = _in_order(parts)
+        pairs.append((local + local_bases[local_region], remote + remote_bases[remote_region], length))
+    if len(pairs) == 1:
+        columns = pairs[0]
+    else:
+        columns = tuple(np.concatenate(column) for column in zip(*pairs, strict=True))  # type: ignore[assignment]
+    return Runs(*(column.view(np.uint64) for column in columns))

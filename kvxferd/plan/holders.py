@@ -1,0 +1,147 @@
+"""Which remote rank each unit is read from, and the proof that every unit is read exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from kvxferd.ids import Rank
+from kvxferd.layout import TokenShard, UnitRange
+
+
+class Holding(NamedTuple):
+    """One remote rank's share of a component of a layer."""
+
+    rank: Rank
+    units: tuple[UnitRange, ...]
+    shard: TokenShard
+
+
+class Fragment(NamedTuple):
+    """Units ``[first_unit, first_unit + num_units)``, consecutive on both sides, read from `rank`.
+
+    The indexes are positions among the units that each side holds.
+    """
+
+    rank: Rank
+    first_unit: int
+    num_units: int
+    local_index: int
+    remote_index: int
+
+
+class Gap(NamedTuple):
+    """The first units, and which tokens of them, that nobody holds. `shard` is None for all tokens."""
+
+    first_unit: int
+    end_unit: int
+    shard: TokenShard | None
+
+
+class _Span(NamedTuple):
+    """A contiguous range of units inside one holding."""
+
+    start: int
+    stop: int
+    position: int  # of `start` among the holder's units
+    holder: Holding
+
+
+def preferred_rank(tp_rank: int, tp_size: int, remote_tp_size: int) -> int:
+    """Return the remote tensor-parallel rank from which a reader looks for holders, upwards.
+
+    Readers spread over replicas this way: with equal holders each reads its own share of them.
+    """
+    return tp_rank * remote_tp_size // tp_size
+
+
+def choose_holder(ranks: Iterable[Rank], preferred: int) -> Rank:
+    """Return the lowest of `ranks` whose tp_rank is at least `preferred`, else the lowest."""
+    return min(ranks, key=lambda rank: (rank.tp_rank < preferred, rank.tp_rank, rank.pp_rank))
+
+
+def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
+    """Return which of the remote's token shards hold tokens of the local one, in ascending order."""
+    if local.count == 1:
+        return tuple(range(remote.count))
+    period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
+    # Within one period every interval of the finer interleave lies in one shard of each side.
+    step = math.gcd(local.interleave, remote.interleave)
+    return tuple(
+        sorted(
+            {
+                token // remote.interleave % remote.count
+                for token in range(0, period, step)
+                if token // local.interleave % local.count == local.index
+            }
+        )
+    )
+
+
+def assign_units(
+    units: tuple[UnitRange, ...], shard: TokenShard, holdings: tuple[Holding, ...], preferred: int
+) -> tuple[list[Fragment], Gap | None]:
+    """Return from whom each of `units` is read, and the first gap, if any.
+
+    Without a gap the fragments cover every local unit exactly once per token shard needed. All
+    holdings must have the same shard count and interleave.
+    """
+    spans = [span for holding in holdings for span in _spans(holding)]
+    needed = needed_shards(shard, holdings[0].shard) if holdings else (0,)
+    fragments: list[Fragment] = []
+    local_index = 0
+    for held in units:
+        for start, stop in _elementary(held, spans):
+            for index in needed:
+                over = {s.holder.rank: s for s in spans if s.start <= start and stop <= s.stop}
+                over = {rank: s for rank, s in over.items() if s.holder.shard.index == index}
+                if not over:
+                    lacks = holdings[0].shard if holdings and holdings[0].shard.count > 1 else None
+                    return fragments, Gap(
+                        start, stop, lacks and TokenShard(lacks.count, index, lacks.interleave)
+                    )
+                span = over[choose_holder(over, preferred)]
+                position = span.position + start - span.start
+                fragments.append(Fragment(span.holder.rank, start, stop - start, local_index, position))
+            local_index += stop - start
+    return _joined(fragments), None
+
+
+def _spans(holding: Holding) -> Iterator[_Span]:
+    """Yield the ranges of a holding with their positions."""
+    index = 0
+    for held in holding.units:
+        yield _Span(held.start, held.stop, index, holding)
+        index += held.stop - held.start
+
+
+def _elementary(held: UnitRange, spans: list[_Span]) -> Iterator[tuple[int, int]]:
+    """Cut a local range wherever some holder's range begins or ends."""
+    cuts = {held.start, held.stop}
+    for span in spans:
+        cuts.update(end for end in (span.start, span.stop) if held.start < end < held.stop)
+    ordered = sorted(cuts)
+    return itertools.pairwise(ordered)
+
+
+def _joined(fragments: list[Fragment]) -> list[Fragment]:
+    """Join fragments that continue one another on both sides."""
+    last: dict[Rank, int] = {}
+    joined: list[Fragment] = []
+    for new in fragments:
+        at = last.get(new.rank)
+        if at is not None:
+            old = joined[at]
+            width = old.num_units
+            if (new.first_unit, new.local_index, new.remote_index) == (
+                old.first_unit + width,
+                old.local_index + width,
+                old.remote_index + width,
+            ):
+                joined[at] = old._replace(num_units=width + new.num_units)
+                continue
+        last[new.rank] = len(joined)
+        joined.append(new)
+    return joined

@@ -1,0 +1,152 @@
+"""The stretches of bytes that one segment's shape moves: computed once per shape, vectorised.
+
+A row is one stretch contiguous on both sides, given as two region offsets for block 0 and a length.
+The rows of a shape are sorted by local offset, merged where they touch on both sides, and cut into
+clusters: rows that lie within one local page. Block by block inside a cluster, and cluster after
+cluster, memory is then walked forwards.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.ids import RegionId
+from kvxferd.plan.structs import Lane, Strides, Strip
+
+Int64s = npt.NDArray[np.int64]
+Rows = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, length
+
+
+class GridKey(NamedTuple):
+    """What rows must share to be added to the same blocks."""
+
+    local_region: RegionId
+    remote_region: RegionId
+    local_block_stride: int
+    remote_block_stride: int
+
+
+class Cluster(NamedTuple):
+    """Local pages of equally many rows: arrays of shape (pages, rows per page)."""
+
+    local: Int64s
+    remote: Int64s
+    length: Int64s
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every page is one row of one length, so that whole blocks can merge with neighbours."""
+        return self.length.shape[1] == 1 and bool((self.length == self.length[0, 0]).all())
+
+
+class Shape(NamedTuple):
+    """Where a segment lies in its two blocks, and how long it is, in items."""
+
+    local_item: int
+    remote_item: int
+    num_items: int
+
+
+def shape_rows(lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
+    """Return the rows of every class of a lane for segments of one shape."""
+    parts: dict[GridKey, list[Rows]] = {}
+    for strip in lane.strips:
+        key = GridKey(strip.local.region, strip.remote.region, strip.local.block, strip.remote.block)
+        parts.setdefault(key, []).append(_strip_rows(strip, shape))
+    return {key: _clusters(_merged(rows), key.local_block_stride) for key, rows in parts.items()}
+
+
+def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> Rows:
+    """Join neighbours, in the order given, that are contiguous on both sides."""
+    if len(local) < 2:
+        return local, remote, length
+    touches = (np.diff(local) == length[:-1]) & (np.diff(remote) == length[:-1])
+    if not touches.any():
+        return local, remote, length
+    begins = np.concatenate(([0], np.flatnonzero(~touches) + 1))
+    return local[begins], remote[begins], np.add.reduceat(length, begins)
+
+
+def _merged(parts: list[Rows]) -> Rows:
+    """Return all rows sorted by local offset and merged."""
+    local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.argsort(local, kind="stable")
+    return merge_touching(local[order], remote[order], length[order])
+
+
+def _clusters(rows: Rows, page_bytes: int) -> list[Cluster]:
+    """Cut sorted rows into pages, and file pages of equally many rows together."""
+    local, remote, length = rows
+    begins = _page_begins(local, length, page_bytes)
+    counts = np.diff([*begins, len(local)])
+    clusters = []
+    for count in np.unique(counts):
+        at = np.asarray(begins)[counts == count][:, None] + np.arange(count)
+        clusters.append(Cluster(local[at], remote[at], length[at]))
+    return clusters
+
+
+def _page_begins(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
+    """Return the index of the first row of each page: rows that end within one block stride of it."""
+    begins, at = [], 0
+    ends = local + length
+    while at < len(local):
+        begins.append(at)
+        at = max(at + 1, int(np.searchsorted(ends, local[at] + page_bytes, side="right")))
+    return begins
+
+
+def _strip_rows(strip: Strip, shape: Shape) -> Rows:
+    """Return the rows of every piece of a strip."""
+    local, remote, length = _piece_rows(strip, shape.num_items)
+    local = local + shape.local_item * strip.local.token
+    remote = remote + shape.remote_item * strip.remote.token
+    starts = np.array([(p.local_offset, p.remote_offset) for p in strip.pieces], dtype=np.int64)
+    return (
+        (starts[:, 0, None] + local).ravel(),
+        (starts[:, 1, None] + remote).ravel(),
+        np.broadcast_to(length, (len(starts), len(length))).ravel(),
+    )
+
+
+def _piece_rows(strip: Strip, num_items: int) -> Rows:
+    """Return the rows of one piece at offset 0, from its first item on.
+
+    An axis whose step equals the length of what lies inside it, on both sides, lengthens the rows;
+    every other axis multiplies them.
+    """
+    rows = _content_rows(strip.local, strip.remote)
+    axes = [
+        (strip.num_units, strip.local.unit, strip.remote.unit),
+        (num_items, strip.local.token, strip.remote.token),
+    ]
+    axes = [axis for axis in axes if axis[0] > 1]
+    while True:
+        rows = merge_touching(*rows)
+        step = int(rows[2][0]) if (rows[2] == rows[2][0]).all() else None
+        within = next((axis for axis in axes if axis[1] == step == axis[2]), None)
+        if within is None:
+            break
+        axes.remove(within)
+        rows = (rows[0], rows[1], rows[2] * within[0])
+    for count, local_step, remote_step in axes:
+        at = np.arange(count, dtype=np.int64)[:, None]
+        rows = (
+            (rows[0] + at * local_step).ravel(),
+            (rows[1] + at * remote_step).ravel(),
+            np.broadcast_to(rows[2], (count, len(rows[2]))).ravel(),
+        )
+    return rows
+
+
+def _content_rows(local: Strides, remote: Strides) -> Rows:
+    """Return one unit's content of one item, cut wherever either side's chunks end."""
+    content = local.num_chunks * local.chunk_bytes
+    cuts = np.unique(
+        np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])
+    )
+    places = [cuts // side.chunk_bytes * side.chunk + cuts % side.chunk_bytes for side in (local, remote)]
+    return places[0], places[1], np.diff(np.append(cuts, content))

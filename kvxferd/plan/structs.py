@@ -1,0 +1,103 @@
+"""What a plan consists of: lanes between groups, strips of equal strides, the pieces they move.
+
+Plain numbers only. A plan travels from the daemon to its movers as msgpack, so everything that the
+expansion of a request needs is in here, and nothing that depends on addresses or block ids.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.ids import Digest, GroupName, Rank, RegionId
+from kvxferd.layout import GroupKind, TokenShard
+
+
+class BlockSide(msgspec.Struct, frozen=True, array_like=True):
+    """How one side's block list of a group names tokens."""
+
+    group: GroupName
+    kind: GroupKind
+    num_blocks: int  # valid ids are 0 .. num_blocks - 1
+    block_tokens: int  # tokens per kernel block on that rank; 0 in a state group
+    blocks_per_id: int  # kernel blocks inside one id; strides are per kernel block
+    shard: TokenShard
+    sliding_window: int | None
+
+    @property
+    def id_tokens(self) -> int:
+        """Tokens of the sequence that one listed id stands for, over all token shards."""
+        return self.block_tokens * self.blocks_per_id * self.shard.count
+
+
+class Strides(msgspec.Struct, frozen=True, array_like=True):
+    """A cache tensor's strides, in bytes, without its offset."""
+
+    region: RegionId
+    block: int
+    token: int
+    unit: int
+    chunk: int
+    chunk_bytes: int
+    num_chunks: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive units of one component of one layer, held next to each other on both sides.
+
+    The offsets are those of the first unit in block 0 of each side's region, in bytes.
+    """
+
+    layer: int
+    component: str
+    first_unit: int  # global
+    local_offset: int
+    remote_offset: int
+
+
+class Strip(msgspec.Struct, frozen=True, array_like=True):
+    """Pieces that differ only in where they begin."""
+
+    local: Strides
+    remote: Strides
+    num_units: int
+    pieces: tuple[Piece, ...]
+
+
+class Lane(msgspec.Struct, frozen=True, array_like=True):
+    """What one local group reads from one group of one remote rank."""
+
+    rank: Rank
+    local: BlockSide
+    remote: BlockSide
+    granule_tokens: int  # tokens per item, equal on both sides
+    strips: tuple[Strip, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """For one local rank and one remote engine: who is read, and what goes where.
+
+    `digest` names the lanes: plans with equal digests move the same bytes.
+    """
+
+    local_rank: Rank
+    digest: Digest
+    lanes: tuple[Lane, ...]
+
+    @property
+    def sources(self) -> tuple[Rank, ...]:
+        """The remote ranks that are read, in ascending order."""
+        return tuple(sorted({lane.rank for lane in self.lanes}))
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Plan)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Return the plan as msgpack."""
+    return _ENCODER.encode(plan)
+
+
+def decode_plan(encoded: bytes) -> Plan:
+    """Return the plan that `encode_plan` encoded; raises msgspec.DecodeError for anything else."""
+    return _DECODER.decode(encoded)
