@@ -97,6 +97,107 @@ class _Planning:
             raise self._gap(tensor, gap, holdings)
         return [(fragment, holders[fragment.rank]) for fragment in fragments]
 
-    def _tokens_of(shard: TokenShard) -> str:
+    def _nobody_holds(self, tensor: CacheTensor) -> PlanError:
+        """Return the error for a layer, or a component of a layer, that the source lacks altogether."""
+        others = sorted(component for layer, component in self._holders if layer == tensor.layer)
+        if not others:
+            what = f"layer {tensor.layer} is held by no rank of engine {self._engine!r}"
+        else:
+            what = (
+                f"component {tensor.component!r} of layer {tensor.layer} is held by no rank of engine "
+                f"{self._engine!r}, which holds {', '.join(map(repr, others))} there"
+            )
+        return PlanError(f"cannot cover the cache: {what}", Code.COVERAGE_GAP)
+
+    def _gap(self, tensor: CacheTensor, gap: Gap, holdings: tuple[Holding, ...]) -> PlanError:
+        """Return the error for units, or tokens of units, that nobody holds."""
+        units = (
+            f"unit {gap.first_unit}"
+            if gap.end_unit == gap.first_unit + 1
+            else f"unit range [{gap.first_unit}, {gap.end_unit})"
+        )
+        tokens = "" if gap.shard is None else f", {_tokens_of(gap.shard)},"
+        held = sorted({(units.start, units.stop) for h in holdings for units in h.units})
+        return PlanError(
+            f"cannot cover the cache: {units} of layer {tensor.layer}'s component {tensor.component!r}"
+            f"{tokens} is held by no rank of engine {self._engine!r}, whose ranks hold units "
+            + ", ".join(f"[{start}, {stop})" for start, stop in held),
+            Code.COVERAGE_GAP,
+        )
+
+
+def _index(remote: Mapping[Rank, RankLayout]) -> dict[Place, dict[Rank, _Held]]:
+    """Return every remote holder of something, by layer and component."""
+    index: dict[Place, dict[Rank, _Held]] = {}
+    for rank in sorted(remote):
+        groups = {group.name: group for group in remote[rank].groups}
+        for tensor in remote[rank].tensors:
+            if tensor.num_units:
+                held = _Held(tensor, groups[tensor.group])
+                index.setdefault((tensor.layer, tensor.component), {})[rank] = held
+    return index
+
+
+def _file(
+    strips: dict[_StripKey, list[Piece]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
+) -> None:
+    """Put a fragment among those with the same strides on both sides."""
+    piece = Piece(
+        local.layer,
+        local.component,
+        fragment.first_unit,
+        local.offset + fragment.local_index * local.unit_stride,
+        remote.offset + fragment.remote_index * remote.unit_stride,
+    )
+    strips.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(piece)
+
+
+def _strides(tensor: CacheTensor) -> Strides:
+    return Strides(
+        tensor.region,
+        tensor.block_stride,
+        tensor.token_stride,
+        tensor.unit_stride,
+        tensor.chunk_stride,
+        tensor.chunk_bytes,
+        tensor.num_chunks,
+    )
+
+
+def _strips(strips: dict[_StripKey, list[Piece]]) -> tuple[Strip, ...]:
+    """Return the strips of a lane and the pieces of a strip in the order in which they lie in memory."""
+    built = [
+        Strip(local, remote, units, tuple(sorted(pieces, key=lambda p: (p.local_offset, p.remote_offset))))
+        for (local, remote, units), pieces in strips.items()
+    ]
+    return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.pieces[0].local_offset)))
+
+
+def _side(group: Group) -> BlockSide:
+    """Return how a group's ids name tokens, in kernel blocks. A state's id never expands."""
+    per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
+    return BlockSide(
+        group.name,
+        group.kind,
+        group.num_blocks,
+        group.block_tokens // per_id,
+        per_id,
+        group.token_shard,
+        group.sliding_window,
+    )
+
+
+def _require_one_sharding(tensor: CacheTensor, holdings: tuple[Holding, ...]) -> None:
+    """Refuse remote ranks that interleave one component's tokens in different ways."""
+    kinds = sorted({(h.shard.count, h.shard.interleave) for h in holdings})
+    if len(kinds) > 1:
+        raise PlanError(
+            f"cannot read layer {tensor.layer}'s component {tensor.component!r}: the source's ranks "
+            f"interleave its tokens in different ways, (count, interleave) = {kinds}",
+            Code.LAYOUT_INCOMPATIBLE,
+        )
+
+
+def _tokens_of(shard: TokenShard) -> str:
     start = shard.index * shard.interleave
     return f"token range [{start}, {start + shard.interleave}) of every {shard.count * shard.interleave}"
