@@ -1,0 +1,73 @@
+"""Mapping a memfd at an address that NIXL descriptors can name."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from kvxferd.errors import Code, EngineError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_LIBC.munmap.restype = ctypes.c_int
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+_FAILED = ctypes.c_void_p(-1).value
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10  # not in the mmap module
+
+
+class Mapping:
+    """A readable and writable shared mapping, owned: `unmap` once, by whoever made it."""
+
+    # Not mmap.mmap: that keeps a duplicate of the descriptor for as long as the mapping lives, and
+    # cannot put anything else at the same address.
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+
+    def view(self) -> memoryview:
+        """Return the bytes. The view must not be used after `unmap`."""
+        return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
+
+    def blank(self) -> None:
+        """Let go of the memory but keep the address: what is there now is zeros, and nobody else's."""
+        # A source whose page is gone while somebody reads it over TCP dies by SIGSEGV.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _LIBC.mmap(self.address, self.size_bytes, _READ_WRITE, flags, -1, 0) == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def unmap(self) -> None:
+        """Let go of memory and address. Idempotent."""
+        size, self.size_bytes = self.size_bytes, 0
+        if size:
+            _LIBC.munmap(self.address, size)
+
+
+def map_memfd(fd: int, size_bytes: int, offset: int = 0) -> Mapping:
+    """Map `size_bytes` of the descriptor from `offset` on; the descriptor may be closed afterwards.
+
+    Raises EngineError(region-invalid) where the offset is not a multiple of the page size or the
+    kernel refuses. The caller has checked the descriptor with `check_memfd`.
+    """
+    if size_bytes <= 0 or offset < 0 or offset % mmap.PAGESIZE:
+        raise EngineError(
+            f"cannot map {size_bytes} bytes at offset {offset}: the size must be positive "
+            f"and the offset a multiple of {mmap.PAGESIZE}",
+            Code.REGION_INVALID,
+        )
+    address = _LIBC.mmap(None, size_bytes, _READ_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address is None or address == _FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise EngineError(f"cannot map {size_bytes} bytes at offset {offset}: {reason}", Code.REGION_INVALID)
+    return Mapping(address, size_bytes)

@@ -1,0 +1,70 @@
+"""Memory to export: a sealed memfd, mapped here."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class SealedMemory:
+    """Zeroed memory that another process may map, and that cannot shrink under it."""
+
+    def __init__(self, fd: int, buffer: mmap.mmap) -> None:
+        self.fd = fd
+        self.buffer = buffer
+
+    @classmethod
+    def create(cls, size_bytes: int, name: str = "kvxferd") -> SealedMemory:
+        """Allocate. `name` is what /proc/PID/maps shows. Raises ValueError or OSError."""
+        if size_bytes <= 0:
+            raise ValueError(f"cannot allocate {size_bytes} bytes")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, mmap.mmap(fd, size_bytes))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """How much was asked for."""
+        return len(self.buffer)
+
+    def torch(self) -> torch.Tensor:
+        """Return the memory as a one-dimensional uint8 tensor; it keeps the mapping alive."""
+        import torch
+
+        # torch keeps the object alive but not its buffer locked: given the mmap itself, `close` would
+        # unmap memory that tensors still use.
+        held = (ctypes.c_char * self.size_bytes).from_buffer(self.buffer)
+        return torch.frombuffer(held, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the descriptor, and the mapping unless tensors or views still use it. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        try:
+            self.buffer.close()
+        except BufferError:
+            # Somebody holds a tensor over it: the mapping goes with the last of them.
+            return
+
+    def __enter__(self) -> SealedMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,149 @@
+"""Memory that one process makes and another maps."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
+
+
+@pytest.fixture
+def memory() -> Iterator[SealedMemory]:
+    with SealedMemory.create(1 << 20, "test") as made:
+        yield made
+
+
+def code_of(fd: int, needed: int) -> tuple[Code, str]:
+    with pytest.raises(EngineError) as raised:
+        check_memfd(fd, needed)
+    return raised.value.code, raised.value.message
+
+
+def test_what_one_side_writes_the_other_reads(memory: SealedMemory) -> None:
+    check_memfd(memory.fd, memory.size_bytes)
+    mapping = map_memfd(memory.fd, mmap.PAGESIZE, 4 * mmap.PAGESIZE)
+    memory.buffer[4 * mmap.PAGESIZE : 4 * mmap.PAGESIZE + 5] = b"hello"
+    view = mapping.view()
+    assert bytes(view[:5]) == b"hello"
+    view[0:5] = b"world"
+    assert memory.buffer[4 * mmap.PAGESIZE : 4 * mmap.PAGESIZE + 5] == b"world"
+    view.release()
+    mapping.unmap()
+    mapping.unmap()
+
+
+def test_it_cannot_shrink_or_grow(memory: SealedMemory) -> None:
+    for size in (mmap.PAGESIZE, 2 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.fd, size)
+
+
+def test_a_mapping_keeps_no_descriptor(memory: SealedMemory) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    mapping = map_memfd(memory.fd, memory.size_bytes)
+    assert len(os.listdir("/proc/self/fd")) == before
+    mapping.unmap()
+
+
+def test_a_blank_mapping_keeps_its_address_and_holds_zeros(memory: SealedMemory) -> None:
+    mapping = map_memfd(memory.fd, memory.size_bytes)
+    memory.buffer[0:3] = b"abc"
+    view = mapping.view()
+    mapping.blank()
+    assert bytes(view[:3]) == b"\0\0\0"
+    view[0:3] = b"xyz"
+    assert memory.buffer[0:3] == b"abc"
+    view.release()
+    mapping.unmap()
+
+
+def test_too_small_names_both_numbers(memory: SealedMemory) -> None:
+    code, message = code_of(memory.fd, memory.size_bytes + 1)
+    assert code is Code.REGION_TOO_SMALL
+    assert str(memory.size_bytes) in message
+    assert str(memory.size_bytes + 1) in message
+
+
+def test_an_unsealed_memfd_is_refused() -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    assert code_of(fd, 4096)[0] is Code.REGION_UNSEALED
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    assert code_of(fd, 4096)[0] is Code.REGION_INVALID
+    os.close(fd)
+
+
+def test_what_is_no_memfd_is_refused(memory: SealedMemory) -> None:
+    ends = os.pipe()
+    assert code_of(ends[0], 1)[0] is Code.REGION_INVALID
+    for fd in ends:
+        os.close(fd)
+    assert code_of(ends[0], 1)[0] is Code.REGION_INVALID  # closed
+    with tempfile.TemporaryFile(dir=".") as file:
+        assert code_of(file.fileno(), 1)[0] in (Code.REGION_INVALID, Code.REGION_UNSEALED)
+    readable = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY)
+    assert code_of(readable, 1)[0] is Code.REGION_INVALID
+    os.close(readable)
+
+
+@pytest.mark.parametrize(
+    ("size", "offset"),
+    [(0, 0), (-1, 0), (4096, 1), (4096, -4096)],
+)
+def test_a_place_that_cannot_be_mapped_is_refused(memory: SealedMemory, size: int, offset: int) -> None:
+    with pytest.raises(EngineError) as raised:
+        map_memfd(memory.fd, size, offset)
+    assert raised.value.code is Code.REGION_INVALID
+
+
+def test_no_memory_of_no_size() -> None:
+    with pytest.raises(ValueError, match="cannot allocate 0 bytes"):
+        SealedMemory.create(0)
+
+
+def test_a_tensor_outlives_close() -> None:
+    pytest.importorskip("torch")
+    memory = SealedMemory.create(4096)
+    tensor = memory.torch()
+    tensor[:3] = 7
+    assert memory.buffer[0:3] == b"\7\7\7"
+    memory.close()
+    assert tensor[0].item() == 7
+
+
+def test_a_fence_word_is_seen_until_it_is_overwritten() -> None:
+    client = FencePage.create()
+    daemon = FencePage.map(client.fd)
+    word = bytes(range(16))
+    client.write(FENCE_SLOTS - 1, word)
+    assert daemon.read(FENCE_SLOTS - 1) == word
+    daemon.overwrite(FENCE_SLOTS - 1)
+    assert client.read(FENCE_SLOTS - 1) != word
+    assert client.read(FENCE_SLOTS - 2) == bytes(16)
+    daemon.close()
+    client.close()
+    client.close()
+
+
+@pytest.mark.parametrize("slot", [-1, FENCE_SLOTS])
+def test_a_fence_slot_out_of_range_is_refused(slot: int) -> None:
+    page = FencePage.create()
+    with pytest.raises(ValueError, match="fence slot"):
+        page.write(slot, bytes(16))
+    with pytest.raises(ValueError, match="15 bytes"):
+        page.write(0, bytes(15))
+    page.close()
+
+
+def test_a_fence_page_that_is_too_small_is_refused() -> None:
+    with SealedMemory.create(FENCE_PAGE_BYTES - 4096) as small, pytest.raises(EngineError) as raised:
+        FencePage.map(small.fd)
+    assert raised.value.code is Code.REGION_TOO_SMALL
