@@ -11,14 +11,13 @@ from kvxferd.layout import (
     CacheTensor,
     EngineSpec,
     Group,
-    GroupKind,
     RankLayout,
     TokenShard,
     digest_of,
 )
 from kvxferd.plan.differences import find_differences
 from kvxferd.plan.holders import Fragment, Gap, Holding, assign_units, preferred_rank
-from kvxferd.plan.structs import BlockSide, Lane, Piece, Plan, Strides, Strip
+from kvxferd.plan.structs import BlockSide, Lane, Piece, Plan, Strides, Strip, block_side
 
 Place = tuple[int, str]  # layer, component
 _LaneKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
@@ -76,7 +75,7 @@ class _Planning:
             for fragment, theirs in self._fragments(tensor, group.token_shard):
                 key = (fragment.rank, tensor.group, theirs.tensor.group, tensor.granule_tokens)
                 if key not in sides:
-                    sides[key] = (_side(group), _side(theirs.group))
+                    sides[key] = (block_side(group), block_side(theirs.group))
                 _file(lanes.setdefault(key, {}), tensor, theirs.tensor, fragment)
         built = tuple(Lane(key[0], *sides[key], key[3], _strips(lanes[key])) for key in sorted(lanes))
         return Plan(self._spec.rank, digest_of((self._spec.rank, built)), built)
@@ -171,20 +170,6 @@ def _strips(strips: dict[_StripKey, list[Piece]]) -> tuple[Strip, ...]:
         for (local, remote, units), pieces in strips.items()
     ]
     return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.pieces[0].local_offset)))
-
-
-def _side(group: Group) -> BlockSide:
-    """Return how a group's ids name tokens, in kernel blocks. A state's id never expands."""
-    per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
-    return BlockSide(
-        group.name,
-        group.kind,
-        group.num_blocks,
-        group.block_tokens // per_id,
-        per_id,
-        group.token_shard,
-        group.sliding_window,
-    )
 
 
 def _require_one_sharding(tensor: CacheTensor, holdings: tuple[Holding, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.ids import Digest, GroupName, Rank, RegionId
-from kvxferd.layout import GroupKind, TokenShard
+from kvxferd.layout import Group, GroupKind, TokenShard
 
 
 class BlockSide(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +27,20 @@ class BlockSide(msgspec.Struct, frozen=True, array_like=True):
     def id_tokens(self) -> int:
         """Tokens of the sequence that one listed id stands for, over all token shards."""
         return self.block_tokens * self.blocks_per_id * self.shard.count
+
+
+def block_side(group: Group) -> BlockSide:
+    """Return how a group's ids name tokens, in kernel blocks. A state's id never expands."""
+    per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
+    return BlockSide(
+        group.name,
+        group.kind,
+        group.num_blocks,
+        group.block_tokens // per_id,
+        per_id,
+        group.token_shard,
+        group.sliding_window,
+    )
 
 
 class Strides(msgspec.Struct, frozen=True, array_like=True):

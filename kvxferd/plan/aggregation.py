@@ -1,0 +1,133 @@
+"""From ranks to an engine: what all ranks must state alike, and what the stages must hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvxferd.errors import Code, EngineError, LayoutError, PlanError
+from kvxferd.ids import Rank
+from kvxferd.layout import EngineSpec, RankLayout
+
+# A rank's own place; everything else in EngineSpec is the engine's.
+_OWN_FIELDS = {"pp_rank", "tp_rank"}
+
+
+def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
+    """Raise EngineError unless both ranks state the same engine.
+
+    The code is unequal-stages where pipeline stages differ in tensor-parallel size, else
+    shape-mismatch; the message lists every field that differs with both values.
+    """
+    mine, theirs = msgspec.structs.asdict(known), msgspec.structs.asdict(new)
+    differing = [name for name in mine if name not in _OWN_FIELDS and mine[name] != theirs[name]]
+    if not differing:
+        return
+    unequal = "tp_size" in differing and known.pp_rank != new.pp_rank
+    listed = "; ".join(
+        f"{name} is {mine[name]!r} on {known.rank} and {theirs[name]!r} on {new.rank}" for name in differing
+    )
+    raise EngineError(
+        f"cannot add rank {new.rank} to engine {known.key}: {listed}",
+        Code.UNEQUAL_STAGES if unequal else Code.SHAPE_MISMATCH,
+    )
+
+
+def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
+    """Raise unless the ranks of a complete engine hold its layers together, each exactly once.
+
+    Raises EngineError for ranks that state different engines (see `check_same_engine`), and
+    PlanError with code unequal-stages where stages differ in their number of ranks, or
+    layers-missing where the ranks of a stage differ in their layers, or the stages overlap or
+    leave layers out.
+    """
+    first = ranks[min(ranks)][0]
+    for rank in sorted(ranks):
+        check_same_engine(first, ranks[rank][0])
+    stages: dict[int, dict[Rank, RankLayout]] = {}
+    for rank, (_, layout) in sorted(ranks.items()):
+        stages.setdefault(rank.pp_rank, {})[rank] = layout
+    _check_stage_sizes(first, stages)
+    expected = 0
+    for pp_rank, stage in sorted(stages.items()):
+        start, end = _stage_range(stage)
+        if start < expected:
+            raise _missing(
+                first,
+                f"stage {pp_rank} holds layers [{start}, {end}), and stage "
+                f"{pp_rank - 1} already holds those up to {expected - 1}",
+            )
+        if start > expected:
+            raise _missing(
+                first,
+                f"layers [{expected}, {start}) are held by no stage: stage {pp_rank} begins at layer {start}",
+            )
+        expected = end
+    if expected != first.num_layers:
+        raise _missing(first, f"its stages hold layers [0, {expected}) of {first.num_layers}")
+
+
+def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, RankLayout]]) -> None:
+    """Refuse stages of unequal tensor parallelism by name."""
+    sizes = {pp_rank: len(stage) for pp_rank, stage in stages.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"stage {pp_rank} has {size} ranks" for pp_rank, size in sorted(sizes.items()))
+        raise PlanError(
+            f"cannot use engine {spec.key}: its stages are of unequal tensor parallelism, {listed}",
+            Code.UNEQUAL_STAGES,
+        )
+
+
+def _stage_range(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
+    """Return the layers of a stage; raises PlanError if its ranks disagree."""
+    first = min(stage)
+    start, end = stage[first].start_layer, stage[first].end_layer
+    for rank, layout in stage.items():
+        if (layout.start_layer, layout.end_layer) != (start, end):
+            raise PlanError(
+                f"cannot use stage {rank.pp_rank}: rank {first} holds layers [{start}, {end}) and rank "
+                f"{rank} holds [{layout.start_layer}, {layout.end_layer})",
+                Code.LAYERS_MISSING,
+            )
+    return start, end
+
+
+def _missing(spec: EngineSpec, what: str) -> LayoutError:
+    return LayoutError(f"cannot use engine {spec.key}: {what}", Code.LAYERS_MISSING)
+
+
+def require_pp_aware(ranks: Iterable[Rank], consumer: str) -> None:
+    """Raise PlanError (not-pp-aware) if a consumer that knows one stage only would meet another."""
+    other = next((rank for rank in sorted(ranks) if rank.pp_rank != 0), None)
+    if other is not None:
+        raise PlanError(
+            f"cannot give rank {other} to {consumer}: it is not PP-aware and would read stage 0 alone",
+            Code.NOT_PP_AWARE,
+        )
+
+
+def set_xfer_handshake_metadata_pp_aware(
+    consumer: Any, metadata: Sequence[Mapping[tuple[int, int], Any] | None]
+) -> None:
+    """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and hand them to a connector.
+
+    None, from a worker without metadata, is skipped. A consumer with a method of this function's
+    name is PP-aware and gets the merged mapping unchanged; another gets ``{tp_rank: metadata}``
+    by `set_xfer_handshake_metadata` if every pp_rank is 0. Otherwise raises ValueError naming it.
+    """
+    merged: dict[tuple[int, int], Any] = {}
+    for worker in metadata:
+        merged.update(worker or {})
+    pp_aware = getattr(consumer, "set_xfer_handshake_metadata_pp_aware", None)
+    if callable(pp_aware):
+        pp_aware(merged)
+        return
+    other = next((rank for rank in sorted(merged) if rank[0] != 0), None)
+    if other is not None:
+        raise ValueError(
+            f"cannot give {type(consumer).__name__} the metadata of pp_rank {other[0]}, tp_rank {other[1]}: "
+            "it is not PP-aware"
+        )
+    consumer.set_xfer_handshake_metadata({tp_rank: value for (_, tp_rank), value in merged.items()})

@@ -1,0 +1,146 @@
+"""Is what a request lists usable: its own blocks, and what the source published of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvxferd.errors import Code, EngineError, PlanError
+from kvxferd.ids import GroupName
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout
+from kvxferd.plan.segments import check_first_token, unpacked
+from kvxferd.plan.structs import BlockSide, Lane, Plan, block_side
+
+
+def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
+    """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` on this rank.
+
+    Every group of the layout must be listed. An empty list is legal: nothing of the group is
+    published, or all of it is there already. In a state group only the last id counts.
+    """
+    if num_tokens < 1:
+        raise _invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
+    groups = {group.name: group for group in layout.groups}
+    unknown, missing = sorted(blocks.keys() - groups.keys()), sorted(groups.keys() - blocks.keys())
+    if unknown:
+        raise _invalid(f"cannot use blocks of group {unknown[0]!r}: this rank's groups are {_names(groups)}")
+    if missing:
+        raise _invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
+    for name, listed in blocks.items():
+        _check_list(groups[name], listed, num_tokens, _granule(layout, name))
+
+
+def check_request(
+    plan: Plan,
+    local: Mapping[GroupName, PackedBlocks],
+    remote: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> None:
+    """Raise unless the source's lists hold every token that the local ones require.
+
+    Required are, of each local group with blocks, the tokens from
+    ``max(first_token, num_tokens - sliding_window)`` to `num_tokens`; of a state group, the state
+    at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens, and
+    EngineError (blocks-invalid) for ids that the side which listed them cannot have.
+    """
+    seen: set[tuple[BlockSide, BlockSide, int]] = set()
+    for lane in plan.lanes:
+        key = (lane.local, lane.remote, lane.granule_tokens)
+        if key not in seen:
+            seen.add(key)
+            _check_lane(lane, local, remote, num_tokens)
+
+
+def _check_lane(
+    lane: Lane,
+    local: Mapping[GroupName, PackedBlocks],
+    remote: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> None:
+    """Check the two lists that one lane reads."""
+    name = lane.local.group
+    if name not in local:
+        raise _invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
+    mine = local[name]
+    if not mine.ids:
+        return
+    theirs = remote.get(lane.remote.group, PackedBlocks(b""))
+    for side, listed in ((lane.local, mine), (lane.remote, theirs)):
+        _check_ids(side.group, side.num_blocks, listed)
+        if side.kind is GroupKind.ATTENTION:
+            check_first_token(side, lane.granule_tokens, listed)
+    if lane.local.kind is GroupKind.STATE:
+        if not theirs.ids or theirs.state_at != num_tokens:
+            has = f"its state at token {theirs.state_at}" if theirs.ids else "no state"
+            raise _not_published(lane, f"the state at token {num_tokens} is needed, and {has} is published")
+        return
+    window = lane.local.sliding_window
+    start = mine.first_token if window is None else max(mine.first_token, num_tokens - window)
+    published = theirs.first_token, theirs.first_token + len(theirs) * lane.remote.id_tokens
+    if start < num_tokens and not (published[0] <= start and num_tokens <= published[1]):
+        has = f"[{published[0]}, {published[1]})" if theirs.ids else "none"
+        raise _not_published(lane, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
+
+
+def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: int) -> None:
+    """Check one group's list by itself."""
+    _check_ids(group.name, group.num_blocks, listed)
+    if listed.first_token < 0:
+        raise _invalid(f"cannot use first_token {listed.first_token} of group {group.name!r}: it is negative")
+    if not listed.ids:
+        return
+    if group.kind is GroupKind.STATE:
+        if listed.state_at != num_tokens:
+            raise _invalid(
+                f"cannot use the state of group {group.name!r}: it stands at token {listed.state_at}, "
+                f"and the request has {num_tokens} tokens"
+            )
+        return
+    side = block_side(group)
+    check_first_token(side, granule, listed)
+    needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
+    if len(listed) != needed:
+        raise _invalid(
+            f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
+            f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
+        )
+    ids = np.sort(unpacked(listed))
+    repeated = np.flatnonzero(ids[1:] == ids[:-1])
+    if len(repeated):
+        raise _invalid(f"cannot use block {ids[repeated[0]]} of group {group.name!r} twice in one request")
+
+
+def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
+    """Check that the ids are whole int32 and in range."""
+    if len(listed.ids) % 4:
+        raise _invalid(
+            f"cannot read the ids of group {name!r}: {len(listed.ids)} bytes are no whole number of int32"
+        )
+    if not listed.ids:
+        return
+    ids = unpacked(listed)
+    for worst in (int(ids.min()), int(ids.max())):
+        if not 0 <= worst < num_blocks:
+            raise _invalid(f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}")
+
+
+def _granule(layout: RankLayout, name: GroupName) -> int:
+    """Return how many tokens a list of the group may not be cut between."""
+    return math.lcm(*{tensor.granule_tokens for tensor in layout.tensors if tensor.group == name})
+
+
+def _invalid(message: str) -> EngineError:
+    return EngineError(message, Code.BLOCKS_INVALID)
+
+
+def _not_published(lane: Lane, what: str) -> PlanError:
+    return PlanError(
+        f"cannot fill group {lane.local.group!r} from the source's group {lane.remote.group!r}: {what}",
+        Code.TOKENS_NOT_PUBLISHED,
+    )
+
+
+def _names(groups: Mapping[GroupName, Group]) -> str:
+    return ", ".join(map(repr, sorted(groups)))
