@@ -42,6 +42,7 @@ class Code(StrEnum):
     HOME_UNREACHABLE = "home-unreachable"
     NOT_HOME = "not-home"
     SUSPENDED = "suspended"
+    ENDPOINT_INVALID = "endpoint-invalid"
     # engines and transfers
     ENGINE_UNKNOWN = "engine-unknown"
     ENGINE_INCOMPLETE = "engine-incomplete"

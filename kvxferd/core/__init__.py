@@ -1,0 +1,10 @@
+"""The pure core: what a node decides. No I/O; time is an argument.
+
+`Node.feed(event, now)` returns effects, `Node.next_deadline()` says when to feed a `Tick`, and
+`Node.check_integrity()` holds the invariants that tests check after every step.
+"""
+
+from kvxferd.core.node import Node
+from kvxferd.core.settings import Settings
+
+__all__ = ["Node", "Settings"]

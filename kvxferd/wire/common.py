@@ -91,9 +91,11 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BlockIds(Message, frozen=True, tag="block-ids"):
     """The front part of a long block list; the message that names `stream` carries the rest.
 
-    Parts of one stream and group are appended in the order in which they arrive.
+    `offset` says how many bytes of the group's list came before: 0 starts the list anew, and any
+    other value must be where the last part ended.
     """
 
     stream: int
     group: GroupName
+    offset: int
     ids: bytes

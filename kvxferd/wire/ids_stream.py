@@ -28,7 +28,7 @@ def split_ids(blocks: Mapping[GroupName, PackedBlocks], stream: int) -> tuple[li
 
 def _parts(group: GroupName, ids: bytes, stream: int) -> Iterator[BlockIds]:
     for start in range(0, len(ids), IDS_PART_BYTES):
-        yield BlockIds(stream=stream, group=group, ids=ids[start : start + IDS_PART_BYTES])
+        yield BlockIds(stream=stream, group=group, offset=start, ids=ids[start : start + IDS_PART_BYTES])
 
 
 class IdsAssembly:
@@ -47,7 +47,14 @@ class IdsAssembly:
                 f"cannot collect more than {MAX_REQUEST_IDS_BYTES} bytes of block ids for one request",
                 Code.FRAME_TOO_LARGE,
             )
-        groups.setdefault(part.group, bytearray()).extend(part.ids)
+        front = groups.setdefault(part.group, bytearray())
+        if part.offset == 0:
+            front.clear()
+        if part.offset != len(front):
+            raise ProtocolError(
+                f"cannot place ids of group {part.group} at byte {part.offset}: {len(front)} bytes came before"
+            )
+        front.extend(part.ids)
 
     def complete(self, blocks: Blocks, stream: int) -> Blocks:
         """Return the request's blocks with the parts of `stream` put in front."""

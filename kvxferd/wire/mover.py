@@ -83,7 +83,10 @@ class FencePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StartPull(Message, frozen=True, tag="start-pull"):
-    """Expand the plan over these blocks, read, then read the fence word. Answered by `PullDone`."""
+    """Expand the plan over these blocks, read, then read the fence word. Answered by `PullDone`.
+
+    Parts of long lists came before: `local`'s under `stream`, `remote`'s under `stream + 1`.
+    """
 
     pull: PullId
     plan: Digest

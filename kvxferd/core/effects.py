@@ -1,0 +1,126 @@
+"""What a node wants done. The shells do it, in order, and decide nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxferd.core.snapshot import Record
+from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.wire.common import Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Send a frame to a session. `pidfd_of`: attach that mover's pidfd."""
+
+    session: SessionId
+    message: Message
+    pidfd_of: MoverId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWorker:
+    """Send what is queued, then close the session's socket. `WorkerClosed` follows."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptRegions:
+    """The descriptors of the session's last `Register` or `Resume` are its rank's memory now."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class OverwriteFence:
+    """Overwrite a fence word. Done at once, before any later effect."""
+
+    session: SessionId
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedMover:
+    """Find a mover for the session's rank: `MoverTaken` or `MoverUnavailable` follows."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class KillMover:
+    """Kill the mover's process. `MoverDied` follows."""
+
+    mover: MoverId
+
+
+@dataclass(frozen=True, slots=True)
+class ToMover:
+    """Send a message to a mover."""
+
+    mover: MoverId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class BindMover:
+    """Send a `Bind` with the descriptors of the session's regions and the worker's pidfd."""
+
+    mover: MoverId
+    session: SessionId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ShareFence:
+    """Send a `MapFence` with the descriptor of the session's fence page."""
+
+    mover: MoverId
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    """Send on the connection to a peer, opening it where there is none."""
+
+    endpoint: Endpoint
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToRoute:
+    """Send back to whoever opened a connection to this node."""
+
+    route: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPeer:
+    """Close the connection to a peer."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Something ended that operators count and follow."""
+
+    record: Record
+
+
+Effect = (
+    ToWorker
+    | CloseWorker
+    | AdoptRegions
+    | OverwriteFence
+    | NeedMover
+    | KillMover
+    | ToMover
+    | BindMover
+    | ShareFence
+    | ToPeer
+    | ToRoute
+    | ForgetPeer
+    | Observed
+)

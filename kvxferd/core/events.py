@@ -1,0 +1,115 @@
+"""What happens to a node. The shells make these; the core never asks for anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.mover import FromMover
+from kvxferd.wire.peer import PeerMessage
+from kvxferd.wire.worker import ClientMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOpened:
+    """Somebody connected to the worker socket and may be there."""
+
+    session: SessionId
+    pid: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    """A frame of a session.
+
+    `problem` is what the shell found wrong with the frame's descriptors. `fence_word` is what
+    the session's fence page held in a `Publish`'s slot when the frame was read.
+    """
+
+    session: SessionId
+    message: ClientMessage
+    problem: Refusal | None = None
+    fence_word: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClosed:
+    """The session's socket is closed: its registration is over."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class MoverTaken:
+    """A mover for the session's rank, its agent made."""
+
+    session: SessionId
+    mover: MoverId
+    agent: AgentName
+    library: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoverUnavailable:
+    """No mover can be had for the session's rank."""
+
+    session: SessionId
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class MoverSaid:
+    """A message of a mover."""
+
+    mover: MoverId
+    message: FromMover
+
+
+@dataclass(frozen=True, slots=True)
+class MoverDied:
+    """The mover's process is gone: nothing that it posted can write any more."""
+
+    mover: MoverId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSaid:
+    """A message on the connection that this node opened to a peer."""
+
+    endpoint: Endpoint
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSaid:
+    """A message on a connection that somebody opened to this node. `route` leads back to them."""
+
+    route: bytes
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Refuse what is new, finish what runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    WorkerOpened
+    | WorkerSaid
+    | WorkerClosed
+    | MoverTaken
+    | MoverUnavailable
+    | MoverSaid
+    | MoverDied
+    | PeerSaid
+    | RouteSaid
+    | DrainAsked
+    | Tick
+)

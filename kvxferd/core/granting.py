@@ -1,0 +1,270 @@
+"""Who may read a published transfer: grants asked, waited for, given, renewed, returned, acknowledged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxferd.core.attendance import Attendance
+from kvxferd.core.effects import ToRoute
+from kvxferd.core.fences import Fences, PagePlace
+from kvxferd.core.moment import Moment
+from kvxferd.core.registry import LocalEngine, Registry
+from kvxferd.core.source import Source
+from kvxferd.core.transfers import Grant, Transfer
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, GrantId
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.ids_stream import split_ids
+from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.peer import (
+    AbandonTransfer,
+    Acknowledge,
+    AskGrant,
+    Done,
+    Granted,
+    GrantsRenewed,
+    PeerRefused,
+    RenewGrants,
+    ReturnGrant,
+)
+
+
+@dataclass(slots=True)
+class _Ask:
+    """A grant that is asked for and not answered."""
+
+    route: bytes
+    question: AskGrant
+    asked_at: float
+    agents: frozenset[AgentName] = frozenset()  # already attending for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """Why an ask cannot be granted now. Refused once it has waited `wait_s`."""
+
+    code: Code
+    message: str
+    wait_s: float = 0.0
+
+
+class Granting:
+    """Decides every ask, now or when what it waits for has come."""
+
+    def __init__(
+        self, moment: Moment, registry: Registry, source: Source, attendance: Attendance, fences: Fences
+    ) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._source = source
+        self._attendance = attendance
+        self._fences = fences
+        self._asks: dict[GrantId, _Ask] = {}
+
+    # --- asking
+
+    def ask(self, route: bytes, question: AskGrant) -> None:
+        """Answer now, or once the transfer is published, ready, and its movers poll."""
+        waiting = self._asks.get(question.grant)
+        if waiting is not None:
+            waiting.route, waiting.question = route, question  # asked again: the last route is the live one
+        else:
+            waiting = self._asks[question.grant] = _Ask(route, question, self._moment.now)
+        self._consider(waiting)
+
+    def reconsider(self) -> None:
+        """Something changed that an ask may have waited for."""
+        for waiting in list(self._asks.values()):
+            self._consider(waiting)
+
+    def _consider(self, ask: _Ask) -> None:
+        question = ask.question
+        transfer = self._source.transfers.live.get((question.ref.engine, question.ref.transfer_id))
+        found = self._obstacle(ask, transfer)
+        if not isinstance(found, _Obstacle):
+            assert transfer is not None
+            self._give(ask, transfer, found)
+            return
+        left_s = ask.asked_at + found.wait_s - self._moment.now
+        if left_s > 0:
+            self._moment.after(("ask", question.grant), left_s, lambda: self._consider(ask))
+            return
+        self._drop(ask)
+        refused = PeerRefused(request=question.request, code=found.code, message=found.message)
+        self._moment.do(ToRoute(ask.route, refused))
+
+    def _drop(self, ask: _Ask) -> None:
+        del self._asks[ask.question.grant]
+        self._moment.timers.stop(("ask", ask.question.grant))
+        if ask.question.grant not in self._source.transfers.granted:
+            for agent in ask.agents:
+                self._attendance.leave(agent, ask.question.grant)
+
+    def _obstacle(self, ask: _Ask, transfer: Transfer | None) -> _Obstacle | PagePlace:
+        """Why the ask cannot be granted; where its fence page lies if it can."""
+        question, ref = ask.question, ask.question.ref
+        engine = self._registry.get(ref.engine)
+        if obstacle := self._engine_obstacle(question, engine):
+            return obstacle
+        if transfer is None:
+            return self._absence(ref)
+        assert engine is not None
+        return self._transfer_obstacle(ask, transfer, engine)
+
+    def _engine_obstacle(self, question: AskGrant, engine: LocalEngine | None) -> _Obstacle | None:
+        ref = question.ref
+        what = f"cannot grant transfer {ref.transfer_id}"
+        if self._registry.is_superseded(ref.engine):
+            newest = self._registry.newest(ref.engine_id)
+            return _Obstacle(
+                Code.GENERATION_STALE,
+                f"{what}: engine {ref.engine} has been replaced by {newest}; route anew",
+            )
+        if engine is None:
+            return _Obstacle(
+                Code.ENGINE_UNKNOWN,
+                f"{what}: no rank of engine {ref.engine} is registered here",
+                self._moment.settings.unknown_wait_s,
+            )
+        if lacking := engine.lacking():
+            ranks = ", ".join(map(str, lacking))
+            return _Obstacle(
+                Code.ENGINE_INCOMPLETE,
+                f"{what}: ranks {ranks} of engine {ref.engine} are not there",
+                self._patience(question),
+            )
+        for rank, agent in question.reads:
+            record = engine.ranks.get(rank)
+            if record is None or record.agent != agent:
+                return _Obstacle(
+                    Code.BINDING_STALE, f"{what}: rank {rank} has another mover; fetch the engine again"
+                )
+        return None
+
+    def _absence(self, ref: TransferRef) -> _Obstacle:
+        what = f"cannot grant transfer {ref.transfer_id}"
+        tombstone = self._source.transfers.tombstones.get((ref.engine, ref.transfer_id))
+        if tombstone is not None and tombstone.nonce == ref.nonce:
+            return _Obstacle(
+                Code.RELEASED, f"{what}: it was released ({tombstone.why}); its blocks may hold others"
+            )
+        return _Obstacle(
+            Code.TRANSFER_UNKNOWN,
+            f"{what}: engine {ref.engine} has published none of that id",
+            self._moment.settings.unknown_wait_s,
+        )
+
+    def _transfer_obstacle(self, ask: _Ask, transfer: Transfer, engine: LocalEngine) -> _Obstacle | PagePlace:
+        question = ask.question
+        what = f"cannot grant transfer {transfer.transfer_id}"
+        if transfer.nonce != question.ref.nonce:
+            return _Obstacle(Code.NONCE_WRONG, f"{what}: the reference's nonce is not the transfer's")
+        if any(engine.ranks[r].incarnation != inc for r, inc in transfer.incarnations.items()):
+            return _Obstacle(
+                Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
+            )
+        if not transfer.can_read(question.consumer):
+            return _Obstacle(
+                Code.NOT_ALLOWED, f"{what}: {transfer.num_readers} other engines read it; publish it for more"
+            )
+        if not self._source.is_ready(transfer, engine):
+            unready = ", ".join(str(r) for r in engine.spec.ranks() if r not in transfer.ready)
+            return _Obstacle(
+                Code.TRANSFER_NOT_READY,
+                f"{what}: ranks {unready} have not said ready",
+                self._patience(question),
+            )
+        place = self._fences.place(transfer.session)
+        if place is None:
+            return _Obstacle(
+                Code.MOVER_LOST, f"{what}: no mover serves its fence page yet", self._patience(question)
+            )
+        agents = frozenset([place.agent, *(agent for _, agent in question.reads)])
+        for agent in agents - ask.agents:
+            self._attendance.attend(agent, question.grant)
+        for agent in ask.agents - agents:
+            self._attendance.leave(agent, question.grant)
+        ask.agents = agents
+        if not all(map(self._attendance.is_attending, agents)):
+            return _Obstacle(Code.MOVER_LOST, f"{what}: its movers do not answer", self._patience(question))
+        return place
+
+    def _patience(self, question: AskGrant) -> float:
+        return min(question.wait_s, self._moment.settings.handshake_wait_s)
+
+    def _give(self, ask: _Ask, transfer: Transfer, place: PagePlace) -> None:
+        question, now = ask.question, self._moment.now
+        known = transfer.grants.get(question.grant)
+        grant = Grant(
+            grant=question.grant,
+            consumer=question.consumer,
+            agents=ask.agents,
+            born=known.born if known else now,
+            until=now + self._moment.settings.lease_s,
+        )
+        self._source.transfers.grant(transfer, grant)
+        self._drop(ask)
+        stream = question.request
+        parts, blocks = split_ids(transfer.blocks, stream)
+        for part in parts:
+            self._moment.do(ToRoute(ask.route, part))
+        granted = Granted(
+            request=question.request,
+            grant=question.grant,
+            blocks=blocks,
+            num_tokens=transfer.num_tokens,
+            lease_s=self._moment.settings.lease_s,
+            fence_agent=place.agent,
+            fence_address=place.address + transfer.fence_slot * FENCE_WORD_BYTES,
+            fence_word=transfer.fence_word,
+            fence_metadata=place.metadata,
+            stream=stream if parts else 0,
+        )
+        self._moment.do(ToRoute(ask.route, granted))
+
+    # --- holding and letting go
+
+    def renew(self, route: bytes, question: RenewGrants) -> None:
+        """Extend the grants that live; name those that have ended."""
+        ended = []
+        settings, now = self._moment.settings, self._moment.now
+        for grant_id in question.grants:
+            transfer = self._source.transfers.granted.get(grant_id)
+            if transfer is None:
+                ended.append(grant_id)
+                continue
+            grant = transfer.grants[grant_id]
+            grant.until = min(now + settings.lease_s, grant.born + settings.max_hold_s)
+        self._moment.do(ToRoute(route, GrantsRenewed(request=question.request, ended=tuple(ended))))
+
+    def give_back(self, route: bytes, question: ReturnGrant) -> None:
+        """A pull that failed needs its grant no more."""
+        if waiting := self._asks.get(question.grant):
+            self._drop(waiting)
+        self._source.end_grant(question.grant)
+        self._moment.do(ToRoute(route, Done(request=question.request)))
+
+    def acknowledge(self, route: bytes, question: Acknowledge) -> None:
+        """A consumer rank holds the bytes; with the last one the transfer is complete."""
+        transfer = self._owned(question.ref)
+        if transfer is not None:
+            self._source.end_grant(question.grant)
+            if reader := transfer.reader(question.consumer):
+                reader.acknowledged.add(question.consumer.rank)
+            if transfer.is_read_by_all:
+                self._source.release(transfer, Code.COMPLETED)
+        self._moment.do(ToRoute(route, Done(request=question.request)))
+
+    def abandon(self, route: bytes, question: AbandonTransfer) -> None:
+        """A consumer engine wants nothing more of the transfer."""
+        transfer = self._owned(question.ref)
+        if transfer is not None and (reader := transfer.reader(question.consumer)):
+            reader.abandoned = True
+            if transfer.is_read_by_all:
+                self._source.release(transfer, Code.ABANDONED)
+        self._moment.do(ToRoute(route, Done(request=question.request)))
+
+    def _owned(self, ref: TransferRef) -> Transfer | None:
+        """The live transfer that the reference's holder may speak of."""
+        transfer = self._source.transfers.live.get((ref.engine, ref.transfer_id))
+        return transfer if transfer is not None and transfer.nonce == ref.nonce else None

@@ -1,0 +1,249 @@
+"""The sink's access to a transfer: the engine learnt, the reads planned, the grant taken and renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvxferd.core.moment import Moment
+from kvxferd.core.movers import Movers
+from kvxferd.core.peers import Peers, RemoteEngine
+from kvxferd.core.registry import LocalRank
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Endpoint, GrantId
+from kvxferd.plan import Plan, PlanCache, require_pp_aware
+from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.peer import (
+    Acknowledge,
+    Answer,
+    AskGrant,
+    Consumer,
+    Granted,
+    GrantsRenewed,
+    PeerRefused,
+    Question,
+    RenewGrants,
+    ReturnGrant,
+)
+
+MAX_STALE_BINDINGS = 3  # a source whose movers change faster than we can ask is not readable
+
+
+class HoldState(StrEnum):
+    """How far it has come."""
+
+    LEARNING = "handshake"
+    ASKING = "grant"
+    HELD = "held"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Hold:
+    """One local rank's access to one transfer."""
+
+    grant: GrantId
+    rank: LocalRank
+    ref: TransferRef
+    wait_s: float
+    started: float
+    state: HoldState = HoldState.LEARNING
+    learnt: float | None = None  # when the engine was known
+    settled: float | None = None  # when the grant was there, or refused
+    remote: RemoteEngine | None = None
+    plan: Plan | None = None
+    granted: Granted | None = None
+    refusal: Refusal | None = None
+    num_stale: int = 0
+    on_settled: Callable[[], None] | None = None
+
+    def consumer(self) -> Consumer:
+        """Who reads."""
+        spec = self.rank.spec
+        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
+
+
+class Holds:
+    """Takes holds, renews their grants, and ends them."""
+
+    def __init__(self, moment: Moment, peers: Peers, movers: Movers) -> None:
+        self._moment = moment
+        self._peers = peers
+        self._movers = movers
+        self._plans = PlanCache()
+        self._held: dict[Endpoint, dict[GrantId, Hold]] = {}
+
+    def num_grants(self) -> dict[Endpoint, int]:
+        """How many grants are held at each peer."""
+        return {endpoint: len(held) for endpoint, held in self._held.items()}
+
+    def take(self, rank: LocalRank, ref: TransferRef, wait_s: float) -> Hold:
+        """Start taking a hold. `on_settled` is called once, when it is held or refused."""
+        hold = Hold(GrantId(self._moment.new_token()), rank, ref, wait_s, self._moment.now)
+        self._learn(hold)
+        return hold
+
+    def when_settled(self, hold: Hold, act: Callable[[], None]) -> None:
+        """Call `act` once the hold is held or refused; now, if it is."""
+        if hold.state in (HoldState.HELD, HoldState.REFUSED):
+            act()
+        else:
+            hold.on_settled = act
+
+    def _learn(self, hold: Hold) -> None:
+        wait_s = min(hold.wait_s, self._moment.settings.handshake_wait_s)
+        self._peers.learn(hold.ref.endpoint, hold.ref.engine, wait_s, lambda got: self._learnt(hold, got))
+
+    def _learnt(self, hold: Hold, outcome: RemoteEngine | Refusal) -> None:
+        if hold.state is not HoldState.LEARNING:
+            return
+        hold.learnt = self._moment.now
+        if isinstance(outcome, Refusal):
+            self._settle(hold, outcome)
+            return
+        hold.remote = outcome
+        try:
+            if not hold.rank.spec.pp_aware:
+                require_pp_aware(outcome.ranks, f"engine {hold.rank.spec.key}")
+            hold.plan = self._plans.get(hold.rank.spec, hold.rank.layout, outcome.spec, outcome.layouts())
+        except KvxferdError as error:
+            self._settle(hold, Refusal(error.code, error.message))
+            return
+        hold.state = HoldState.ASKING
+        self._ask(hold, outcome, hold.plan)
+
+    def _ask(self, hold: Hold, remote: RemoteEngine, plan: Plan) -> None:
+        def make(request: int) -> Question:
+            return AskGrant(
+                request=request,
+                grant=hold.grant,
+                ref=hold.ref,
+                consumer=hold.consumer(),
+                reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
+                wait_s=hold.wait_s,
+            )
+
+        give_up_s = hold.wait_s + self._moment.settings.silent_after_s
+        self._peers.ask(hold.ref.endpoint, make, give_up_s, lambda answer: self._asked(hold, answer))
+
+    def _asked(self, hold: Hold, answer: Answer) -> None:
+        if hold.state is not HoldState.ASKING:
+            if isinstance(answer, Granted):
+                self._return(hold)  # nobody wants it any more
+            return
+        if isinstance(answer, Granted):
+            self._hold(hold, answer)
+        elif isinstance(answer, PeerRefused):
+            if answer.code is Code.BINDING_STALE and hold.num_stale < MAX_STALE_BINDINGS:
+                hold.num_stale += 1
+                hold.state = HoldState.LEARNING
+                self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+                self._learn(hold)
+                return
+            self._settle(hold, Refusal(answer.code, answer.message))
+        else:
+            what = type(answer).__name__
+            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))
+
+    def _hold(self, hold: Hold, granted: Granted) -> None:
+        hold.granted = granted
+        hold.state = HoldState.HELD
+        held = self._held.setdefault(hold.ref.endpoint, {})
+        held[hold.grant] = hold
+        if len(held) == 1:
+            self._renew_later(hold.ref.endpoint, granted.lease_s)
+        self.preload(hold)
+        self._settle(hold, None)
+
+    def _settle(self, hold: Hold, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            hold.state = HoldState.REFUSED
+            hold.refusal = refusal
+        hold.settled = self._moment.now
+        act, hold.on_settled = hold.on_settled, None
+        if act is not None:
+            act()
+
+    def preload(self, hold: Hold) -> None:
+        """Give the rank's mover the plan and the agents that the hold's pull will need."""
+        if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
+            return
+        assert hold.plan is not None and hold.remote is not None and hold.granted is not None
+        self._movers.load_plan(hold.rank.mover, hold.plan)
+        for rank in hold.plan.sources:
+            binding = hold.remote.ranks[rank].binding
+            self._movers.load_remote(hold.rank.mover, binding.agent, binding.metadata)
+        self._movers.load_remote(hold.rank.mover, hold.granted.fence_agent, hold.granted.fence_metadata)
+
+    # --- keeping
+
+    def _renew_later(self, endpoint: Endpoint, lease_s: float) -> None:
+        self._moment.after(("renew", endpoint), lease_s / 6, lambda: self._renew(endpoint, lease_s))
+
+    def _renew(self, endpoint: Endpoint, lease_s: float) -> None:
+        held = self._held.get(endpoint)
+        if not held:
+            return
+        oldest = self._moment.now - self._moment.settings.max_hold_s
+        grants = tuple(grant for grant, hold in held.items() if (hold.settled or 0.0) > oldest)
+        if grants:
+            self._peers.ask(
+                endpoint,
+                lambda request: RenewGrants(request=request, grants=grants),
+                lease_s,
+                lambda answer: self._renewed(endpoint, answer),
+            )
+        self._renew_later(endpoint, lease_s)
+
+    def _renewed(self, endpoint: Endpoint, answer: Answer) -> None:
+        # A grant that ended does not end its pull: the fence word decides that. But it need not
+        # be renewed, and a pull that has not begun will ask anew.
+        if isinstance(answer, GrantsRenewed):
+            for grant in answer.ended:
+                if hold := self._forget(endpoint, grant):
+                    hold.state = HoldState.ENDED
+
+    def forget_engine(self, hold: Hold) -> None:
+        """What the hold was planned on is out of date: the next one asks anew."""
+        self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+
+    def _forget(self, endpoint: Endpoint, grant: GrantId) -> Hold | None:
+        held = self._held.get(endpoint, {})
+        hold = held.pop(grant, None)
+        if not held:
+            self._held.pop(endpoint, None)
+            self._moment.timers.stop(("renew", endpoint))
+        return hold
+
+    # --- ending
+
+    def give_back(self, hold: Hold) -> None:
+        """End the hold without an acknowledgement. Harmless where it has ended."""
+        state, hold.state = hold.state, HoldState.ENDED
+        hold.on_settled = None
+        self._forget(hold.ref.endpoint, hold.grant)
+        if state in (HoldState.HELD, HoldState.ASKING):
+            self._return(hold)
+
+    def _return(self, hold: Hold) -> None:
+        self._peers.ask(
+            hold.ref.endpoint,
+            lambda request: ReturnGrant(request=request, grant=hold.grant),
+            self._moment.settings.silent_after_s,
+            lambda answer: None,
+        )
+
+    def acknowledge(self, hold: Hold, on_answer: Callable[[bool], None]) -> None:
+        """End the hold: this rank has the bytes. Repeated until answered, or for a long while."""
+        hold.state = HoldState.ENDED
+        self._forget(hold.ref.endpoint, hold.grant)
+        self._peers.ask(
+            hold.ref.endpoint,
+            lambda request: Acknowledge(
+                request=request, grant=hold.grant, ref=hold.ref, consumer=hold.consumer()
+            ),
+            self._moment.settings.acknowledge_for_s,
+            lambda answer: on_answer(not isinstance(answer, PeerRefused)),
+        )

@@ -1,0 +1,210 @@
+"""Engines that span nodes: a member's daemon says its ranks to the engine's home, and serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvxferd.core.attendance import Attendance
+from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
+from kvxferd.core.moment import Moment
+from kvxferd.core.peers import Peers
+from kvxferd.core.questions import Questions
+from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
+from kvxferd.core.source import Source
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import AgentName, Endpoint, EngineKey, Rank, TransferId
+from kvxferd.layout.validate import validate_layout
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.peer import (
+    Answer,
+    AttendRank,
+    Done,
+    JoinRank,
+    LeaveRank,
+    PeerRefused,
+    Question,
+    RankReady,
+    TransferReleased,
+)
+from kvxferd.wire.worker import Released
+
+
+class Member:
+    """This node's ranks whose engine has its home elsewhere."""
+
+    def __init__(self, moment: Moment, registry: Registry, peers: Peers, attendance: Attendance) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._peers = peers
+        self._attendance = attendance
+        self._waiting: list[tuple[Endpoint, AttendRank]] = []  # for a mover to say that it polls
+
+    def join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None]) -> None:
+        """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer."""
+        agent = rank.agent
+        joined = rank.manifest()
+
+        def make(request: int) -> Question:
+            return JoinRank(request=request, boot=self._moment.boot, manifest=joined)
+
+        def answered(answer: Answer) -> None:
+            if rank.agent != agent:
+                return  # another mover has been bound since, and says itself
+            on_answer(Refusal(answer.code, answer.message) if isinstance(answer, PeerRefused) else None)
+
+        self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered)
+        self._moment.after(
+            ("heartbeat", rank.session), self._moment.settings.member_heartbeat_s, lambda: self._beat(rank)
+        )
+
+    def _beat(self, rank: LocalRank) -> None:
+        if rank.state is RankState.READY:
+            self.join(rank, lambda refusal: None)
+
+    def leave(self, rank: LocalRank) -> None:
+        """The rank is gone, or has no mover now."""
+        self._moment.timers.stop(("heartbeat", rank.session))
+        agent, spec = rank.agent, rank.spec
+        if agent is None:
+            return
+        self._peers.ask(
+            spec.home,
+            lambda request: LeaveRank(
+                request=request,
+                boot=self._moment.boot,
+                engine_id=spec.engine_id,
+                generation=spec.generation,
+                rank=spec.rank,
+                agent=agent,
+            ),
+            self._moment.settings.acknowledge_for_s,
+            lambda answer: None,
+        )
+
+    def ready(self, rank: LocalRank, transfer_id: TransferId) -> None:
+        """The rank has finished writing: the home must know."""
+        spec = rank.spec
+        self._peers.ask(
+            spec.home,
+            lambda request: RankReady(
+                request=request,
+                engine_id=spec.engine_id,
+                generation=spec.generation,
+                rank=spec.rank,
+                transfer_id=transfer_id,
+            ),
+            self._moment.settings.acknowledge_for_s,
+            lambda answer: None,
+        )
+
+    # --- what the home says
+
+    def attend(self, home: Endpoint, said: AttendRank) -> None:
+        """A rank's mover must poll, or need not any more."""
+        if said.on:
+            self._attendance.attend(said.agent, ("home", home))
+            self._waiting.append((home, said))
+            self.reconsider()
+        else:
+            self._attendance.leave(said.agent, ("home", home))
+            self._moment.do(ToPeer(home, Done(request=said.request)))
+
+    def reconsider(self) -> None:
+        """A mover has said that it polls: so its home may know."""
+        still = []
+        for home, said in self._waiting:
+            if self._attendance.is_attending(said.agent):
+                self._moment.do(ToPeer(home, Done(request=said.request)))
+            else:
+                still.append((home, said))
+        # Only the last question of a home about an agent is worth an answer; older ones gave up.
+        self._waiting = list({(home, said.agent): (home, said) for home, said in still}.values())
+
+    def released(self, home: Endpoint, said: TransferReleased) -> None:
+        """The home has released a transfer: this node's ranks of the engine may know."""
+        engine = self._registry.get(EngineKey(said.engine_id, said.generation))
+        for session in sorted(engine.sessions()) if engine else []:
+            self._moment.do(ToWorker(session, Released(transfer_id=said.transfer_id, why=said.why)))
+        self._moment.do(ToPeer(home, Done(request=said.request)))
+
+
+class Home:
+    """Ranks of this node's engines whose workers are connected to other nodes' daemons."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        registry: Registry,
+        questions: Questions,
+        source: Source,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._questions = questions
+        self._source = source
+        self._on_change = on_change
+        self._members: dict[AgentName, MemberRank] = {}
+
+    def join(self, route: bytes, said: JoinRank) -> None:
+        """A member says a rank, for the first time or again."""
+        spec = said.manifest.spec
+        record = MemberRank(said.manifest, route, said.boot, self._moment.now)
+        try:
+            if not self._registry.is_home(spec):
+                raise EngineError(
+                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is {spec.home}, "
+                    f"and this is {self._moment.endpoint}",
+                    Code.NOT_HOME,
+                )
+            validate_layout(spec, said.manifest.layout)
+            present = self._present(spec.key, spec.rank)
+            self._registry.claim(record)
+        except KvxferdError as error:
+            refused = PeerRefused(request=said.request, code=error.code, message=error.message)
+            self._moment.do(ToRoute(route, refused))
+            return
+        if present is not None:
+            self._members.pop(present.agent, None)
+            if present.incarnation != record.incarnation:
+                self._source.rank_lost(spec.key, Code.RANK_LOST)
+        self._members[record.agent] = record
+        self._moment.do(ToRoute(route, Done(request=said.request)))
+        self._on_change()
+
+    def _present(self, key: EngineKey, rank: Rank) -> MemberRank | None:
+        engine = self._registry.get(key)
+        record = engine.ranks.get(rank) if engine else None
+        return record if isinstance(record, MemberRank) else None
+
+    def leave(self, route: bytes, said: LeaveRank) -> None:
+        """A member's rank is gone. What an old mover's farewell says of a new one is void."""
+        key = EngineKey(said.engine_id, said.generation)
+        present = self._present(key, said.rank)
+        if present is not None and present.agent == said.agent and present.boot == said.boot:
+            self._members.pop(said.agent, None)
+            self._source.rank_lost(key, Code.RANK_LOST)
+            self._registry.remove(present)
+        self._moment.do(ToRoute(route, Done(request=said.request)))
+
+    def ready(self, route: bytes, said: RankReady) -> None:
+        """A member's rank has finished writing."""
+        key = EngineKey(said.engine_id, said.generation)
+        if self._present(key, said.rank) is not None:
+            self._source.ready(key, said.rank, said.transfer_id)
+        self._moment.do(ToRoute(route, Done(request=said.request)))
+        self._on_change()
+
+    def ask_attend(self, agent: AgentName, on: bool, on_attending: Callable[[], None]) -> bool:
+        """Ask the member whose mover this is. False: the agent is no member's."""
+        member = self._members.get(agent)
+        if member is None:
+            return False
+        question = AttendRank(request=self._questions.next_number(), agent=agent, on=on)
+
+        def answered(answer: Answer) -> None:
+            if on and isinstance(answer, Done):
+                on_attending()
+
+        self._questions.ask(member.route, question, self._moment.settings.silent_after_s, answered)
+        return True

@@ -1,0 +1,83 @@
+"""What all parts of one node share: the time of the event being fed, timers, and what to do."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable
+
+from kvxferd.core.effects import Effect
+from kvxferd.core.settings import Settings
+from kvxferd.ids import BootId, Endpoint
+
+
+class Timers:
+    """Named moments with something to do at each. Setting a name again moves it."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._live: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+        self._order = itertools.count()
+
+    def set(self, name: Hashable, at: float, act: Callable[[], None]) -> None:
+        """Do `act` at `at`, and nothing that was set under this name before."""
+        order = next(self._order)
+        self._live[name] = (order, act)
+        heapq.heappush(self._heap, (at, order, name))
+        # Stopped and moved timers stay in the heap until their time; keep them a minority.
+        if len(self._heap) > 64 + 2 * len(self._live):
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+
+    def stop(self, name: Hashable) -> None:
+        """Forget a name. Harmless where there is none."""
+        self._live.pop(name, None)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._live
+
+    def next_deadline(self) -> float | None:
+        """When something is next to do; None: never."""
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def _is_live(self, entry: tuple[float, int, Hashable]) -> bool:
+        live = self._live.get(entry[2])
+        return live is not None and live[0] == entry[1]
+
+    def run_due(self, now: float) -> None:
+        """Do what is due. What that sets for now is done too."""
+        while (at := self.next_deadline()) is not None and at <= now:
+            _, _, name = heapq.heappop(self._heap)
+            _, act = self._live.pop(name)
+            act()
+
+
+class Moment:
+    """Handed to every part of the core. `now` and `effects` belong to the event being fed."""
+
+    def __init__(
+        self, *, boot: BootId, endpoint: Endpoint, settings: Settings, new_token: Callable[[], str]
+    ) -> None:
+        self.boot = boot
+        self.endpoint = endpoint
+        self.settings = settings
+        self.new_token = new_token  # 32 random hex digits
+        self.timers = Timers()
+        self.now = 0.0
+        self.draining = False
+        self._effects: list[Effect] = []
+
+    def do(self, effect: Effect) -> None:
+        """Have a shell do this, after all that was asked for before."""
+        self._effects.append(effect)
+
+    def after(self, name: Hashable, delay_s: float, act: Callable[[], None]) -> None:
+        """Set a timer that many seconds from now."""
+        self.timers.set(name, self.now + delay_s, act)
+
+    def take_effects(self) -> list[Effect]:
+        """Return what was asked for since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,80 @@
+"""What each mover of this node has been given: whose it is, which plans and remote agents it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxferd.core.effects import KillMover, ToMover
+from kvxferd.core.moment import Moment
+from kvxferd.ids import AgentName, Digest, MoverId, SessionId
+from kvxferd.plan import Plan, encode_plan
+from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
+
+
+@dataclass(slots=True)
+class Mover:
+    """One mover, from the moment it serves a rank until it is dead."""
+
+    mover: MoverId
+    session: SessionId
+    agent: AgentName
+    plans: set[Digest] = field(default_factory=set)
+    remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
+    dying: bool = False
+
+
+class Movers:
+    """Gives each mover what it lacks, once."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        self._movers: dict[MoverId, Mover] = {}
+        self._by_agent: dict[AgentName, MoverId] = {}
+
+    def add(self, mover: Mover) -> None:
+        """A mover was taken for a session."""
+        self._movers[mover.mover] = mover
+        self._by_agent[mover.agent] = mover.mover
+
+    def get(self, mover: MoverId) -> Mover | None:
+        """The mover, if it lives."""
+        return self._movers.get(mover)
+
+    def of_agent(self, agent: AgentName) -> Mover | None:
+        """The mover whose agent this is, if it lives here."""
+        mover = self._by_agent.get(agent)
+        return self._movers.get(mover) if mover is not None else None
+
+    def remove(self, mover: MoverId) -> Mover | None:
+        """The mover is dead."""
+        known = self._movers.pop(mover, None)
+        if known is not None:
+            del self._by_agent[known.agent]
+        return known
+
+    def kill(self, mover: MoverId) -> None:
+        """Have it killed, once."""
+        known = self._movers.get(mover)
+        if known is not None and not known.dying:
+            known.dying = True
+            self._moment.do(KillMover(mover))
+
+    def load_plan(self, mover: MoverId, plan: Plan) -> None:
+        """Make sure that the mover knows the plan."""
+        known = self._movers[mover]
+        if plan.digest not in known.plans:
+            known.plans.add(plan.digest)
+            self._moment.do(ToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
+
+    def load_remote(self, mover: MoverId, agent: AgentName, metadata: bytes) -> None:
+        """Make sure that the mover has loaded this metadata of the agent."""
+        loaded = self._movers[mover].remotes.setdefault(agent, set())
+        if metadata not in loaded:
+            loaded.add(metadata)
+            self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata)))
+
+    def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
+        """The agent failed: what the mover has loaded of it is worth nothing."""
+        known = self._movers.get(mover)
+        if known is not None and known.remotes.pop(agent, None) is not None:
+            self._moment.do(ToMover(mover, DropRemote(agent=agent)))

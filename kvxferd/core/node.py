@@ -1,0 +1,326 @@
+"""One node's decisions: events in, effects out. Everything else in this package hangs off it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from kvxferd.core.attendance import Attendance
+from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToRoute, ToWorker
+from kvxferd.core.events import (
+    DrainAsked,
+    Event,
+    MoverDied,
+    MoverSaid,
+    MoverTaken,
+    MoverUnavailable,
+    PeerSaid,
+    RouteSaid,
+    Tick,
+    WorkerClosed,
+    WorkerOpened,
+    WorkerSaid,
+)
+from kvxferd.core.fences import Fences
+from kvxferd.core.granting import Granting
+from kvxferd.core.handshake import Handshakes
+from kvxferd.core.holds import Holds
+from kvxferd.core.membership import Home, Member
+from kvxferd.core.moment import Moment
+from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.peers import Peers
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.questions import Questions
+from kvxferd.core.ranks import Ranks
+from kvxferd.core.registry import Registry
+from kvxferd.core.requests import Requests
+from kvxferd.core.sessions import Session
+from kvxferd.core.settings import Settings
+from kvxferd.core.showing import take_snapshot
+from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.core.source import Source
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import AgentName, BootId, Endpoint, SessionId
+from kvxferd.wire.codec import negotiate
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.mover import Attend, Attending, BindRefused, Bound, FenceMapped, PullDone, PullQuiet, Up
+from kvxferd.wire.peer import (
+    PEER_VERSIONS,
+    AbandonTransfer,
+    Acknowledge,
+    AskGrant,
+    AttendRank,
+    FetchEngine,
+    Greet,
+    Greeting,
+    JoinRank,
+    LeaveRank,
+    PeerMessage,
+    PeerRefused,
+    RankReady,
+    RenewGrants,
+    ReturnGrant,
+    TransferReleased,
+)
+from kvxferd.wire.worker import Attach, Farewell, Hello, Publish, Ready, Register, Resume, Suspend
+
+
+class Node:
+    """A whole daemon without its sockets, processes and clocks.
+
+    `new_token` returns 32 random hex digits; a test gives a deterministic one.
+    """
+
+    def __init__(
+        self,
+        *,
+        boot: BootId,
+        endpoint: Endpoint,
+        settings: Settings | None = None,
+        new_token: Callable[[], str],
+    ) -> None:
+        self.moment = Moment(
+            boot=boot, endpoint=endpoint, settings=settings or Settings(), new_token=new_token
+        )
+        self.sessions: dict[SessionId, Session] = {}
+        self.registry = Registry(endpoint)
+        self.movers = Movers(self.moment)
+        self.fences = Fences(self.moment)
+        self.questions = Questions(self.moment)
+        self.peers = Peers(self.moment, self.questions)
+        self.attendance = Attendance(self.moment, self._ask_attend)
+        self.source = Source(self.moment, self.registry, self.attendance, self.fences, self.questions)
+        self.granting = Granting(self.moment, self.registry, self.source, self.attendance, self.fences)
+        self.handshakes = Handshakes(self.moment, self.registry)
+        self.home = Home(self.moment, self.registry, self.questions, self.source, self._something_changed)
+        self.member = Member(self.moment, self.registry, self.peers, self.attendance)
+        self.holds = Holds(self.moment, self.peers, self.movers)
+        self.pulls = Pulls(self.moment, self.holds, self.movers)
+        self.ranks = Ranks(
+            self.moment, self.registry, self.movers, self.fences, self.member, self.source, self.pulls
+        )
+        self.requests = Requests(
+            self.moment, self.registry, self.source, self.holds, self.pulls, self.peers, self.member
+        )
+
+    # --- the whole interface
+
+    def feed(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at a time, `now` never going back. Return what is to be done, in order."""
+        self.moment.now = max(now, self.moment.now)
+        self._take(event)
+        self.moment.timers.run_due(self.moment.now)
+        return self.moment.take_effects()
+
+    def next_deadline(self) -> float | None:
+        """When to feed a `Tick` if nothing else happens before."""
+        return self.moment.timers.next_deadline()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left that a drain would wait for."""
+        return not len(self.pulls) and not self.source.transfers.live
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything, as of the last event."""
+        return take_snapshot(self)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        self.source.check_integrity()
+        self.pulls.check_integrity()
+        for session in self.sessions.values():
+            if session.rank is not None:
+                engine = self.registry.get(session.rank.spec.key)
+                assert engine is not None and engine.ranks.get(session.rank.spec.rank) is session.rank
+        for engine in self.registry:
+            for owner in engine.sessions():
+                assert owner in self.sessions, f"a rank of {engine.key} outlived its session"
+
+    # --- events
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case WorkerOpened():
+                self.sessions[event.session] = Session(event.session, event.pid, event.uid)
+            case WorkerSaid():
+                self._worker_said(event)
+            case WorkerClosed():
+                self._worker_closed(event.session)
+            case MoverTaken():
+                mover = Mover(event.mover, event.session, event.agent)
+                self.ranks.mover_taken(self.sessions.get(event.session), mover, event.library)
+            case MoverUnavailable():
+                if session := self.sessions.get(event.session):
+                    self.ranks.mover_unavailable(session, event.refusal)
+            case MoverSaid():
+                self._mover_said(event)
+            case MoverDied():
+                self._mover_died(event)
+            case PeerSaid():
+                self._peer_said(event.endpoint, event.message)
+            case RouteSaid():
+                self._route_said(event.route, event.message)
+            case DrainAsked():
+                self.moment.draining = True
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    # --- workers
+
+    def _worker_said(self, event: WorkerSaid) -> None:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return  # closed by us, and this was on its way
+        try:
+            self._hear(session, event)
+        except ProtocolError as error:
+            self._expel(session, error)
+
+    def _hear(self, session: Session, event: WorkerSaid) -> None:
+        said = event.message
+        if not session.greeted:
+            if not isinstance(said, Hello):
+                raise ProtocolError(
+                    f"the first frame must be hello, not {type(said).__name__}", Code.OUT_OF_PLACE
+                )
+            if event.problem is not None:
+                raise ProtocolError(event.problem.message, event.problem.code)
+            self.requests.greet(session, said)
+            return
+        match said:
+            case Register():
+                self.ranks.register(session, said, event.problem)
+            case Attach():
+                self.ranks.attach(session, said)
+            case Suspend():
+                self.ranks.suspend(session)
+            case Resume():
+                self.ranks.resume(session, said, event.problem)
+            case _:
+                self.requests.hear(session, said, event.fence_word)
+                if isinstance(said, Publish | Ready):
+                    self._something_changed()
+
+    def _expel(self, session: Session, error: ProtocolError) -> None:
+        """The session broke protocol: it loses its connection, and nobody else notices."""
+        self.moment.do(ToWorker(session.session, Farewell(code=error.code, message=error.message)))
+        self.moment.do(CloseWorker(session.session))
+        self._worker_closed(session.session)
+
+    def _worker_closed(self, session_id: SessionId) -> None:
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        self.requests.session_closed(session)
+        self.ranks.session_closed(session)
+        self._something_changed()
+
+    # --- movers
+
+    def _mover_said(self, event: MoverSaid) -> None:
+        mover = self.movers.get(event.mover)
+        if mover is None:
+            return  # what a dead mover still says is void
+        session = self.sessions.get(mover.session)
+        said = event.message
+        match said:
+            case Up():
+                pass
+            case Bound():
+                if session is not None and session.rank is not None and session.rank.mover == mover.mover:
+                    self.ranks.bound(session, said)
+                    self._something_changed()
+            case BindRefused():
+                if session is not None:
+                    self.ranks.bind_refused(session, Refusal(said.code, said.message))
+            case FenceMapped():
+                self.fences.mapped(mover.mover, mover.agent, said)
+                self._something_changed()
+            case Attending():
+                self.attendance.confirmed(mover.agent)
+                self._something_changed()
+            case PullDone():
+                self.pulls.done(said.pull, mover.mover, said.outcome)
+            case PullQuiet():
+                self.pulls.quiet(said.pull, mover.mover)
+            case _:
+                assert_never(said)
+
+    def _mover_died(self, event: MoverDied) -> None:
+        mover = self.movers.remove(event.mover)
+        if mover is None:
+            return
+        self.pulls.mover_died(mover.mover)
+        self.fences.mover_gone(mover.mover)
+        self.attendance.forget(mover.agent)
+        self.ranks.mover_died(self.sessions.get(mover.session), mover.mover)
+        self._something_changed()
+
+    def _ask_attend(self, agent: AgentName, on: bool) -> None:
+        if mover := self.movers.of_agent(agent):
+            self.moment.do(ToMover(mover.mover, Attend(on=on)))
+            return
+
+        def attending() -> None:
+            self.attendance.confirmed(agent)
+            self._something_changed()
+
+        self.home.ask_attend(agent, on, attending)
+
+    def _something_changed(self) -> None:
+        """Let everybody who waits look again."""
+        self.ranks.serve_orphans(self.sessions)
+        self.handshakes.reconsider()
+        self.granting.reconsider()
+        self.member.reconsider()
+
+    # --- other daemons
+
+    def _peer_said(self, endpoint: Endpoint, message: PeerMessage) -> None:
+        match message:
+            case AttendRank():
+                self.member.attend(endpoint, message)
+            case TransferReleased():
+                self.member.released(endpoint, message)
+            case _:
+                try:
+                    self.peers.said(endpoint, message)
+                except ProtocolError as error:
+                    self.peers.broke_protocol(endpoint, error)
+
+    def _route_said(self, route: bytes, message: PeerMessage) -> None:
+        match message:
+            case Greet():
+                self._greet(route, message)
+            case FetchEngine():
+                self.handshakes.fetch(route, message)
+            case AskGrant():
+                self.granting.ask(route, message)
+            case RenewGrants():
+                self.granting.renew(route, message)
+            case ReturnGrant():
+                self.granting.give_back(route, message)
+            case Acknowledge():
+                self.granting.acknowledge(route, message)
+            case AbandonTransfer():
+                self.granting.abandon(route, message)
+            case JoinRank():
+                self.home.join(route, message)
+            case LeaveRank():
+                self.home.leave(route, message)
+            case RankReady():
+                self.home.ready(route, message)
+            case _:
+                self.questions.route_said(route, message)
+
+    def _greet(self, route: bytes, said: Greet) -> None:
+        try:
+            version = negotiate(PEER_VERSIONS, said.versions)
+        except ProtocolError as error:
+            refused = PeerRefused(request=said.request, code=error.code, message=error.message)
+            self.moment.do(ToRoute(route, refused))
+            return
+        self.moment.do(ToRoute(route, Greeting(request=said.request, version=version, boot=self.moment.boot)))

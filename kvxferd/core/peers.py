@@ -1,0 +1,250 @@
+"""The other daemons, and the engines learnt from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvxferd.core.effects import ForgetPeer, Observed
+from kvxferd.core.moment import Moment
+from kvxferd.core.questions import OnAnswer, Questions
+from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
+from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.ids import BootId, Endpoint, EngineKey, Rank
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.validate import validate_layout
+from kvxferd.plan import check_engine, require_pp_aware
+from kvxferd.wire.common import BlockIds, RankManifest, Refusal
+from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.peer import (
+    PEER_VERSIONS,
+    Answer,
+    Done,
+    EngineManifest,
+    FetchEngine,
+    Granted,
+    GrantsRenewed,
+    Greet,
+    Greeting,
+    PeerMessage,
+    PeerRefused,
+    Question,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """A whole remote engine, every rank of every stage."""
+
+    spec: EngineSpec
+    ranks: dict[Rank, RankManifest]
+
+    def layouts(self) -> dict[Rank, RankLayout]:
+        """What the planner needs."""
+        return {rank: manifest.layout for rank, manifest in self.ranks.items()}
+
+
+OnLearnt = Callable[[RemoteEngine | Refusal], None]
+Ask = Callable[[int], Question]
+
+
+@dataclass(slots=True)
+class Peer:
+    """One daemon, named by its endpoint. All that is known of it goes when it falls silent."""
+
+    endpoint: Endpoint
+    boot: BootId | None = None  # None: not greeted yet
+    waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
+    engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
+    learning: dict[EngineKey, list[OnLearnt]] = field(default_factory=dict)
+    assembly: IdsAssembly = field(default_factory=IdsAssembly)
+
+
+class Peers:
+    """Greets each peer once, learns each engine once, and asks whatever else is to be asked."""
+
+    def __init__(self, moment: Moment, questions: Questions) -> None:
+        self._moment = moment
+        self._questions = questions
+        self._peers: dict[Endpoint, Peer] = {}
+
+    # --- asking anything
+
+    def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
+        """Ask a peer, after greeting it. `make` gets the request number."""
+        peer = self._peer(endpoint)
+        if peer.boot is not None:
+            self._ask(peer, make, give_up_s, on_answer)
+            return
+        peer.waiting.append((make, give_up_s, on_answer))
+        if len(peer.waiting) == 1:
+            self._greet(peer)
+
+    def _peer(self, endpoint: Endpoint) -> Peer:
+        if endpoint not in self._peers:
+            self._peers[endpoint] = Peer(endpoint)
+        return self._peers[endpoint]
+
+    def _ask(self, peer: Peer, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
+        def answered(answer: Answer) -> None:
+            if isinstance(answer, PeerRefused) and answer.code is Code.PEER_UNREACHABLE:
+                self._silent(peer)
+            on_answer(answer)
+
+        self._questions.ask(peer.endpoint, make(self._questions.next_number()), give_up_s, answered)
+
+    def _greet(self, peer: Peer) -> None:
+        question = Greet(
+            request=self._questions.next_number(),
+            versions=PEER_VERSIONS,
+            boot=self._moment.boot,
+            endpoint=self._moment.endpoint,
+        )
+
+        def answered(answer: Answer) -> None:
+            waiting, peer.waiting = peer.waiting, []
+            if isinstance(answer, Greeting):
+                peer.boot = answer.boot
+                for make, give_up_s, on_answer in waiting:
+                    self._ask(peer, make, give_up_s, on_answer)
+                return
+            self._silent(peer)
+            for _, _, on_answer in waiting:
+                on_answer(_as_refusal(answer))
+
+        self._questions.ask(peer.endpoint, question, self._moment.settings.silent_after_s, answered)
+
+    def _silent(self, peer: Peer) -> None:
+        """Forget the peer: what it comes back as may be another daemon."""
+        if self._peers.get(peer.endpoint) is peer:
+            del self._peers[peer.endpoint]
+            self._moment.do(ForgetPeer(peer.endpoint))
+
+    # --- hearing
+
+    def said(self, endpoint: Endpoint, message: PeerMessage) -> None:
+        """A message on the connection to a peer. Raises ProtocolError for one that is out of place."""
+        peer = self._peer(endpoint)
+        match message:
+            case BlockIds():
+                peer.assembly.add(message)
+            case Granted():
+                # Put together before it is known whether anybody waits: a duplicate's parts go too.
+                blocks = peer.assembly.complete(message.blocks, message.stream)
+                self._questions.answered(endpoint, msgspec.structs.replace(message, blocks=blocks))
+            case Greeting() | EngineManifest() | GrantsRenewed() | Done() | PeerRefused():
+                self._questions.answered(endpoint, message)
+            case _:
+                raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)
+
+    def broke_protocol(self, endpoint: Endpoint, error: ProtocolError) -> None:
+        """What the peer sends is not to be trusted: its connection is closed, its questions fail."""
+        peer = self._peer(endpoint)
+        self._silent(peer)
+        self._questions.fail_all(endpoint, error)
+
+    # --- learning engines
+
+    def learn(self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt) -> None:
+        """Find out about an engine; at once where it is known."""
+        peer = self._peer(endpoint)
+        if key in peer.engines:
+            on_learnt(peer.engines[key])
+            return
+        peer.learning.setdefault(key, []).append(on_learnt)
+        if len(peer.learning[key]) > 1:
+            return
+        started = self._moment.now
+
+        def make(request: int) -> Question:
+            return FetchEngine(
+                request=request,
+                engine_id=key.engine_id,
+                generation=key.generation,
+                wait_s=wait_s,
+                pp_aware=self._moment.settings.pp_aware,
+            )
+
+        def answered(answer: Answer) -> None:
+            self._learnt(peer, key, self._read(key, answer), started)
+
+        self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered)
+
+    def _read(self, key: EngineKey, answer: Answer) -> RemoteEngine | Refusal:
+        """Turn the answer into an engine, if it is one that can be read."""
+        if not isinstance(answer, EngineManifest):
+            refused = _as_refusal(answer)
+            return Refusal(refused.code, refused.message)
+        ranks = {manifest.rank: manifest for manifest in answer.ranks}
+        if not ranks or any(manifest.spec.key != key for manifest in answer.ranks):
+            return Refusal(
+                Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
+            )
+        try:
+            for manifest in answer.ranks:
+                validate_layout(manifest.spec, manifest.layout)
+            check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
+            if not self._moment.settings.pp_aware:
+                require_pp_aware(ranks, "this node")
+        except KvxferdError as error:
+            return Refusal(error.code, error.message)
+        return RemoteEngine(answer.ranks[0].spec, ranks)
+
+    def _learnt(self, peer: Peer, key: EngineKey, outcome: RemoteEngine | Refusal, started: float) -> None:
+        waiting = peer.learning.pop(key, [])
+        if isinstance(outcome, RemoteEngine):
+            peer.engines[key] = outcome
+        self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
+        for on_learnt in waiting:
+            on_learnt(outcome)
+
+    def _record(
+        self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float
+    ) -> HandshakeRecord:
+        refused = outcome if isinstance(outcome, Refusal) else None
+        return HandshakeRecord(
+            endpoint=endpoint,
+            engine_id=key.engine_id,
+            outcome=refused.code if refused else "ok",
+            message=refused.message if refused else "",
+            num_ranks=len(outcome.ranks) if isinstance(outcome, RemoteEngine) else 0,
+            elapsed_s=self._moment.now - started,
+        )
+
+    def forget_engine(self, endpoint: Endpoint, key: EngineKey) -> None:
+        """What is known of the engine is out of date."""
+        if peer := self._peers.get(endpoint):
+            peer.engines.pop(key, None)
+
+    # --- showing
+
+    def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:
+        """For people."""
+        return tuple(
+            PeerSnapshot(
+                endpoint=peer.endpoint,
+                boot=peer.boot,
+                state="up" if peer.boot else "greeting",
+                engines=tuple(
+                    RemoteEngineSnapshot(
+                        engine_id=key.engine_id, generation=key.generation, num_ranks=len(engine.ranks)
+                    )
+                    for key, engine in peer.engines.items()
+                ),
+                num_grants=num_grants.get(peer.endpoint, 0),
+            )
+            for peer in self._peers.values()
+        )
+
+
+def _as_refusal(answer: Answer) -> PeerRefused:
+    """An answer of the wrong kind is a refusal too."""
+    if isinstance(answer, PeerRefused):
+        return answer
+    return PeerRefused(
+        request=answer.request,
+        code=Code.BAD_FRAME,
+        message=f"cannot use the peer's answer: it is a {type(answer).__name__}",
+    )

@@ -1,0 +1,95 @@
+"""Questions to other daemons: sent again until answered or given up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxferd.core.effects import ToPeer, ToRoute
+from kvxferd.core.moment import Moment
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Endpoint
+from kvxferd.wire.peer import Answer, Done, PeerMessage, PeerRefused, Question
+
+Address = Endpoint | bytes  # a peer's endpoint, or the route back to whoever connected here
+OnAnswer = Callable[[Answer], None]
+
+
+@dataclass(slots=True)
+class _Asked:
+    to: Address
+    question: Question
+    on_answer: OnAnswer
+
+
+class Questions:
+    """Every unanswered question of this node. Each gets exactly one answer, maybe our own refusal."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, _Asked] = {}
+
+    def next_number(self) -> int:
+        """A request number never used before."""
+        return next(self._numbers)
+
+    def ask(self, to: Address, question: Question, give_up_s: float, on_answer: OnAnswer) -> None:
+        """Send, and send again until answered. After `give_up_s` the answer is peer-unreachable."""
+        number = question.request
+        self._asked[number] = _Asked(to, question, on_answer)
+        self._send(number)
+        self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number))
+
+    def _send(self, number: int) -> None:
+        asked = self._asked[number]
+        if isinstance(asked.to, bytes):
+            self._moment.do(ToRoute(asked.to, asked.question))
+        else:
+            self._moment.do(ToPeer(asked.to, asked.question))
+        self._moment.after(("resend", number), self._moment.settings.resend_s, lambda: self._send(number))
+
+    def _give_up(self, number: int) -> None:
+        asked = self._asked[number]
+        self._end(
+            number,
+            PeerRefused(
+                request=number,
+                code=Code.PEER_UNREACHABLE,
+                message=f"cannot reach {asked.to!r}: no answer to {type(asked.question).__name__}; "
+                "check that a daemon runs there and that its peer socket can be reached from this node",
+            ),
+        )
+
+    def answered(self, source: Address, answer: Answer) -> None:
+        """Hand an answer to whoever asked. One that nobody waits for changes nothing."""
+        asked = self._asked.get(answer.request)
+        if asked is not None and asked.to == source:
+            self._end(answer.request, answer)
+
+    def route_said(self, route: bytes, message: PeerMessage) -> None:
+        """Something other than a question came from whoever connected here: an answer, or nonsense."""
+        if isinstance(message, Done | PeerRefused):
+            self.answered(route, message)
+            return
+        refused = PeerRefused(
+            request=getattr(message, "request", 0),
+            code=Code.OUT_OF_PLACE,
+            message=f"cannot take a {type(message).__name__} here: it is no question",
+        )
+        self._moment.do(ToRoute(route, refused))
+
+    def _end(self, number: int, answer: Answer) -> None:
+        asked = self._asked.pop(number)
+        self._moment.timers.stop(("resend", number))
+        self._moment.timers.stop(("give-up", number))
+        asked.on_answer(answer)
+
+    def fail_all(self, to: Address, error: KvxferdError) -> None:
+        """Nothing that is asked there will be answered."""
+        for number in [n for n, asked in self._asked.items() if asked.to == to]:
+            self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
+
+    def __len__(self) -> int:
+        return len(self._asked)

@@ -1,0 +1,317 @@
+"""Local ranks: from a worker's registration to a bound mover, and back."""
+
+from __future__ import annotations
+
+from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, NeedMover, ToWorker
+from kvxferd.core.fences import Fences
+from kvxferd.core.membership import Member
+from kvxferd.core.moment import Moment
+from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.sessions import Session
+from kvxferd.core.source import Source
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import EngineKey, MoverId, SessionId
+from kvxferd.layout import RankLayout
+from kvxferd.layout.validate import validate_layout
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
+from kvxferd.wire.mover import Bind, Bound
+from kvxferd.wire.worker import (
+    Attach,
+    Farewell,
+    MoverChanged,
+    Refused,
+    RegionExport,
+    Register,
+    Registered,
+    Resume,
+    Suspended,
+)
+
+REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
+
+
+class Ranks:
+    """Claims ranks, binds movers to them, and takes both back. `Node` tells it what happened."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        registry: Registry,
+        movers: Movers,
+        fences: Fences,
+        member: Member,
+        source: Source,
+        pulls: Pulls,
+    ) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._movers = movers
+        self._fences = fences
+        self._member = member
+        self._source = source
+        self._pulls = pulls
+
+    # --- a worker asks
+
+    def register(self, session: Session, said: Register, problem: Refusal | None) -> None:
+        """Claim the rank and find a mover for it, or refuse; the session lives either way."""
+        try:
+            if session.rank is not None:
+                self._register_again(session, session.rank, said)
+                return
+            _check_problem(problem)
+            self._check_admission(session)
+            _check_spec(said)
+            validate_layout(said.engine, said.layout)
+            _check_exports(said.layout, said.regions)
+            rank = LocalRank(
+                session.session, said.engine, said.layout, said.regions, said.incarnation, said.request
+            )
+            self._registry.claim(rank)
+        except KvxferdError as error:
+            self._refuse(session, said.request, error.code, error.message)
+            return
+        session.rank = rank
+        self._moment.do(AdoptRegions(session.session))
+        self._moment.do(NeedMover(session.session))
+
+    def _check_admission(self, session: Session) -> None:
+        if session.attached is not None:
+            raise EngineError(
+                "cannot register: this connection is attached as a publisher; open another", Code.OUT_OF_PLACE
+            )
+        if self._moment.draining:
+            raise EngineError(
+                "cannot register: this daemon is draining; register when it is back", Code.DRAINING
+            )
+
+    def _register_again(self, session: Session, rank: LocalRank, said: Register) -> None:
+        if (said.engine.key, said.engine.rank) != (rank.spec.key, rank.spec.rank):
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
+                "open another for another rank",
+                Code.RANK_INVALID,
+            )
+        if said.incarnation != rank.incarnation:
+            # Whoever says that the memory has another mapping says that the old one is void.
+            self._source.rank_lost(rank.spec.key, Code.RANK_LOST)
+            raise EngineError(
+                f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
+                "its transfers are void; suspend and resume, or close and connect anew",
+                Code.INCARNATION_CHANGED,
+            )
+        rank.request = said.request
+        if rank.answered:
+            self._answer(rank)
+
+    def attach(self, session: Session, said: Attach) -> None:
+        """Let the session publish for an engine."""
+        if session.engine is not None:
+            text = f"cannot attach: this connection is of engine {session.engine} already; open another"
+            self._refuse(session, said.request, Code.OUT_OF_PLACE, text)
+            return
+        session.attached = EngineKey(said.engine_id, said.generation)
+        self._serve_fence(session.attached, session)
+        registered = Registered(request=said.request, endpoint=self._moment.endpoint)
+        self._moment.do(ToWorker(session.session, registered))
+
+    def _refuse(self, session: Session, request: int, code: Code, message: str) -> None:
+        self._moment.do(ToWorker(session.session, Refused(request=request, code=code, message=message)))
+
+    # --- the mover comes
+
+    def mover_taken(self, session: Session | None, mover: Mover, library: str) -> None:
+        """Bind the mover to the rank that asked for it, if that still wants one."""
+        self._movers.add(mover)
+        rank = session.rank if session is not None else None
+        if rank is None or rank.state is not RankState.MAPPING or rank.mover is not None:
+            self._movers.kill(mover.mover)
+            return
+        rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
+        self._moment.do(BindMover(mover.mover, rank.session, Bind(regions=rank.exports)))
+
+    def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
+        """No mover can be had: the registration is refused, or the rank given up."""
+        self._give_up(session, refusal)
+
+    def bound(self, session: Session, said: Bound) -> None:
+        """The rank's memory is mapped and registered with NIXL."""
+        rank = session.rank
+        assert rank is not None
+        mapped = {address.region: address.size_bytes for address in said.regions}
+        if mapped != {region.region: region.size_bytes for region in rank.layout.regions}:
+            self._give_up(session, Refusal(Code.INTERNAL, "cannot use the mover: it mapped other regions"))
+            return
+        rank.addresses, rank.metadata = said.regions, said.metadata
+        if self._registry.is_home(rank.spec):
+            self._make_ready(session, rank)
+            return
+        rank.state = RankState.JOINING
+        self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
+
+    def _joined(self, session: Session, rank: LocalRank, refusal: Refusal | None) -> None:
+        if rank.state is not RankState.JOINING:
+            return
+        if refusal is None:
+            self._make_ready(session, rank)
+            return
+        code = Code.HOME_UNREACHABLE if refusal.code is Code.PEER_UNREACHABLE else refusal.code
+        self._give_up(session, Refusal(code, refusal.message))
+
+    def _make_ready(self, session: Session, rank: LocalRank) -> None:
+        rank.state = RankState.READY
+        self._answer(rank)
+        self._serve_fence(rank.spec.key, session)
+        self._pulls.post_waiting(rank)
+
+    def _answer(self, rank: LocalRank) -> None:
+        if rank.answered:
+            self._moment.do(ToWorker(rank.session, MoverChanged(), pidfd_of=rank.mover))
+            return
+        rank.answered = True
+        home = rank.spec.home or self._moment.endpoint
+        registered = Registered(request=rank.request, endpoint=home)
+        self._moment.do(ToWorker(rank.session, registered, pidfd_of=rank.mover))
+
+    def _serve_fence(self, engine: EngineKey, session: Session) -> None:
+        """Have the session's page, and pages of the engine that nobody serves, registered by a mover."""
+        known = self._registry.get(engine)
+        if known is None:
+            return
+        for record in known.ranks.values():
+            if isinstance(record, LocalRank) and record.is_readable and record.mover is not None:
+                self._fences.share(session.session, record.mover)
+                return
+
+    def serve_orphans(self, sessions: dict[SessionId, Session]) -> None:
+        """Publishers whose fence page no mover serves get one, where their engine has one."""
+        for session in sessions.values():
+            if session.engine is not None and not self._fences.is_served(session.session):
+                self._serve_fence(session.engine, session)
+
+    def _give_up(self, session: Session, refusal: Refusal) -> None:
+        """The rank cannot be bound. Who waits for an answer is refused; a rank that had one is closed."""
+        rank = session.rank
+        if rank is None:
+            return
+        if rank.answered:
+            self._moment.do(ToWorker(session.session, Farewell(code=refusal.code, message=refusal.message)))
+            self._moment.do(CloseWorker(session.session))
+            return
+        self._refuse(session, rank.request, refusal.code, refusal.message)
+        self._drop(session, rank)
+
+    def bind_refused(self, session: Session, refusal: Refusal) -> None:
+        """The mover cannot map or register the rank's memory."""
+        self._give_up(session, refusal)
+
+    # --- the mover goes
+
+    def mover_died(self, session: Session | None, mover: MoverId) -> None:
+        """Another mover is found for a rank that still wants one."""
+        rank = session.rank if session is not None else None
+        if session is None or rank is None or rank.mover != mover:
+            return
+        if not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        rank.mover, rank.agent = None, None
+        if rank.state is RankState.SUSPENDING:
+            rank.state = RankState.SUSPENDED
+            self._moment.do(ToWorker(session.session, Suspended()))
+            return
+        rank.state = RankState.MAPPING
+        need = NeedMover(session.session)
+        self._moment.after(("rebind", session.session), REBIND_AFTER_S, lambda: self._moment.do(need))
+
+    # --- sleep
+
+    def suspend(self, session: Session) -> None:
+        """Let go of the rank's memory; `Suspended` follows once its mover is dead."""
+        rank = session.rank
+        if rank is None or rank.state in (RankState.SUSPENDING, RankState.SUSPENDED):
+            return
+        self._source.rank_lost(rank.spec.key, Code.SUSPENDED)
+        self._pulls.refuse_held(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
+        self._moment.timers.stop(("rebind", session.session))
+        if rank.mover is None:
+            rank.state = RankState.SUSPENDED
+            self._moment.do(ToWorker(session.session, Suspended()))
+            return
+        rank.state = RankState.SUSPENDING
+        self._movers.kill(rank.mover)
+
+    def resume(self, session: Session, said: Resume, problem: Refusal | None) -> None:
+        """The memory is back, in another mapping: a mover is found for it."""
+        rank = session.rank
+        try:
+            _check_problem(problem)
+            if rank is None or rank.state is not RankState.SUSPENDED:
+                raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
+            _check_exports(rank.layout, said.regions)
+        except KvxferdError as error:
+            self._refuse(session, said.request, error.code, error.message)
+            return
+        rank.exports, rank.incarnation, rank.request = said.regions, said.incarnation, said.request
+        rank.state, rank.answered = RankState.MAPPING, False
+        self._moment.do(AdoptRegions(session.session))
+        self._moment.do(NeedMover(session.session))
+
+    # --- the worker goes
+
+    def session_closed(self, session: Session) -> None:
+        """Everything that the session had is over."""
+        self._source.session_closed(session.session)
+        if session.rank is not None:
+            self._drop(session, session.rank)
+        self._fences.session_gone(session.session)
+
+    def _drop(self, session: Session, rank: LocalRank) -> None:
+        self._source.rank_lost(rank.spec.key, Code.RANK_LOST)
+        self._pulls.rank_gone(rank)
+        self._registry.remove(rank)
+        self._moment.timers.stop(("rebind", session.session))
+        if not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        if rank.mover is not None:
+            self._movers.kill(rank.mover)
+        rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
+        session.rank = None
+
+
+def _check_problem(problem: Refusal | None) -> None:
+    if problem is not None:
+        raise EngineError(problem.message, problem.code)
+
+
+def _check_spec(said: Register) -> None:
+    spec = said.engine
+    for name in (spec.engine_id, spec.generation, said.incarnation):
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot register: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
+                Code.RANK_INVALID,
+            )
+    if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
+        raise EngineError(
+            f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "
+            f"{MAX_RANKS} ranks at most",
+            Code.RANK_INVALID,
+        )
+    if not (0 <= spec.pp_rank < spec.pp_size and 0 <= spec.tp_rank < spec.tp_size):
+        raise EngineError(
+            f"cannot register: rank {spec.rank} is outside pp_size {spec.pp_size}, tp_size {spec.tp_size}",
+            Code.RANK_INVALID,
+        )
+
+
+def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:
+    wanted = {region.region: region.size_bytes for region in layout.regions}
+    given = {export.region: export.size_bytes for export in exports}
+    if len(exports) > MAX_REGIONS or len(given) != len(exports) or given != wanted:
+        raise EngineError(
+            f"cannot register: the layout names regions {wanted}, and {given} were exported (at most {MAX_REGIONS})",
+            Code.REGION_INVALID,
+        )

@@ -1,0 +1,230 @@
+"""The engines whose ranks are registered here, or joined here from other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    EngineKey,
+    Incarnation,
+    MoverId,
+    Rank,
+    SessionId,
+)
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.plan import check_engine, check_same_engine
+from kvxferd.wire.common import Binding, RankManifest, RegionAddress
+from kvxferd.wire.worker import RegionExport
+
+
+class RankState(StrEnum):
+    """Where a local rank is on its way to being readable."""
+
+    MAPPING = "mapping"  # waits for a mover, or for the mover to map and register its memory
+    JOINING = "joining"  # waits for the engine's home to take note of it
+    READY = "ready"
+    SUSPENDING = "suspending"  # its mover is being ended
+    SUSPENDED = "suspended"  # no process but the worker maps its memory
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank whose worker is connected here."""
+
+    session: SessionId
+    spec: EngineSpec
+    layout: RankLayout
+    exports: tuple[RegionExport, ...]
+    incarnation: Incarnation
+    request: int  # of the Register or Resume that waits for its answer
+    state: RankState = RankState.MAPPING
+    answered: bool = False  # Registered was sent for the present mapping
+    mover: MoverId | None = None
+    agent: AgentName | None = None
+    library: str = ""
+    addresses: tuple[RegionAddress, ...] = ()
+    metadata: bytes = b""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether peers may read it."""
+        return self.state is RankState.READY
+
+    def manifest(self) -> RankManifest:
+        """What a reader needs; only for a rank that has been bound."""
+        assert self.agent is not None
+        binding = Binding(self.agent, self.metadata, self.addresses, self.incarnation)
+        return RankManifest(self.spec, self.layout, binding)
+
+
+@dataclass(slots=True)
+class MemberRank:
+    """A rank whose worker is connected to another node's daemon, which joined it here."""
+
+    joined: RankManifest
+    route: bytes
+    boot: BootId
+    heard: float
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The rank's own statement."""
+        return self.joined.spec
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank's layout."""
+        return self.joined.layout
+
+    @property
+    def agent(self) -> AgentName:
+        """The agent of the rank's mover."""
+        return self.joined.binding.agent
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Of the rank's present mapping."""
+        return self.joined.binding.incarnation
+
+    @property
+    def is_readable(self) -> bool:
+        """A member joins only ranks that are bound."""
+        return True
+
+    def manifest(self) -> RankManifest:
+        """What a reader needs."""
+        return self.joined
+
+
+RankRecord = LocalRank | MemberRank
+
+
+@dataclass(slots=True)
+class LocalEngine:
+    """One start of an engine, as far as its ranks are known here."""
+
+    spec: EngineSpec  # the first rank's; all others agree with it
+    ranks: dict[Rank, RankRecord] = field(default_factory=dict)
+
+    @property
+    def key(self) -> EngineKey:
+        """Engine and generation."""
+        return self.spec.key
+
+    def lacking(self) -> list[Rank]:
+        """The ranks that cannot be read (yet)."""
+        return [
+            r for r in self.spec.ranks() if (record := self.ranks.get(r)) is None or not record.is_readable
+        ]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank of every stage can be read."""
+        return not self.lacking()
+
+    def sessions(self) -> Iterator[SessionId]:
+        """The sessions of its ranks that are connected here."""
+        for record in self.ranks.values():
+            if isinstance(record, LocalRank):
+                yield record.session
+
+
+class Registry:
+    """Which engines are here. At most one record per rank and generation."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._engines: dict[EngineKey, LocalEngine] = {}
+        self._newest: dict[EngineId, EngineKey] = {}
+
+    def __iter__(self) -> Iterator[LocalEngine]:
+        return iter(self._engines.values())
+
+    def get(self, key: EngineKey) -> LocalEngine | None:
+        """The engine, if any rank of it is here."""
+        return self._engines.get(key)
+
+    def newest(self, engine_id: EngineId) -> EngineKey | None:
+        """The generation that started last, of those that are here."""
+        return self._newest.get(engine_id)
+
+    def is_superseded(self, key: EngineKey) -> bool:
+        """Whether a newer start of the engine is here: no new grants for this one."""
+        newest = self._newest.get(key.engine_id)
+        return newest is not None and newest != key
+
+    def is_home(self, spec: EngineSpec) -> bool:
+        """Whether this daemon aggregates the engine."""
+        return spec.home in ("", self._endpoint)
+
+    def check_claim(self, record: RankRecord) -> None:
+        """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others."""
+        spec = record.spec
+        engine = self._engines.get(spec.key)
+        if engine is None:
+            self._check_alone(record)
+            return
+        check_same_engine(engine.spec, spec)
+        present = engine.ranks.get(spec.rank)
+        if present is not None and not _replaces(record, present):
+            raise EngineError(
+                f"cannot register rank {spec.rank} of engine {spec.key}: another worker holds it; "
+                "stop that worker, or start this engine with a new generation",
+                Code.RANK_TAKEN,
+            )
+        others = {r: (x.spec, x.layout) for r, x in engine.ranks.items() if r != spec.rank}
+        others[spec.rank] = (spec, record.layout)
+        if len(others) == len(spec.ranks()) and self.is_home(spec):
+            try:
+                check_engine(others)
+            except KvxferdError as error:
+                raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
+
+    def _check_alone(self, record: RankRecord) -> None:
+        if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
+            check_engine({record.spec.rank: (record.spec, record.layout)})
+
+    def claim(self, record: RankRecord) -> LocalEngine:
+        """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one."""
+        self.check_claim(record)
+        key = record.spec.key
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = self._engines[key] = LocalEngine(record.spec)
+            self._newest[key.engine_id] = key
+        engine.ranks[record.spec.rank] = record
+        return engine
+
+    def remove(self, record: RankRecord) -> None:
+        """Forget the rank, and its engine with the last one. Harmless where another took its place."""
+        key = record.spec.key
+        engine = self._engines.get(key)
+        if engine is None or engine.ranks.get(record.spec.rank) is not record:
+            return
+        del engine.ranks[record.spec.rank]
+        if engine.ranks:
+            return
+        del self._engines[key]
+        if self._newest.get(key.engine_id) == key:
+            older = [k for k in self._engines if k.engine_id == key.engine_id]
+            self._newest.pop(key.engine_id)
+            if older:
+                self._newest[key.engine_id] = older[-1]
+
+    def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
+        """Every rank of a complete engine, stage by stage."""
+        return tuple(engine.ranks[rank].manifest() for rank in engine.spec.ranks())
+
+
+def _replaces(new: RankRecord, present: RankRecord) -> bool:
+    """A member's rank may say itself again, with another mover or from a restarted daemon."""
+    if not (isinstance(new, MemberRank) and isinstance(present, MemberRank)):
+        return False
+    return new.boot == present.boot or new.incarnation == present.incarnation

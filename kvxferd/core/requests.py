@@ -1,0 +1,227 @@
+"""What a greeted session asks for about transfers: publish, ready, prepare, pull, cancel, abandon."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from kvxferd.core.effects import ToWorker
+from kvxferd.core.holds import Hold, Holds, HoldState
+from kvxferd.core.membership import Member
+from kvxferd.core.moment import Moment
+from kvxferd.core.peers import Peers
+from kvxferd.core.pulls import Pull, Pulls
+from kvxferd.core.registry import LocalRank, Registry
+from kvxferd.core.sessions import Session
+from kvxferd.core.source import Source
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import GroupName
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan import check_blocks
+from kvxferd.wire.codec import negotiate
+from kvxferd.wire.common import BlockIds, TransferRef
+from kvxferd.wire.endpoint import parse_endpoint
+from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES, MAX_NAME_CHARS
+from kvxferd.wire.peer import AbandonTransfer, Consumer, Question
+from kvxferd.wire.worker import (
+    WORKER_VERSIONS,
+    Abandon,
+    Attach,
+    Cancel,
+    ClientMessage,
+    Failed,
+    Hello,
+    Prepare,
+    Publish,
+    PublishRefused,
+    Ready,
+    Register,
+    Resume,
+    Suspend,
+    Unpublish,
+    Welcome,
+)
+from kvxferd.wire.worker import (
+    Pull as PullRequest,
+)
+
+MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
+
+
+class Requests:
+    """Checks what a session asks, and hands it on."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        registry: Registry,
+        source: Source,
+        holds: Holds,
+        pulls: Pulls,
+        peers: Peers,
+        member: Member,
+    ) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._source = source
+        self._holds = holds
+        self._pulls = pulls
+        self._peers = peers
+        self._member = member
+
+    def greet(self, session: Session, said: Hello) -> None:
+        """Agree on a version. Raises ProtocolError where there is none."""
+        version = negotiate(WORKER_VERSIONS, said.versions)
+        session.greeted = True
+        welcome = Welcome(version=version, boot_id=self._moment.boot, lease_s=self._moment.settings.lease_s)
+        self._moment.do(ToWorker(session.session, welcome))
+
+    def hear(self, session: Session, said: ClientMessage, fence_word: bytes) -> None:
+        """Do what is asked. Raises ProtocolError for what no correct client sends."""
+        match said:
+            case BlockIds():
+                session.assembly.add(said)
+            case Publish():
+                self._publish(session, said, fence_word)
+            case Ready():
+                self._ready(session, said)
+            case Unpublish():
+                if session.engine is not None:
+                    self._source.unpublish(session.session, session.engine, said.transfer_id)
+            case Prepare():
+                self._prepare(session, said)
+            case PullRequest():
+                self._pull(session, said)
+            case Cancel():
+                if session.rank is not None:
+                    self._pulls.cancel(session.rank, said.ticket)
+            case Abandon():
+                self._abandon(session, said.ref)
+            case Hello() | Register() | Attach() | Suspend() | Resume():
+                raise ProtocolError(f"cannot take {type(said).__name__} here", Code.OUT_OF_PLACE)
+            case _:
+                assert_never(said)
+
+    # --- the source's side
+
+    def _publish(self, session: Session, said: Publish, fence_word: bytes) -> None:
+        blocks = session.assembly.complete(said.blocks, said.stream)
+        problem = ""
+        if session.engine is None:
+            problem = "register or attach first"
+        elif len(fence_word) != FENCE_WORD_BYTES:
+            problem = f"fence slot {said.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
+        elif not (0 < len(said.transfer_id) <= MAX_NAME_CHARS):
+            problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
+        if problem or session.engine is None:
+            text = f"cannot publish transfer {said.transfer_id[:80]}: {problem}"
+            refused = PublishRefused(transfer_id=said.transfer_id, code=Code.OUT_OF_PLACE, message=text)
+            self._moment.do(ToWorker(session.session, refused))
+            return
+        self._source.publish(session.session, session.engine, session.own_rank, said, blocks, fence_word)
+
+    def _ready(self, session: Session, said: Ready) -> None:
+        rank = session.rank
+        if rank is None:
+            raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
+        if self._registry.is_home(rank.spec):
+            self._source.ready(rank.spec.key, rank.spec.rank, said.transfer_id)
+        else:
+            self._member.ready(rank, said.transfer_id)
+
+    # --- the sink's side
+
+    def _pull(self, session: Session, said: PullRequest) -> None:
+        blocks = session.assembly.complete(said.blocks, said.stream)
+        try:
+            rank, ref = self._admit(session, said, blocks)
+        except KvxferdError as error:
+            failed = Failed(ticket=said.ticket, code=error.code, message=error.message, safe_to_reuse=True)
+            self._moment.do(ToWorker(session.session, failed))
+            return
+        hold = self._prepared(session, ref) or self._holds.take(rank, ref, said.deadline_s)
+        pull = Pull(
+            pull=self._pulls.next_id(),
+            rank=rank,
+            ticket=said.ticket,
+            ref=ref,
+            blocks=blocks,
+            num_tokens=said.num_tokens,
+            deadline=self._moment.now + said.deadline_s,
+            received=self._moment.now,
+            hold=hold,
+        )
+        self._pulls.start(pull)
+
+    def _admit(
+        self, session: Session, said: PullRequest, blocks: dict[GroupName, PackedBlocks]
+    ) -> tuple[LocalRank, TransferRef]:
+        what = f"cannot pull transfer {said.ref.transfer_id[:80]}"
+        rank = session.rank
+        if rank is None:
+            raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
+        if self._moment.draining:
+            raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
+        if not rank.is_readable and not rank.answered:
+            raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
+        if not 0 < said.deadline_s <= MAX_PULL_S:
+            raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
+        ref = self._clean(said.ref)
+        check_blocks(rank.layout, blocks, said.num_tokens)
+        return rank, ref
+
+    def _clean(self, ref: TransferRef) -> TransferRef:
+        """The reference came over a router: its endpoint is parsed and rebuilt."""
+        return msgspec.structs.replace(ref, endpoint=parse_endpoint(ref.endpoint))
+
+    def _prepared(self, session: Session, ref: TransferRef) -> Hold | None:
+        """A hold taken ahead, unless it has come to nothing: then a new one may fare better."""
+        hold = session.prepared.pop(ref, None)
+        if hold is not None:
+            self._moment.timers.stop(("prepared", session.session, ref))
+        return None if hold is None or hold.state in (HoldState.REFUSED, HoldState.ENDED) else hold
+
+    def _prepare(self, session: Session, said: Prepare) -> None:
+        rank = session.rank
+        try:
+            ref = self._clean(said.ref)
+        except KvxferdError:
+            return  # the pull will be told
+        if rank is None or ref in session.prepared or self._moment.draining:
+            return
+        session.prepared[ref] = self._holds.take(rank, ref, self._moment.settings.handshake_wait_s)
+        self._moment.after(
+            ("prepared", session.session, ref),
+            self._moment.settings.max_hold_s,
+            lambda: self._unprepare(session, ref),
+        )
+
+    def _unprepare(self, session: Session, ref: TransferRef) -> None:
+        if hold := session.prepared.pop(ref, None):
+            self._moment.timers.stop(("prepared", session.session, ref))
+            self._holds.give_back(hold)
+
+    def _abandon(self, session: Session, ref: TransferRef) -> None:
+        rank = session.rank
+        if rank is None:
+            return
+        try:
+            ref = self._clean(ref)
+        except KvxferdError:
+            return
+        self._unprepare(session, ref)
+        self._pulls.cancel_transfer(rank, ref)
+        spec = rank.spec
+        consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
+
+        def make(request: int) -> Question:
+            return AbandonTransfer(request=request, ref=ref, consumer=consumer)
+
+        give_up_s = self._moment.settings.acknowledge_for_s
+        self._peers.ask(ref.endpoint, make, give_up_s, lambda answer: None)
+
+    def session_closed(self, session: Session) -> None:
+        """What it had prepared is given back."""
+        for ref in list(session.prepared):
+            self._unprepare(session, ref)

@@ -1,0 +1,35 @@
+"""Connections on the worker socket, and what each of them has said it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxferd.core.holds import Hold
+from kvxferd.core.registry import LocalRank
+from kvxferd.ids import EngineKey, Rank, SessionId
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.ids_stream import IdsAssembly
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection. It is a rank, or publishes for an engine, or is nothing yet."""
+
+    session: SessionId
+    pid: int
+    uid: int
+    greeted: bool = False
+    rank: LocalRank | None = None
+    attached: EngineKey | None = None
+    assembly: IdsAssembly = field(default_factory=IdsAssembly)
+    prepared: dict[TransferRef, Hold] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> EngineKey | None:
+        """The engine that it may publish for."""
+        return self.rank.spec.key if self.rank is not None else self.attached
+
+    @property
+    def own_rank(self) -> Rank | None:
+        """Its own place in that engine; None for a scheduler."""
+        return self.rank.spec.rank if self.rank is not None else None

@@ -1,0 +1,227 @@
+"""The source's side: publish, lease, release. Who may read is decided in `granting`."""
+
+from __future__ import annotations
+
+from kvxferd.core.attendance import Attendance
+from kvxferd.core.effects import Observed, OverwriteFence, ToWorker
+from kvxferd.core.fences import Fences
+from kvxferd.core.moment import Moment
+from kvxferd.core.questions import Questions
+from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, Registry
+from kvxferd.core.snapshot import ReleaseRecord
+from kvxferd.core.transfers import Transfer, TransferKey, Transfers
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import EngineKey, GrantId, GroupName, Rank, SessionId, TransferId
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan import check_blocks
+from kvxferd.wire.peer import TransferReleased
+from kvxferd.wire.worker import Publish, PublishRefused, Released
+
+
+class Source:
+    """Every transfer published on this node, from its publish to its one release."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        registry: Registry,
+        attendance: Attendance,
+        fences: Fences,
+        questions: Questions,
+    ) -> None:
+        self._moment = moment
+        self._registry = registry
+        self._attendance = attendance
+        self._fences = fences
+        self._questions = questions
+        self.transfers = Transfers()
+
+    # --- what workers say
+
+    def publish(
+        self,
+        session: SessionId,
+        engine: EngineKey,
+        rank: Rank | None,
+        said: Publish,
+        blocks: dict[GroupName, PackedBlocks],
+        fence_word: bytes,
+    ) -> None:
+        """Start a transfer's life, or refuse it. `rank`: the publisher's own, None for a scheduler."""
+        try:
+            transfer = self._admit(session, engine, rank, said, blocks, fence_word)
+        except EngineError as error:
+            self._moment.do(
+                ToWorker(
+                    session,
+                    PublishRefused(transfer_id=said.transfer_id, code=error.code, message=error.message),
+                )
+            )
+            return
+        self.transfers.add(transfer)
+        self._watch_lease(transfer)
+
+    def _admit(
+        self,
+        session: SessionId,
+        engine_key: EngineKey,
+        rank: Rank | None,
+        said: Publish,
+        blocks: dict[GroupName, PackedBlocks],
+        fence_word: bytes,
+    ) -> Transfer:
+        engine = self._registry.get(engine_key)
+        self._check_publisher(engine_key, engine, said)
+        assert engine is not None
+        layouts = (
+            [engine.ranks[rank].layout] if rank is not None else [r.layout for r in engine.ranks.values()]
+        )
+        for layout in layouts:
+            check_blocks(layout, blocks, said.num_tokens)
+        now = self._moment.now
+        lease_s = min(said.lease_s or self._moment.settings.lease_s, self._moment.settings.max_lease_s)
+        return Transfer(
+            engine=engine_key,
+            transfer_id=said.transfer_id,
+            nonce=said.nonce,
+            session=session,
+            fence_slot=said.fence_slot,
+            fence_word=fence_word,
+            blocks=blocks,
+            num_tokens=said.num_tokens,
+            num_readers=max(1, said.num_readers),
+            published_at=now,
+            lease_until=now + lease_s,
+            ready={rank} if rank is not None else set(),
+            incarnations={r: record.incarnation for r, record in engine.ranks.items()},
+        )
+
+    def _check_publisher(self, key: EngineKey, engine: LocalEngine | None, said: Publish) -> None:
+        what = f"cannot publish transfer {said.transfer_id}"
+        if self._moment.draining:
+            raise EngineError(
+                f"{what}: this daemon is draining; publish after it has restarted", Code.DRAINING
+            )
+        if engine is None:
+            raise EngineError(
+                f"{what}: no rank of engine {key} is registered here; register the ranks first",
+                Code.ENGINE_INCOMPLETE,
+            )
+        if not self._registry.is_home(engine.spec):
+            raise EngineError(
+                f"{what}: engine {key} is aggregated at {engine.spec.home}; publish on that node",
+                Code.NOT_HOME,
+            )
+        if (key, said.transfer_id) in self.transfers.live:
+            raise EngineError(
+                f"{what}: it is published already; unpublish it first, or choose another id",
+                Code.TRANSFER_EXISTS,
+            )
+
+    def ready(self, engine: EngineKey, rank: Rank, transfer_id: TransferId) -> None:
+        """A rank has finished writing. It may say so before the publish arrives."""
+        key: TransferKey = (engine, transfer_id)
+        if transfer := self.transfers.live.get(key):
+            transfer.ready.add(rank)
+            return
+        self.transfers.early_ready.setdefault(key, set()).add(rank)
+        self._moment.after(
+            ("early-ready", key),
+            self._moment.settings.lease_s,
+            lambda: self.transfers.forget_early_ready(key),
+        )
+
+    def unpublish(self, session: SessionId, engine: EngineKey, transfer_id: TransferId) -> None:
+        """The publisher wants its blocks back. Unknown transfers have been released already."""
+        transfer = self.transfers.live.get((engine, transfer_id))
+        if transfer is not None and transfer.session == session:
+            self.release(transfer, Code.UNPUBLISHED)
+
+    def session_closed(self, session: SessionId) -> None:
+        """Nobody is left who could write the fence words of what the session published."""
+        for transfer in self.transfers.of_session(session):
+            self.release(transfer, Code.PUBLISHER_GONE)
+
+    def rank_lost(self, engine: EngineKey, why: Code) -> None:
+        """A rank's memory is gone or has another mapping: what the engine published is void."""
+        for transfer in self.transfers.of_engine(engine):
+            self.release(transfer, why)
+
+    # --- the lease
+
+    def is_ready(self, transfer: Transfer, engine: LocalEngine) -> bool:
+        """Whether every rank has finished writing the transfer's blocks."""
+        return engine.spec.publish_implies_ready or transfer.ready.issuperset(engine.spec.ranks())
+
+    def _watch_lease(self, transfer: Transfer) -> None:
+        key = (transfer.engine, transfer.transfer_id)
+        self._moment.timers.set(("lease", key), transfer.held_until, lambda: self._lease_due(transfer))
+
+    def _lease_due(self, transfer: Transfer) -> None:
+        now = self._moment.now
+        for grant in [g for g in transfer.grants.values() if g.until <= now]:
+            self.end_grant(grant.grant)
+        if transfer.held_until <= now:
+            self.release(transfer, Code.LEASE_EXPIRED)
+        else:
+            self._watch_lease(transfer)
+
+    def end_grant(self, grant_id: GrantId) -> None:
+        """Take a grant off its lease. Harmless where there is none."""
+        if grant := self.transfers.end_grant(grant_id):
+            for agent in grant.agents:
+                self._attendance.leave(agent, grant_id)
+
+    def release(self, transfer: Transfer, why: Code) -> None:
+        """End the transfer: the fence word goes first, then its owners may know."""
+        moment = self._moment
+        moment.do(OverwriteFence(transfer.session, transfer.fence_slot))
+        for grant_id in list(transfer.grants):
+            self.end_grant(grant_id)
+        self.transfers.end(transfer, why)
+        key = (transfer.engine, transfer.transfer_id)
+        moment.timers.stop(("lease", key))
+        moment.after(
+            ("tombstone", key), moment.settings.tombstone_s, lambda: self.transfers.forget_tombstone(key)
+        )
+        self._tell_owners(transfer, why)
+        moment.do(
+            Observed(
+                ReleaseRecord(
+                    transfer_id=transfer.transfer_id,
+                    engine_id=transfer.engine.engine_id,
+                    why=why,
+                    held_s=moment.now - transfer.published_at,
+                )
+            )
+        )
+
+    def _tell_owners(self, transfer: Transfer, why: Code) -> None:
+        engine = self._registry.get(transfer.engine)
+        records = list(engine.ranks.values()) if engine else []
+        sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
+        for session in sorted(sessions):
+            self._moment.do(ToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
+        for route in sorted({r.route for r in records if isinstance(r, MemberRank)}):
+            question = TransferReleased(
+                request=self._questions.next_number(),
+                engine_id=transfer.engine.engine_id,
+                generation=transfer.engine.generation,
+                transfer_id=transfer.transfer_id,
+                why=why,
+            )
+            self._questions.ask(route, question, self._moment.settings.acknowledge_for_s, lambda answer: None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict themselves."""
+        for key, transfer in self.transfers.live.items():
+            assert key not in self.transfers.tombstones, f"{key} is live and ended"
+            assert ("lease", key) in self._moment.timers, f"{key} has no lease timer"
+            for grant_id, grant in transfer.grants.items():
+                assert self.transfers.granted.get(grant_id) is transfer
+                assert (
+                    grant.until
+                    <= grant.born + self._moment.settings.max_hold_s + self._moment.settings.lease_s
+                )
+        for grant_id, transfer in self.transfers.granted.items():
+            assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"

@@ -1,0 +1,175 @@
+"""Published transfers: their lease, their grants, who has acknowledged. Data and questions about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvxferd.core.snapshot import TransferSnapshot
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.peer import Consumer
+
+
+@dataclass(slots=True)
+class Grant:
+    """A reader's entry on a transfer's lease."""
+
+    grant: GrantId
+    consumer: Consumer
+    agents: frozenset[AgentName]  # the source movers that must poll while it lives
+    born: float
+    until: float
+
+
+@dataclass(slots=True)
+class Reader:
+    """One consumer engine: which of its ranks have acknowledged."""
+
+    num_ranks: int
+    acknowledged: set[Rank] = field(default_factory=set)
+    abandoned: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it needs the blocks no more."""
+        return self.abandoned or len(self.acknowledged) >= self.num_ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    """One request's cache, published here. Ended by `Transfers.end`, once."""
+
+    engine: EngineKey
+    transfer_id: TransferId
+    nonce: str
+    session: SessionId  # the publisher's; its fence page holds the word
+    fence_slot: int
+    fence_word: bytes
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    num_readers: int
+    published_at: float
+    lease_until: float
+    ready: set[Rank]
+    incarnations: dict[Rank, Incarnation]  # of the ranks' mappings, as they were at the publish
+    grants: dict[GrantId, Grant] = field(default_factory=dict)
+    readers: dict[EngineKey, Reader] = field(default_factory=dict)
+
+    @property
+    def held_until(self) -> float:
+        """The lease never ends before its grants."""
+        return max([self.lease_until, *(grant.until for grant in self.grants.values())])
+
+    @property
+    def is_read_by_all(self) -> bool:
+        """Whether every reader that was announced has all it needs."""
+        return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
+
+    def can_read(self, consumer: Consumer) -> bool:
+        """Whether the consumer's engine is among the readers, or there is room for one more.
+
+        An engine counts as a reader once it acknowledged, not when it asks: a request that
+        failed on one decode engine may be sent to another.
+        """
+        return _engine_of(consumer) in self.readers or len(self.readers) < self.num_readers
+
+    def reader(self, consumer: Consumer) -> Reader | None:
+        """The consumer's engine among the readers, added where there is room; None: there is none."""
+        if not self.can_read(consumer):
+            return None
+        return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
+
+    def snapshot(self, now: float, is_ready: bool) -> TransferSnapshot:
+        """For people."""
+        return TransferSnapshot(
+            transfer_id=self.transfer_id,
+            engine_id=self.engine.engine_id,
+            generation=self.engine.generation,
+            state="granted" if self.grants else "readable" if is_ready else "writing",
+            num_tokens=self.num_tokens,
+            num_grants=len(self.grants),
+            num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
+            lease_left_s=round(self.held_until - now, 3),
+            age_s=round(now - self.published_at, 3),
+        )
+
+
+def _engine_of(consumer: Consumer) -> EngineKey:
+    return EngineKey(consumer.engine_id, consumer.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What is remembered of a transfer that has ended."""
+
+    nonce: str
+    why: Code
+
+
+TransferKey = tuple[EngineKey, TransferId]
+K = TypeVar("K")
+
+
+class Transfers:
+    """The live transfers of this node's engines, the tombstones of ended ones, and early readiness."""
+
+    def __init__(self) -> None:
+        self.live: dict[TransferKey, Transfer] = {}
+        self.tombstones: dict[TransferKey, Tombstone] = {}
+        self.early_ready: dict[TransferKey, set[Rank]] = {}  # said before the publish arrived
+        self.granted: dict[GrantId, Transfer] = {}
+        self._of_session: dict[SessionId, dict[TransferKey, None]] = {}
+        self._of_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+
+    def add(self, transfer: Transfer) -> None:
+        """Start a transfer's life."""
+        key = (transfer.engine, transfer.transfer_id)
+        assert key not in self.live
+        self.live[key] = transfer
+        self.tombstones.pop(key, None)
+        transfer.ready |= self.early_ready.pop(key, set())
+        self._of_session.setdefault(transfer.session, {})[key] = None
+        self._of_engine.setdefault(transfer.engine, {})[key] = None
+
+    def end(self, transfer: Transfer, why: Code) -> None:
+        """End it. What is asked about it later is answered by its tombstone."""
+        key = (transfer.engine, transfer.transfer_id)
+        del self.live[key]
+        self.tombstones[key] = Tombstone(transfer.nonce, why)
+        _discard(self._of_session, transfer.session, key)
+        _discard(self._of_engine, transfer.engine, key)
+
+    def grant(self, transfer: Transfer, grant: Grant) -> None:
+        """Put a grant on the transfer's lease, in place of one of the same name."""
+        transfer.grants[grant.grant] = grant
+        self.granted[grant.grant] = transfer
+
+    def end_grant(self, grant_id: GrantId) -> Grant | None:
+        """Take a grant off its lease; None: it has ended before."""
+        transfer = self.granted.pop(grant_id, None)
+        return transfer.grants.pop(grant_id) if transfer else None
+
+    def forget_tombstone(self, key: TransferKey) -> None:
+        """Nobody will ask about that ended transfer any more."""
+        self.tombstones.pop(key, None)
+
+    def forget_early_ready(self, key: TransferKey) -> None:
+        """The publish never came."""
+        self.early_ready.pop(key, None)
+
+    def of_session(self, session: SessionId) -> list[Transfer]:
+        """The live transfers that a session published."""
+        return [self.live[key] for key in self._of_session.get(session, ())]
+
+    def of_engine(self, engine: EngineKey) -> list[Transfer]:
+        """The live transfers of an engine."""
+        return [self.live[key] for key in self._of_engine.get(engine, ())]
+
+
+def _discard(index: dict[K, dict[TransferKey, None]], key: K, value: TransferKey) -> None:
+    entries = index[key]
+    del entries[value]
+    if not entries:
+        del index[key]
