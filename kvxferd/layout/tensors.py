@@ -4,7 +4,8 @@ Every byte has a place that does not depend on how an engine is parallelised:
 ``(layer, component, unit, token, byte)``. A `CacheTensor` maps those coordinates into a region:
 
     region offset = offset
-                  + block * block_stride            block: the id that the engine allocates
+                  + block * block_stride            block: the id that the engine allocates (or, in a group
+                                                    of physical_blocks_per_logical p, id * p .. id * p + p - 1)
                   + item  * token_stride            item: token within the block // granule_tokens
                   + index * unit_stride             index: position of the unit among `units`
                   + chunk * chunk_stride + byte     chunk: num_chunks pieces of chunk_bytes each
@@ -84,7 +85,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     kind: GroupKind = GroupKind.ATTENTION
     sliding_window: int | None = None  # tokens; earlier ones are not required by a pull
     token_shard: TokenShard = TokenShard()
-    physical_blocks_per_logical: int = 1  # kernel blocks inside one block id
+    physical_blocks_per_logical: int = 1  # kernel blocks inside one id; they divide block_tokens among them
 
 
 class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

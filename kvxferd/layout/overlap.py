@@ -1,0 +1,141 @@
+"""Do strided sets of bytes share a byte: a cheap test that never says no wrongly.
+
+A set is ``offset + sum(i_k * stride_k) + [0, num_bytes)`` over all indexes of its axes. Sets whose
+extents are apart cannot meet. Sets that share their outermost stride are compared modulo it; where
+strides differ, the outermost axis is written out, index by index, as far as MAX_PLACES allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+Axis = tuple[int, int]  # length, stride in bytes
+StridedSet = tuple[int, int, Sequence[Axis]]  # offset, contiguous bytes, axes
+
+# Known layouts need none: they nest. 65,536 places take a tenth of a second.
+MAX_PLACES = 1 << 16
+
+
+class _Part(NamedTuple):
+    """A set, or a part of one, on the way to being compared."""
+
+    start: int
+    num_bytes: int
+    axes: tuple[Axis, ...]  # longer than 1, largest stride first
+    owner: int  # index of the set it comes from
+    # For every axis taken modulo its stride: which of its indexes there are, shifted to a common origin.
+    taken: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first to past its last."""
+        return self.num_bytes + sum((length - 1) * stride for length, stride in self.axes)
+
+    @property
+    def nests(self) -> bool:
+        """Whether every axis steps over all that lies inside it, so that no two places can meet."""
+        inside = self.num_bytes
+        for length, stride in reversed(self.axes):
+            if stride < inside:
+                return False
+            inside += (length - 1) * stride
+        return True
+
+
+def find_overlap(sets: Sequence[StridedSet]) -> tuple[int, int] | None:
+    """Return the indexes of two sets that share a byte, twice the same if one meets itself, else None.
+
+    A pair that MAX_PLACES does not suffice to tell apart is returned as if it overlapped.
+    """
+    parts = []
+    for index, (offset, num_bytes, axes) in enumerate(sets):
+        longer = tuple(sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]))
+        if any(stride < num_bytes for _, stride in longer):
+            return index, index
+        parts.append(_Part(offset, num_bytes, longer, index))
+    budget = MAX_PLACES
+    pending = [parts]
+    while pending:
+        for cluster in _clusters(pending.pop()):
+            if len(cluster) == 1 and cluster[0].nests:
+                continue
+            stride = max((part.axes[0][1] for part in cluster if part.axes), default=0)
+            if stride == 0:
+                pair = _meeting(cluster)
+                if pair is not None:
+                    return pair
+                continue
+            if all(part.axes and part.axes[0][1] == stride >= _inside(part) for part in cluster):
+                pending.append(list(_modulo(cluster, stride)))
+                continue
+            opened = list(_written_out(cluster, stride, budget))
+            budget -= len(opened)
+            if budget < 0:
+                return cluster[0].owner, cluster[-1].owner
+            pending.append(opened)
+    return None
+
+
+def _clusters(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """Yield the parts whose extents hang together."""
+    cluster: list[_Part] = []
+    end = 0
+    for part in sorted(parts):
+        if cluster and part.start >= end:
+            yield cluster
+            cluster = []
+        end = max(end, part.start + part.extent) if cluster else part.start + part.extent
+        cluster.append(part)
+    if cluster:
+        yield cluster
+
+
+def _inside(part: _Part) -> int:
+    """Return the bytes spanned at one index of the outermost axis."""
+    length, stride = part.axes[0]
+    return part.extent - (length - 1) * stride
+
+
+def _modulo(cluster: list[_Part], stride: int) -> Iterator[_Part]:
+    """Yield the parts modulo their common outermost stride; what wraps around appears at both ends."""
+    origin = cluster[0].start
+    for part in cluster:
+        turn, start = divmod(part.start - origin, stride)
+        length = part.axes[0][0]
+        inside = part._replace(axes=part.axes[1:])
+        yield inside._replace(start=start, taken=(*part.taken, (turn, turn + length)))
+        if start + inside.extent > stride:
+            yield inside._replace(start=start - stride, taken=(*part.taken, (turn + 1, turn + 1 + length)))
+
+
+def _written_out(cluster: list[_Part], stride: int, budget: int) -> Iterator[_Part]:
+    """Yield the parts with every axis of the largest stride written out; ends soon after `budget`."""
+    count = 0
+    for part in cluster:
+        if not part.axes or part.axes[0][1] != stride:
+            yield part
+            continue
+        for step in range(part.axes[0][0]):
+            count += 1
+            if count > budget + 1:
+                return
+            yield part._replace(start=part.start + step * stride, axes=part.axes[1:])
+
+
+def _meeting(cluster: list[_Part]) -> tuple[int, int] | None:
+    """Return two contiguous parts that share a byte at indexes that both of them have."""
+    pairs = 0
+    for at, first in enumerate(cluster):
+        for other in range(at + 1, len(cluster)):
+            second = cluster[other]
+            pairs += 1
+            if second.start >= first.start + first.num_bytes:
+                break
+            if pairs > MAX_PLACES:
+                return first.owner, second.owner
+            if len(first.taken) != len(second.taken) or all(
+                max(a, c) < min(b, d) for (a, b), (c, d) in zip(first.taken, second.taken, strict=True)
+            ):
+                return first.owner, second.owner
+    return None
