@@ -1,0 +1,82 @@
+"""What an engine imports to move KV cache through the daemon on its node.
+
+A prefill worker exports its memory, and publishes what it has computed::
+
+    client = connect("/run/kvxferd/worker.sock")
+    memory = SealedMemory.create(size_bytes)           # kvxferd.memory; the engine computes in memory.torch()
+    rank = client.register(engine=EngineSpec(...), layout=RankLayout(...), regions={"kv": memory})
+    ref = rank.publish("req-1", {"full": BlockList(ids=block_ids)}, num_tokens=1000)
+    rank.ready("req-1")                                # every rank, when its last layer is written
+    send_to_router(ref.to_dict())
+
+A decode worker pulls it into its own blocks, and hears of the end in its event loop::
+
+    blocks = {"full": BlockList(first_token=512, ids=block_ids)}
+    ticket = rank.pull(ref, blocks, num_tokens=1000, deadline_s=30)
+    selector.register(rank.fileno(), EVENT_READ)
+    ...
+    for event in rank.poll():
+        match event:
+            case Delivered(ticket): run(request_of[ticket])
+            case Failed(ticket, safe_to_reuse=True): recompute(request_of[ticket])
+            case Failed(ticket): quarantine(event.blocks); recompute(request_of[ticket])
+            case Quiesced(): free(event.blocks)
+            case Released(transfer_id): unpin(transfer_id)
+
+`connect`, `register`, `attach` and `resume` block, at most for their `timeout_s`; nothing else does.
+Everything is thread-safe. One connection is one rank: when it closes, the rank is gone.
+
+A daemon that dies or restarts is found again by the client, without the engine's help: it registers
+anew and publishes again what was not released. Pulls that were running end in Failed; pulls asked
+meanwhile wait for the next daemon, until their deadline.
+
+The engine's side of the contract:
+
+* Published blocks stay referenced and unchanged until `Released` (or `PublishRefused`): through
+  preemption, prefix-cache reset and weight updates.
+* Nothing but the pull writes the blocks given to `pull` until its terminal event: no kernel that is
+  launched already, zeroing included. After a Failed that is not `safe_to_reuse`, until `Quiesced`.
+* All workers of an engine use one generation, chosen by its first rank and new at each start.
+* A transfer id is used once in a generation.
+* Memory goes only after `Suspended`, or with the process.
+* A process that forks does so before `connect`: a child that inherits the socket keeps the
+  registration alive.
+
+Needs msgspec and the standard library alone.
+"""
+
+from kvxferd.client.blocks import BlockList
+from kvxferd.client.events import (
+    Delivered,
+    Disconnected,
+    Event,
+    Failed,
+    PublishRefused,
+    PullTicket,
+    Quiesced,
+    Released,
+    Suspended,
+)
+from kvxferd.client.joining import Client, connect
+from kvxferd.client.membership import Region
+from kvxferd.client.rank import Publisher, RankHandle
+from kvxferd.client.refs import TransferRef
+
+__all__ = [
+    "BlockList",
+    "Client",
+    "Delivered",
+    "Disconnected",
+    "Event",
+    "Failed",
+    "PublishRefused",
+    "Publisher",
+    "PullTicket",
+    "Quiesced",
+    "RankHandle",
+    "Region",
+    "Released",
+    "Suspended",
+    "TransferRef",
+    "connect",
+]

@@ -1,0 +1,83 @@
+"""Block lists as engines give them, and the snapshot that is taken of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import GroupName
+from kvxferd.layout import PackedBlocks, pack_ids, unpack_ids
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Packed = dict[GroupName, PackedBlocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockList:
+    """A request's block ids in one group, in token order.
+
+    `ids` is an int32 buffer (a numpy array, `array.array("i")`, a memoryview), or a list, which is
+    converted one element at a time and so is slow when long. It is copied before `publish` or
+    `pull` returns: the engine may change it at once. Block j holds the tokens from
+    ``first_token + j * block_tokens`` on. In a state group the last id is the request's state and
+    `state_at` the token at which that state stands, which must equal `num_tokens`.
+    """
+
+    ids: Buffer | Sequence[int]
+    first_token: int = 0
+    state_at: int = -1
+
+
+def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: str) -> Packed:
+    """Return a snapshot of `blocks`, ready for the wire. Raises EngineError(blocks-invalid).
+
+    `known` are the groups of the rank's layout, None where there is no layout (a scheduler).
+    """
+    packed: Packed = {}
+    for name, listed in blocks.items():
+        if known is not None and name not in known:
+            raise EngineError(
+                f"cannot {what}: the layout has no group {name!r}, only {', '.join(map(repr, sorted(known)))}"
+            )
+        packed[GroupName(name)] = _pack_one(name, listed, what)
+    if (total := sum(len(one.ids) for one in packed.values())) > MAX_REQUEST_IDS_BYTES:
+        raise EngineError(f"cannot {what}: {total} bytes of block ids, at most {MAX_REQUEST_IDS_BYTES} go")
+    return packed
+
+
+def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
+    try:
+        first_token, state_at = operator.index(listed.first_token), operator.index(listed.state_at)
+        ids: memoryview | Sequence[int] = listed.ids  # type: ignore[assignment]
+        if not isinstance(ids, (list, tuple)):
+            ids = memoryview(ids)  # type: ignore[arg-type]
+            if ids.ndim != 1:
+                raise ValueError(f"the ids have {ids.ndim} dimensions, not one")
+        return PackedBlocks(ids=pack_ids(ids), first_token=first_token, state_at=state_at)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"cannot {what}: blocks of group {name!r}: {error}", Code.BLOCKS_INVALID) from error
+
+
+def unpack(packed: Packed) -> dict[str, BlockList]:
+    """Return the lists as the engine knows them; `ids` is an int32 memoryview of the snapshot."""
+    return {
+        str(name): BlockList(ids=unpack_ids(one.ids), first_token=one.first_token, state_at=one.state_at)
+        for name, one in packed.items()
+    }
+
+
+def as_int(value: object, name: str, least: int, what: str) -> int:
+    """Return an integer (numpy's too) as Python's. Raises EngineError(blocks-invalid)."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise EngineError(f"cannot {what}: {name} must be an integer, not {value!r}") from error
+    if number < least:
+        raise EngineError(f"cannot {what}: {name} is {number}, must be at least {least}")
+    return number

@@ -1,0 +1,251 @@
+"""A session's one I/O thread: it reaches the daemon, sends, receives and keeps the time."""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvxferd.client.fence import FenceSlots
+from kvxferd.client.link import Link, close_all
+from kvxferd.client.mailbox import Mailbox
+from kvxferd.client.movers import MoverWatch
+from kvxferd.client.session import Session
+from kvxferd.client.standing import FINAL
+from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.ids import Ticket
+from kvxferd.memory import FencePage
+from kvxferd.wire import worker
+from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from kvxferd.wire.framing import Frame
+
+# Seconds between tries to reach a daemon: a restarted one is found within 2 s, and a missing one
+# costs next to nothing. Spread, so that a node's ranks do not come all at once.
+RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+LIVED_S = 2.0  # a connection that lasted this long starts the tries anew
+
+
+class Connection:
+    """Owns the thread, the socket, the fence page and every descriptor. `close` gives all back."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # the session's standing, or an answer
+        self.mailbox = Mailbox()
+        self._page = FencePage.create()
+        self.session = Session(name, FenceSlots(self._page), self._page.fd, self.mailbox.put)
+        self.trouble: OSError | None = None  # why the daemon was not reached just now
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
+        self._movers = MoverWatch(self._selector, self._quiet)
+        self._link: Link | None = None
+        self._linked_at = 0.0
+        self._tries = 0
+        self._retry_at = 0.0
+        self._closing = False
+        self._closed = False
+        self._hang_up = False
+        self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
+        self._thread.start()
+
+    # --- the engine's threads
+
+    def wake(self) -> None:
+        """Have the thread look at the session. With the lock held."""
+        if not self._closing:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def hang_up(self) -> None:
+        """Have the thread end this connection to the daemon. With the lock held."""
+        self._hang_up = True
+        self.wake()
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether `ready` came true in time. With the lock held."""
+        return self.changed.wait_for(ready, timeout_s)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a pull, from any thread."""
+        with self.lock:
+            self.session.cancel(ticket)
+            self.wake()
+
+    def close(self) -> None:
+        """End the session and give everything back. Idempotent; waits for no daemon."""
+        with self.lock:
+            if not self._closing:
+                self.wake()
+                self._closing = True
+        self._thread.join()
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.mailbox.close()
+            self._page.close()
+            os.close(self._wake_fd)
+
+    # --- the I/O thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+            self._finish(Code.CANCELLED, "the client was closed")
+        except BaseException as error:
+            # Our own bug. The engine must hear of it, and nothing may wait for a thread that is gone.
+            self._finish(Code.INTERNAL, f"the client's I/O thread failed: {error!r}")
+            raise
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._hang_up:
+            self._hang_up = False
+            self._drop(Code.DAEMON_LOST, "the client gave the connection up")
+        try:
+            with self.lock:
+                self.session.tick(now)
+        except KvxferdError as error:
+            self._drop(error.code, error.message)
+        if self._link is None and now >= self._retry_at and self.session.final is None:
+            self._dial(now)
+        self._send()
+        for key, _ in self._selector.select(self._pause()):
+            key.data()
+
+    def _pause(self) -> float | None:
+        with self.lock:
+            times = [self.session.next_deadline()]
+            if self._link is None and self.session.final is None:
+                times.append(self._retry_at)
+        earliest = min((t for t in times if t is not None), default=None)
+        return None if earliest is None else max(0.0, earliest - time.monotonic())
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def _dial(self, now: float) -> None:
+        try:
+            self._link = Link(self.path)
+        except OSError as error:
+            with self.lock:
+                self.trouble = error
+                self.changed.notify_all()
+            self._retry_later(now)
+            return
+        self._linked_at = now
+        self._selector.register(self._link, selectors.EVENT_READ, self._ready)
+        with self.lock:
+            self.trouble = None
+            self.session.connected(now)
+
+    def _retry_later(self, now: float) -> None:
+        step = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
+        self._tries += 1
+        self._retry_at = now + step * random.uniform(0.8, 1.2)
+
+    def _ready(self) -> None:
+        if self._link is not None:
+            self._receive(self._link)
+
+    def _send(self) -> None:
+        link = self._link
+        if link is None:
+            return
+        link.flush()
+        while link.idle:
+            with self.lock:
+                outgoing = self.session.next_outgoing(time.monotonic())
+                if outgoing is None:
+                    break
+                # The session may close its own while these wait for the socket.
+                fds = tuple(os.dup(fd) for fd in outgoing.fds)
+            link.send(encode(outgoing.message), fds)
+            link.flush()
+        writing = 0 if link.idle else selectors.EVENT_WRITE
+        self._selector.modify(link, selectors.EVENT_READ | writing, self._ready)
+
+    def _receive(self, link: Link) -> None:
+        try:
+            frames = link.receive()
+        except ProtocolError as error:
+            self._drop(error.code, error.message)
+            return
+        if frames is None:
+            self._drop(Code.DAEMON_LOST, "the daemon closed the connection")
+            return
+        for position, frame in enumerate(frames):
+            try:
+                self._take(frame)
+            except KvxferdError as error:
+                for later in frames[position + 1 :]:
+                    close_all(later.fds)
+                self._drop(error.code, error.message)
+                return
+        with self.lock:
+            self.changed.notify_all()
+
+    def _take(self, frame: Frame) -> None:
+        try:
+            message = DAEMON_MESSAGES.decode(frame.payload)
+            self._check_descriptors(message, len(frame.fds))
+        except ProtocolError:
+            close_all(frame.fds)
+            raise
+        # The pidfd first: the session may only believe in movers that are watched.
+        for pidfd in frame.fds:
+            self._watch(pidfd)
+        with self.lock:
+            if not self._hang_up:
+                self.session.feed(message, time.monotonic())
+
+    def _check_descriptors(self, message: worker.DaemonMessage, num_fds: int) -> None:
+        wanted = 1 if isinstance(message, worker.MoverChanged) else 0
+        if isinstance(message, worker.Registered) and self.session.enrolment.is_rank:
+            wanted = 1
+        if num_fds != wanted:
+            raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
+
+    def _watch(self, pidfd: int) -> None:
+        try:
+            self._movers.watch(self.session.epoch, pidfd)
+        except OSError as error:
+            close_all([pidfd])
+            raise ProtocolError(f"cannot watch a mover by the descriptor that came: {error}") from error
+
+    def _drop(self, code: Code, why: str) -> None:
+        if self._link is None:
+            return
+        now = time.monotonic()
+        self._selector.unregister(self._link)
+        self._link.close()
+        self._link = None
+        if now - self._linked_at > LIVED_S:
+            self._tries = 0
+        self._retry_later(now)
+        with self.lock:
+            self.session.lose(now, code, why)
+            if code in FINAL:
+                self.session.end(code, why)
+            self.changed.notify_all()
+        self._movers.end(self.session.epoch)
+
+    def _quiet(self, epoch: int) -> None:
+        with self.lock:
+            self.session.quiet(epoch)
+
+    def _finish(self, code: Code, why: str) -> None:
+        with self.lock:
+            self._closing = True
+            self.session.close(code, why)
+            self.changed.notify_all()
+        if self._link is not None:
+            self._link.close()
+        self._movers.close()
+        self._selector.close()

@@ -1,0 +1,96 @@
+"""Reaching a daemon, and becoming a rank or a publisher there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from kvxferd import __version__
+from kvxferd.client.connection import Connection
+from kvxferd.client.membership import Member, PublisherMember, RankMember, Regions, checked, export
+from kvxferd.client.rank import Publisher, RankHandle
+from kvxferd.client.refs import check_name
+from kvxferd.client.waiting import await_answer, await_welcome
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import EngineId, Generation
+from kvxferd.layout import EngineSpec, RankLayout
+
+
+def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str = "") -> Client:
+    """Return a connection to the daemon of this node. Blocks until it greets.
+
+    `name` is what its log calls this process. Raises KvxferdError after `timeout_s`, or at once
+    when waiting cannot help. A process forked from this one must not use the connection.
+    """
+    label = f"{name or 'engine'} (kvxferd {__version__}, pid {os.getpid()})"
+    connection = Connection(Path(path), label)
+    try:
+        with connection.lock:
+            await_welcome(connection, timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+    return Client(connection)
+
+
+class Client:
+    """A connection that becomes one rank or one publisher. A process with more ranks connects for each."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def register(
+        self, engine: EngineSpec, layout: RankLayout, regions: Regions, timeout_s: float = 30.0
+    ) -> RankHandle:
+        """Become a rank. Blocks until the daemon has mapped the memory.
+
+        `regions` gives the sealed memory of each region of the layout: a mapping, or a list of
+        `Region` where several lie in one memory. Every rank of an engine gives one generation,
+        chosen by the first. Raises EngineError with the daemon's code and sentence when it
+        refuses, and the connection can be used again; KvxferdError after `timeout_s`.
+        """
+        engine, layout = checked(engine, "engine"), checked(layout, "layout")
+        exports = export(layout, regions)
+        try:
+            self._join(RankMember(engine, layout, exports), timeout_s)
+        except BaseException:
+            exports.close()
+            raise
+        return RankHandle(self._connection, layout)
+
+    def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
+        """Become a publisher without memory: an engine's scheduler. Raises as `register` does."""
+        member = PublisherMember(
+            EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
+            Generation(check_name(generation, "a generation", Code.RANK_INVALID)),
+        )
+        self._join(member, timeout_s)
+        return Publisher(self._connection)
+
+    def _join(self, member: Member, timeout_s: float) -> None:
+        connection = self._connection
+        with connection.lock:
+            connection.session.join(member)
+            connection.wake()
+            try:
+                answer = await_answer(connection, f"register {member}", timeout_s)
+            except KvxferdError:
+                connection.session.enrolment.abandon()
+                connection.hang_up()  # an answer that comes late must not register anything
+                raise
+            if answer is not None:
+                connection.session.enrolment.abandon()
+                raise EngineError(answer.message, answer.code)
+
+    def close(self) -> None:
+        """Close the connection, and with it the rank or publisher that it became."""
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

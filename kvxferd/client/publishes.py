@@ -1,0 +1,155 @@
+"""A session's published transfers: from published to released, as data. No I/O but fence words.
+
+While a daemon is there it decides when a transfer is over. Without one the client decides: it
+overwrites the fence word first, so that no reader can take what it read for the published bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvxferd.client.blocks import Packed
+from kvxferd.client.events import Emit, PublishRefused, Released
+from kvxferd.client.fence import FenceSlots
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import TransferId
+from kvxferd.wire import worker
+from kvxferd.wire.limits import FENCE_SLOTS
+
+# A rank says `ready` for transfers of other sessions too; a few sessions' worth are kept.
+MAX_READY = 8 * FENCE_SLOTS
+
+
+@dataclass(slots=True)
+class Publish:
+    """One transfer that is not released."""
+
+    transfer_id: TransferId
+    nonce: str
+    slot: int
+    blocks: Packed
+    num_tokens: int
+    num_readers: int
+    ends_at: float  # of its lease, as long as nobody has renewed it
+    withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
+
+
+class Publishes:
+    """Every transfer of a session that is not released, and what this rank has said `ready` to."""
+
+    def __init__(self, fence: FenceSlots, emit: Emit) -> None:
+        self._fence = fence
+        self._emit = emit
+        self._live: dict[TransferId, Publish] = {}
+        self._ready: OrderedDict[TransferId, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        return transfer_id in self._live
+
+    def add(
+        self, transfer_id: TransferId, blocks: Packed, num_tokens: int, num_readers: int, ends_at: float
+    ) -> Publish:
+        """Take a transfer; its fence word is written. Raises EngineError(transfer-exists), BusyError."""
+        if transfer_id in self._live:
+            raise EngineError(
+                f"cannot publish {transfer_id}: an earlier transfer of that id is not released yet",
+                Code.TRANSFER_EXISTS,
+            )
+        slot = self._fence.take(f"publish {transfer_id}")
+        publish = Publish(transfer_id, secrets.token_hex(16), slot, blocks, num_tokens, num_readers, ends_at)
+        self._live[transfer_id] = publish
+        return publish
+
+    def send(self, transfer_id: TransferId, now: float) -> worker.Publish | None:
+        """Return what to send, with what remains of the lease; None if the transfer is over."""
+        publish = self._live.get(transfer_id)
+        if publish is None:
+            return None
+        if now >= publish.ends_at:
+            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+            return None
+        return worker.Publish(
+            transfer_id=transfer_id,
+            nonce=publish.nonce,
+            blocks=publish.blocks,
+            num_tokens=publish.num_tokens,
+            fence_slot=publish.slot,
+            num_readers=publish.num_readers,
+            lease_s=publish.ends_at - now,
+        )
+
+    def withdraw(self, transfer_id: TransferId) -> bool:
+        """Note that the engine wants its blocks back. False if there is no such transfer."""
+        if publish := self._live.get(transfer_id):
+            publish.withdrawn = True
+        return publish is not None
+
+    def lose(self) -> None:
+        """The daemon is gone: what was to be unpublished is over now; the rest waits for the next."""
+        for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
+            self.release_here(transfer_id, Code.UNPUBLISHED)
+
+    def ready(self, transfer_id: TransferId, now: float) -> None:
+        """Remember it, to say it again to the next daemon."""
+        self._ready[transfer_id] = now
+        self._ready.move_to_end(transfer_id)
+        if len(self._ready) > MAX_READY:
+            self._ready.popitem(last=False)
+
+    def replay(self, now: float, lease_s: float) -> tuple[list[TransferId], list[TransferId]]:
+        """Return the transfers to publish again and those to say `ready` to again.
+
+        Words are fresh: what the last daemon granted cannot be told from what was released. A ready
+        for another session's transfer is not said again once a default lease has passed: that
+        transfer may be over, and its id in use for blocks that are not written yet.
+        """
+        for transfer_id in [t for t, p in self._live.items() if now >= p.ends_at]:
+            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+        for publish in self._live.values():
+            self._fence.refresh(publish.slot)
+        for transfer_id in [t for t, said in self._ready.items() if now >= said + lease_s]:
+            if transfer_id not in self._live:
+                del self._ready[transfer_id]
+        return list(self._live), list(self._ready)
+
+    def released(self, transfer_id: TransferId, why: Code) -> None:
+        """The daemon's word; also for transfers that another session of this engine published."""
+        self._forget(transfer_id)
+        self._emit(Released(transfer_id, why))
+
+    def refused(self, message: worker.PublishRefused) -> None:
+        """The daemon's word. One for a transfer that is over already says nothing new."""
+        if message.transfer_id in self._live:
+            self._forget(message.transfer_id)
+            self._emit(PublishRefused(message.transfer_id, message.code, message.message))
+
+    def release_here(self, transfer_id: TransferId, why: Code) -> None:
+        """Without a daemon: overwrite the fence word, then let the blocks go."""
+        if transfer_id in self._live:
+            self._forget(transfer_id)
+            self._emit(Released(transfer_id, why))
+
+    def release_all(self, why: Code) -> None:
+        """Without a daemon: let all go."""
+        for transfer_id in list(self._live):
+            self.release_here(transfer_id, why)
+        self._ready.clear()
+
+    def expire(self, now: float) -> None:
+        """Without a daemon: let go what has no lease any more."""
+        for transfer_id in [t for t, p in self._live.items() if now >= p.ends_at]:
+            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+
+    def next_deadline(self) -> float | None:
+        """Without a daemon: when `expire` wants to be called."""
+        return min((p.ends_at for p in self._live.values()), default=None)
+
+    def _forget(self, transfer_id: TransferId) -> None:
+        self._ready.pop(transfer_id, None)
+        if publish := self._live.pop(transfer_id, None):
+            self._fence.give_back(publish.slot)

@@ -1,0 +1,193 @@
+"""What an engine holds after it has joined: a publisher, or a rank with memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from kvxferd.client.blocks import BlockList, as_int, pack
+from kvxferd.client.connection import Connection
+from kvxferd.client.events import Event, PullTicket
+from kvxferd.client.membership import Regions, export
+from kvxferd.client.refs import AnyRef, TransferRef, check_name, read_ref
+from kvxferd.client.standing import Standing
+from kvxferd.client.waiting import await_answer
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import TransferId
+from kvxferd.layout import RankLayout
+from kvxferd.wire import worker
+
+
+class Publisher:
+    """A session that publishes for an engine. Thread-safe; nothing here waits for a daemon.
+
+    Every call raises KvxferdError with the session's code once the session is over, EngineError for
+    what cannot be asked, and BusyError where a limit is reached.
+    """
+
+    def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
+        self._connection = connection
+        self._session = connection.session
+        self._groups = groups  # of the layout; None where there is none
+
+    def publish(
+        self,
+        transfer_id: str,
+        blocks: Mapping[str, BlockList],
+        num_tokens: int,
+        num_readers: int = 1,
+        lease_s: float | None = None,
+    ) -> TransferRef:
+        """Let a request's cache be read, by `num_readers` engines. Returns what readers need.
+
+        From here until `Released` or `PublishRefused` names the transfer, its blocks must stay
+        referenced and unchanged: through preemption, prefix-cache reset and weight updates. The
+        lease is the daemon's default where `lease_s` is None; readers extend it. Use an id once in
+        an engine's generation: another rank may not have heard yet that the first use is over.
+        """
+        what = f"publish {transfer_id!r:.80}"
+        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
+        packed = pack(blocks, self._groups, what)
+        tokens = as_int(num_tokens, "num_tokens", 1, what)
+        readers = as_int(num_readers, "num_readers", 1, what)
+        lease = None if lease_s is None else _seconds(lease_s, "lease_s", what)
+        with self._connection.lock:
+            ref = self._session.publish(
+                name,
+                packed,
+                num_tokens=tokens,
+                num_readers=readers,
+                lease_s=lease,
+                now=time.monotonic(),
+            )
+            self._connection.wake()
+        return ref
+
+    def unpublish(self, ref: AnyRef) -> None:
+        """Ask for a transfer's blocks back. They are the engine's at `Released`, not before."""
+        transfer = read_ref(ref)
+        with self._connection.lock:
+            self._session.unpublish(transfer.transfer_id)
+            self._connection.wake()
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call, oldest first. Never waits, never raises."""
+        return self._connection.mailbox.take()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are events: for select, poll, asyncio."""
+        return self._connection.mailbox.fileno()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a daemon takes requests at this moment. Requests are taken without one too."""
+        return self._session.standing is Standing.READY
+
+    def close(self) -> None:
+        """End the session: transfers are released, pulls fail. `poll` still returns what is left.
+
+        A pull that the daemon was reading fails with `safe_to_reuse` False, and nothing will say
+        when its blocks are quiet: let pulls end, or `suspend`, before closing.
+        """
+        self._connection.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RankHandle(Publisher):
+    """A registered rank: source and sink of transfers."""
+
+    def __init__(self, connection: Connection, layout: RankLayout) -> None:
+        super().__init__(connection, frozenset(group.name for group in layout.groups))
+        self._layout = layout
+
+    def __enter__(self) -> RankHandle:
+        return self
+
+    def ready(self, transfer_id: str) -> None:
+        """Say that this rank has finished writing a transfer's blocks: every layer, draft layers too.
+
+        May be said before the transfer is published. Nobody reads until every rank has said it,
+        unless the engine declares `publish_implies_ready`.
+        """
+        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
+        with self._connection.lock:
+            self._session.ready(name, time.monotonic())
+            self._connection.wake()
+
+    def prepare(self, ref: AnyRef) -> None:
+        """Say that a pull of this transfer will follow: the daemon shakes hands and plans meanwhile."""
+        message = worker.Prepare(ref=read_ref(ref))
+        with self._connection.lock:
+            self._session.hint(message)
+            self._connection.wake()
+
+    def pull(
+        self, ref: AnyRef, blocks: Mapping[str, BlockList], num_tokens: int, deadline_s: float
+    ) -> PullTicket:
+        """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
+
+        Until then nothing else may write the blocks: no kernel that is launched already, zeroing
+        included. The event comes within `deadline_s`, whatever dies; after a Failed that is not
+        `safe_to_reuse` the blocks stay out of use until Quiesced.
+        """
+        source = read_ref(ref)
+        what = f"pull {source.transfer_id}"
+        packed = pack(blocks, self._groups, what)
+        tokens = as_int(num_tokens, "num_tokens", 1, what)
+        deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
+        with self._connection.lock:
+            ticket = self._session.pull(source, packed, tokens, deadline, self._connection.cancel)
+            self._connection.wake()
+        return ticket
+
+    def abandon(self, ref: AnyRef) -> None:
+        """Say that this rank's engine will not read the transfer any more, on any rank."""
+        message = worker.Abandon(ref=read_ref(ref))
+        with self._connection.lock:
+            self._session.hint(message)
+            self._connection.wake()
+
+    def suspend(self) -> None:
+        """Have the daemon let go of the rank's memory. It may be freed only after `Suspended`."""
+        with self._connection.lock:
+            self._session.suspend()
+            self._connection.wake()
+
+    def resume(self, regions: Regions, timeout_s: float = 30.0) -> None:
+        """Register the rank's memory again, after `Suspended`. Blocks until the daemon has mapped it.
+
+        Raises EngineError with the daemon's code when it refuses: the rank stays suspended. After a
+        timeout (KvxferdError, deadline) the client goes on trying; `suspend` gives up.
+        """
+        exports = export(self._layout, regions)
+        connection = self._connection
+        with connection.lock:
+            try:
+                self._session.resume(exports)
+            except KvxferdError:
+                exports.close()
+                raise
+            connection.wake()
+            answer = await_answer(connection, f"resume {self._session.enrolment.member}", timeout_s)
+            if answer is not None:
+                self._session.enrolment.stay_away()
+                raise EngineError(answer.message, answer.code)
+
+
+def _seconds(value: float, name: str, what: str) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"cannot {what}: {name} must be seconds, not {value!r}") from error
+    if not 0 < seconds < math.inf:
+        raise EngineError(f"cannot {what}: {name} is {seconds}, must be positive and finite")
+    return seconds

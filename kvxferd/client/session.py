@@ -1,0 +1,309 @@
+"""One session as data: what its engine asked, what its daemon said, what to send next.
+
+No socket and no thread: `Connection` feeds it and sends what `next_outgoing` gives. The caller
+holds the session's lock around every call; time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvxferd.client.blocks import Packed
+from kvxferd.client.enrolment import Enrolment, Tenancy
+from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
+from kvxferd.client.fence import FenceSlots
+from kvxferd.client.membership import Exports, Member
+from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
+from kvxferd.client.publishes import Publishes
+from kvxferd.client.pulls import Pulls
+from kvxferd.client.refs import TransferRef
+from kvxferd.client.standing import Standing
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import Endpoint, Ticket, TransferId
+from kvxferd.wire import common, worker
+from kvxferd.wire.common import Message, Refusal
+
+CancelPull = Callable[[Ticket], None]
+
+GREETING_S = 10.0  # a daemon answers Hello at once; one that does not is stuck
+REJOIN_S = 30.0  # a registration may wait for a mover to be made, and for an old one to die
+
+
+class Session:
+    """Everything a client knows. Its methods return at once."""
+
+    def __init__(self, name: str, fence: FenceSlots, fence_fd: int, emit: Emit) -> None:
+        self.standing = Standing.APART
+        self.final: Refusal | None = None  # why the session is over
+        self.epoch = 0  # counts connections
+        self.enrolment = Enrolment()
+        self._pulls = Pulls(emit)
+        self._publishes = Publishes(fence, emit)
+        self._outbox = Outbox(self._pulls, self._publishes)
+        self._emit = emit
+        self._name = name
+        self._fence_fd = fence_fd
+        self._lease_s = 0.0
+        self._endpoint = Endpoint("")
+        self._patience: float | None = None  # when the daemon must have answered
+
+    # --- the connection's life
+
+    def connected(self, now: float) -> None:
+        """A socket to a daemon is there: greet it."""
+        self.epoch += 1
+        self.standing = Standing.GREETING
+        self._patience = now + GREETING_S
+        hello = worker.Hello(versions=worker.WORKER_VERSIONS, client=self._name)
+        self._outbox.say(hello, (self._fence_fd,))
+
+    def lose(self, now: float, code: Code, why: str) -> None:
+        """The connection has ended. What it carried is judged; what can wait waits for the next."""
+        if self.standing is not Standing.OVER:
+            self.standing = Standing.APART
+        self._patience = None
+        self._outbox.lose()
+        self._pulls.lose(self.epoch, now, code, why)
+        self._publishes.lose()
+        if self.enrolment.tenancy is Tenancy.LEAVING:
+            self._publishes.release_all(Code.SUSPENDED)
+
+    def quiet(self, epoch: int) -> None:
+        """Every mover of an ended connection is dead."""
+        self._pulls.quiet(epoch)
+        self.enrolment.quiet(epoch)
+        self._leave_if_proven()
+
+    def end(self, code: Code, message: str) -> None:
+        """No daemon will take this session any more. After `lose`."""
+        if self.standing is Standing.OVER:
+            return
+        self.standing = Standing.OVER
+        self.final = Refusal(code, message)
+        self._pulls.drop_queued(code, message)
+        self._publishes.release_all(Code.PUBLISHER_GONE)
+        self._outbox.clear()
+        self._emit(Disconnected(code, message))
+
+    def close(self, code: Code, why: str) -> None:
+        """The engine closes it, or the client is broken: end everything, fence words first."""
+        self._publishes.release_all(Code.PUBLISHER_GONE)
+        self._pulls.close(self.epoch, code, why)
+        self._outbox.clear()
+        self.enrolment.close()
+        self.standing = Standing.OVER
+        if self.final is None:
+            self.final = Refusal(code, why)
+            if code is Code.INTERNAL:
+                self._emit(Disconnected(code, why))
+
+    def tick(self, now: float) -> None:
+        """Do what is due. Raises KvxferdError when the daemon has kept the session waiting too long."""
+        for ticket in self._pulls.expire(now):
+            if self.standing is Standing.READY:
+                self._outbox.queue(worker.Cancel(ticket=ticket))
+        if self.standing is not Standing.READY:
+            self._publishes.expire(now)
+        if self._patience is not None and now >= self._patience:
+            raise KvxferdError("the daemon did not answer in time", Code.DAEMON_LOST)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` wants to be called."""
+        times = [self._pulls.next_deadline(), self._patience]
+        if self.standing is not Standing.READY:
+            times.append(self._publishes.next_deadline())
+        return min((t for t in times if t is not None), default=None)
+
+    def next_outgoing(self, now: float) -> Outgoing | None:
+        """Return the next message to send, None when there is none now."""
+        return self._outbox.next(self.standing is Standing.READY, self.epoch, now)
+
+    # --- being a rank or a publisher
+
+    def join(self, member: Member) -> None:
+        """Ask to be a rank or a publisher. Raises EngineError(out-of-place) if it is one already."""
+        self._check_alive()
+        self.enrolment.begin(member)
+        self._ask_if_wanted(None)
+
+    def suspend(self) -> None:
+        """Ask for the memory back; `Suspended` is told once no mover maps it."""
+        self._check_alive()
+        if self.enrolment.tenancy is not Tenancy.HELD:
+            return
+        self.enrolment.leave()
+        self._pulls.drop_queued(Code.SUSPENDED, "the rank is suspended")
+        if self.standing is Standing.READY:
+            self._outbox.queue(worker.Suspend())
+        elif self.standing is not Standing.JOINING:
+            self._publishes.release_all(Code.SUSPENDED)
+            self._leave_if_proven()
+
+    def resume(self, exports: Exports) -> None:
+        """Offer the memory again. Raises EngineError(out-of-place) before `Suspended`."""
+        self._check_alive()
+        if self.enrolment.tenancy is not Tenancy.GONE:
+            raise EngineError("cannot resume a rank before its Suspended", Code.OUT_OF_PLACE)
+        self.enrolment.come_back(exports)
+        if self.standing is Standing.READY:
+            self.standing = Standing.JOINING
+            asked = self.enrolment.ask_to_resume()
+            self._outbox.say(asked.message, asked.fds)
+        else:
+            self._ask_if_wanted(None)
+
+    def _ask_if_wanted(self, patience: float | None) -> None:
+        if self.standing is Standing.OPEN and self.enrolment.wanted:
+            self.standing, self._patience = Standing.JOINING, patience
+            asked = self.enrolment.ask()
+            self._outbox.say(asked.message, asked.fds)
+
+    def _leave_if_proven(self) -> None:
+        if self.enrolment.tenancy is Tenancy.LEAVING and self.enrolment.proven_gone:
+            self.enrolment.left()
+            self._emit(Suspended())
+
+    # --- requests
+
+    def publish(
+        self,
+        transfer_id: TransferId,
+        blocks: Packed,
+        *,
+        num_tokens: int,
+        num_readers: int,
+        lease_s: float | None,
+        now: float,
+    ) -> TransferRef:
+        """Take a transfer to publish. Raises EngineError, BusyError."""
+        what = f"publish {transfer_id}"
+        self._check_in_use(what)
+        ends_at = now + (self._lease_s if lease_s is None else lease_s)
+        publish = self._publishes.add(transfer_id, blocks, num_tokens, num_readers, ends_at)
+        if self.standing is Standing.READY:  # else it goes with the replay
+            self._outbox.queue(SendPublish(transfer_id))
+        member = self.enrolment.member
+        assert member is not None
+        return TransferRef(self._endpoint, member.engine_id, member.generation, transfer_id, publish.nonce)
+
+    def ready(self, transfer_id: TransferId, now: float) -> None:
+        """This rank has finished writing a transfer."""
+        self._check_in_use(f"say that {transfer_id} is ready")
+        self._publishes.ready(transfer_id, now)
+        if self.standing is Standing.READY:  # else it goes with the replay
+            self._outbox.queue(worker.Ready(transfer_id=transfer_id))
+
+    def unpublish(self, transfer_id: TransferId) -> None:
+        """Give a transfer up. One that is over already says nothing new."""
+        self._check_alive()
+        if self.standing is not Standing.READY:
+            self._publishes.release_here(transfer_id, Code.UNPUBLISHED)
+        elif self._publishes.withdraw(transfer_id):
+            self._outbox.queue(worker.Unpublish(transfer_id=transfer_id))
+
+    def hint(self, message: worker.Prepare | worker.Abandon) -> None:
+        """Pass on what has no answer, to the next daemon if there is none now."""
+        self._check_alive()
+        self._outbox.check_room("tell the daemon")
+        self._outbox.queue(message)
+
+    def pull(
+        self, ref: common.TransferRef, blocks: Packed, num_tokens: int, deadline: float, cancel: CancelPull
+    ) -> PullTicket:
+        """Take a pull. Raises EngineError, BusyError."""
+        self._check_in_use(f"pull {ref.transfer_id}")
+        ticket = self._pulls.ask(ref, blocks, num_tokens, deadline, cancel)
+        self._outbox.queue(SendPull(ticket.number))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a pull early."""
+        if self._pulls.cancel(ticket) and self.standing is Standing.READY:
+            self._outbox.queue(worker.Cancel(ticket=ticket))
+
+    def _check_in_use(self, what: str) -> None:
+        self._check_alive()
+        self._outbox.check_room(what)
+        if self.enrolment.tenancy is not Tenancy.HELD:
+            raise EngineError(f"cannot {what}: the rank is suspended; resume it first", Code.SUSPENDED)
+
+    def _check_alive(self) -> None:
+        if self.final is not None:
+            raise KvxferdError(f"the session is over: {self.final.message}", self.final.code)
+
+    # --- what the daemon says
+
+    def feed(self, message: worker.DaemonMessage, now: float) -> None:
+        """Take a message. Raises KvxferdError when the connection must end; its code says why."""
+        match message:
+            case worker.Welcome():
+                self._welcomed(message, now)
+            case worker.Registered():
+                self._registered(message, now)
+            case worker.Refused():
+                self._refused(message)
+            case worker.MoverChanged():
+                pass  # its descriptor is the connection's business
+            case worker.Delivered():
+                self._pulls.delivered(message)
+            case worker.Failed():
+                self._pulls.failed(message)
+            case worker.Quiesced():
+                self._pulls.quiesced(message)
+            case worker.Released():
+                self._publishes.released(message.transfer_id, message.why)
+            case worker.PublishRefused():
+                self._publishes.refused(message)
+            case worker.Suspended():
+                self._suspended(now)
+            case worker.Farewell():
+                raise KvxferdError(message.message, message.code)
+
+    def _welcomed(self, message: worker.Welcome, now: float) -> None:
+        self._require(Standing.GREETING, message)
+        versions = worker.WORKER_VERSIONS
+        if not versions.oldest <= message.version <= versions.newest:
+            raise ProtocolError(
+                f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
+            )
+        self.standing, self._patience = Standing.OPEN, None
+        self._lease_s = message.lease_s
+        self._ask_if_wanted(now + REJOIN_S if self.enrolment.done_before else None)
+
+    def _registered(self, message: worker.Registered, now: float) -> None:
+        self._require(Standing.JOINING, message)
+        self.enrolment.accepted(message.request, self.epoch)
+        self.standing, self._patience = Standing.READY, None
+        self._endpoint = Endpoint(message.endpoint)
+        if self.enrolment.tenancy is Tenancy.LEAVING:
+            self._publishes.release_all(Code.SUSPENDED)
+            self._outbox.queue(worker.Suspend())
+            return
+        transfers, ready = self._publishes.replay(now, self._lease_s)
+        again: list[Item] = [SendPublish(one) for one in transfers]
+        self._outbox.replay([*again, *(worker.Ready(transfer_id=one) for one in ready)])
+
+    def _refused(self, message: worker.Refused) -> None:
+        self._require(Standing.JOINING, message)
+        known = self.enrolment.is_done(self.epoch)
+        self.standing, self._patience = Standing.READY if known else Standing.OPEN, None
+        heard = self.enrolment.refused(message)
+        self._leave_if_proven()
+        if not heard and self.enrolment.tenancy is Tenancy.HELD:
+            raise KvxferdError(message.message, message.code)
+
+    def _suspended(self, now: float) -> None:
+        if self.enrolment.tenancy is not Tenancy.LEAVING:
+            raise ProtocolError("the daemon suspended a rank that did not ask for it", Code.OUT_OF_PLACE)
+        self._pulls.lose(self.epoch, now, Code.SUSPENDED, "the rank was suspended")
+        self._publishes.release_all(Code.SUSPENDED)
+        self._pulls.quiet(self.epoch)
+        self.enrolment.quiet(self.epoch)
+        self._leave_if_proven()
+
+    def _require(self, standing: Standing, message: Message) -> None:
+        if self.standing is not standing:
+            raise ProtocolError(
+                f"the daemon sent {type(message).__name__} while the session was {self.standing.name}",
+                Code.OUT_OF_PLACE,
+            )

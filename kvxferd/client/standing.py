@@ -1,0 +1,38 @@
+"""How a session stands with its daemon."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from kvxferd.errors import Code
+
+
+class Standing(Enum):
+    """From no connection to a registered one."""
+
+    APART = auto()  # no connection
+    GREETING = auto()  # Hello is sent
+    OPEN = auto()  # welcomed, and nothing more is wanted now
+    JOINING = auto()  # Register, Attach or Resume is sent
+    READY = auto()  # the daemon takes requests
+    OVER = auto()  # for good
+
+
+# Refusals that asking again does not change. On any other the client keeps trying.
+FINAL = frozenset(
+    {
+        Code.BAD_VERSION,
+        Code.NOT_ALLOWED,
+        Code.LAYOUT_INVALID,
+        Code.REGION_INVALID,
+        Code.REGION_UNSEALED,
+        Code.REGION_TOO_SMALL,
+        Code.RANK_INVALID,
+        Code.INCARNATION_CHANGED,
+        Code.SHAPE_MISMATCH,
+        Code.LAYERS_MISSING,
+        Code.UNEQUAL_STAGES,
+        Code.NOT_HOME,
+        Code.GENERATION_STALE,
+    }
+)

@@ -1,0 +1,143 @@
+"""A daemon that says what a test has it say: a real Unix socket, real frames, real descriptors."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import subprocess
+import time
+from collections import deque
+from pathlib import Path
+from typing import TypeVar
+
+from kvxferd.wire import worker
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.framing import FrameDecoder, encode_frame
+
+WAIT_S = 10.0
+ENDPOINT = "tcp://10.0.0.1:7701"
+M = TypeVar("M")
+
+
+class ScriptedDaemon:
+    """Listens; each `accept` is one client's connection. Stopping and starting again is a restart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sessions: list[DaemonSide] = []
+        self.start()
+
+    def start(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(os.fspath(self.path))
+        self._listener.listen(16)
+        self._listener.settimeout(WAIT_S)
+
+    def accept(self) -> DaemonSide:
+        side = DaemonSide(self._listener.accept()[0])
+        self.sessions.append(side)
+        return side
+
+    def nobody_comes(self, for_s: float) -> bool:
+        """Whether no client connects within the time."""
+        return not select.select([self._listener], [], [], for_s)[0]
+
+    def stop(self) -> None:
+        """Die: every connection ends and the socket is gone."""
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        for side in self.sessions:
+            side.close()
+
+
+class DaemonSide:
+    """The daemon's end of one connection."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._socket.settimeout(WAIT_S)
+        self._decoder = FrameDecoder()
+        self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
+        self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
+
+    def receive(self) -> tuple[Message, tuple[int, ...]]:
+        """Return the next message and its descriptors. Raises ConnectionError at the end."""
+        while not self._frames:
+            if not self._read():
+                raise ConnectionError("the client has closed the connection")
+        return self._frames.popleft()
+
+    def _read(self) -> bool:
+        chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 253)
+        self.fds.extend(fds)
+        for frame in self._decoder.feed(chunk, fds):
+            self._frames.append((CLIENT_MESSAGES.decode(frame.payload), frame.fds))
+        return bool(chunk)
+
+    def expect(self, kind: type[M]) -> M:
+        """Return the next message, which must be of this kind."""
+        message, _ = self.receive()
+        assert isinstance(message, kind), message
+        return message
+
+    def is_silent(self, for_s: float = 0.1) -> bool:
+        """Whether the client says nothing within the time."""
+        return not self._frames and not select.select([self._socket], [], [], for_s)[0]
+
+    def say(self, message: Message, *fds: int) -> None:
+        self.write(encode_frame(encode(message), len(fds)), *fds)
+
+    def write(self, raw: bytes, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self._socket.sendmsg([raw], rights)
+        if sent < len(raw):
+            self._socket.sendall(raw[sent:])
+
+    def close(self) -> None:
+        self._socket.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    # --- the usual
+
+    def greet(self, lease_s: float = 30.0) -> worker.Hello:
+        hello = self.expect(worker.Hello)
+        self.say(worker.Welcome(version=1, boot_id="boot", lease_s=lease_s))
+        return hello
+
+    def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:
+        register = self.expect(worker.Register)
+        self.say(worker.Registered(request=register.request, endpoint=endpoint), mover.pidfd)
+        return register
+
+
+class Mover:
+    """A real process that stands for a rank's mover; it ends with its standard input, at the latest."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    def die(self) -> None:
+        """Return once the process is gone."""
+        self._process.kill()
+        self._process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.die()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        os.close(self.pidfd)
+
+
+def until(holds, what: str, deadline_s: float = WAIT_S) -> None:
+    """Return once `holds()` is true. Only for what has no descriptor to wait for."""
+    deadline = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        select.select([], [], [], 0.002)
