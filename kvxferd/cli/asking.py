@@ -1,0 +1,109 @@
+"""How a verb asks the daemon on this node: HTTP over `control.sock`."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from kvxferd.config import CONFIG_PATH_VARIABLE, load_config
+from kvxferd.errors import Code, KvxferdError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The daemon answers from memory; one that does not is stuck.
+ANSWER_S = 10.0
+
+
+class Daemon:
+    """The daemon behind one control socket."""
+
+    def __init__(self, socket_path: str, timeout_s: float = ANSWER_S) -> None:
+        self.socket_path = socket_path
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> Any:
+        """Return the answer, decoded. Raises KvxferdError where there is none or it is a refusal."""
+        status, value = self.ask("GET", path)
+        return _unless_refused(status, value)
+
+    def post(self, path: str) -> Any:
+        """As `get`, for what changes something."""
+        status, value = self.ask("POST", path)
+        return _unless_refused(status, value)
+
+    def ask(self, method: str, path: str) -> tuple[int, Any]:
+        """Return the answer's status and its JSON. Raises KvxferdError where there is none."""
+        connection = _UnixConnection(self.socket_path, self._timeout_s)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, msgspec.json.decode(response.read())
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()
+
+    def _unreachable(self, error: Exception) -> KvxferdError:
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                why = (
+                    "no daemon is there; start one with 'kvxferd serve', or name the socket of the one that "
+                    "runs with --socket or KVXFERD_CONTROL_SOCKET"
+                )
+            case PermissionError():
+                why = "this user may not connect; run as root or as a member of the socket's group"
+            case TimeoutError():
+                why = f"it has not answered for {self._timeout_s:g} s; see its log"
+            case _:
+                why = str(error) or type(error).__name__
+        return KvxferdError(f"cannot ask the daemon at {self.socket_path}: {why}", Code.DAEMON_LOST)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("kvxferd", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def asks_daemon(verb: F) -> F:
+    """Give a verb the options that name a daemon, and that daemon as its first argument."""
+
+    @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
+    @click.option(
+        "--config",
+        "config_path",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        envvar=CONFIG_PATH_VARIABLE,
+        help="The daemon's configuration, to take the socket from.",
+    )
+    @functools.wraps(verb)
+    def asking(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
+        path = socket_path or load_config(config_path, os.environ, {}).control.socket
+        return verb(Daemon(path), **options)
+
+    return asking  # type: ignore[return-value]
+
+
+def _unless_refused(status: int, value: Any) -> Any:
+    if status < 400:
+        return value
+    try:
+        refusal = msgspec.convert(value["error"], dict[str, str])
+        code, message = refusal["code"], refusal["message"]
+    except (KeyError, TypeError, msgspec.ValidationError):
+        code, message = Code.INTERNAL.value, f"cannot do it: the daemon answered {status}"
+    raise KvxferdError(message, Code(code) if code in Code._value2member_map_ else Code.INTERNAL)

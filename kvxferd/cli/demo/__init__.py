@@ -1,0 +1,1 @@
+"""`kvxferd demo`: two daemons, two engines of real processes, and a check of every byte that moved."""

@@ -1,0 +1,184 @@
+"""The demo itself: start everything, move request after request, stop everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvxferd.cli.demo import speech
+from kvxferd.cli.demo.processes import DaemonProcess, WorkerProcess
+from kvxferd.cli.demo.shape import DemoShape, Role
+from kvxferd.cli.demo.tally import Tally
+from kvxferd.core.snapshot import PullRecord
+from kvxferd.errors import KvxferdError
+from kvxferd.ids import Rank
+from kvxferd.observe.history import record_from_json
+
+T = TypeVar("T")
+R = TypeVar("R", bound=speech.Line)
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+PUBLISHER = Rank(0, 0)
+# A daemon remembers 1024 records; each pull makes one, and handshakes a few.
+PULLS_BETWEEN_LOOKS = 256
+# sockaddr_un holds 107 bytes; below a longer one the sockets would not fit.
+MAX_TEMPORARY_PATH = 60
+
+
+class Fleet:
+    """Every process of a demo, in a directory that goes with them."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        self.shape = shape
+        self.daemons: dict[Role, DaemonProcess] = {}
+        self.workers: dict[tuple[Role, Rank], WorkerProcess] = {}
+        parent = tempfile.gettempdir()
+        self._directory = Path(
+            tempfile.mkdtemp(
+                prefix="kvxferd-demo-", dir=parent if len(parent) < MAX_TEMPORARY_PATH else "/tmp"
+            )
+        )
+
+    async def start(self) -> None:
+        """Start all; return when both daemons are ready. Raises KvxferdError."""
+        await _together(*(self._start_daemon(role) for role in ROLES))
+        await _together(
+            *(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role))
+        )
+        await _together(*(daemon.ready() for daemon in self.daemons.values()))
+
+    async def register(self) -> None:
+        """Have every worker register with its daemon. Raises KvxferdError."""
+        await _together(
+            *(
+                worker.ask(
+                    speech.Begin(
+                        shape=self.shape, role=role, rank=rank, worker_socket=self.daemons[role].worker_socket
+                    )
+                )
+                for (role, rank), worker in self.workers.items()
+            )
+        )
+
+    async def ask(
+        self, role: Role, command: Callable[[Rank], speech.Command], kind: type[R]
+    ) -> dict[Rank, R]:
+        """Give every rank of an engine a command; return their answers. Raises KvxferdError."""
+        ranks = self.shape.ranks(role)
+        replies = await _together(*(self.workers[role, rank].ask(command(rank)) for rank in ranks))
+        for reply in replies:
+            assert isinstance(reply, kind)
+        return dict(zip(ranks, replies, strict=True))  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        """Stop all, workers first; afterwards no process and no directory is left."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def tails(self) -> str:
+        """Return the last lines of both daemons' logs."""
+        return "\n".join(f"--- {role} daemon\n{daemon.tail()}" for role, daemon in self.daemons.items())
+
+    async def _start_daemon(self, role: Role) -> None:
+        os.mkdir(self._directory / role)
+        self.daemons[role] = await DaemonProcess.start(role, self._directory / role)
+
+    async def _start_worker(self, role: Role, rank: Rank) -> None:
+        self.workers[role, rank] = await WorkerProcess.start(f"{role}.{rank}", self._directory)
+
+
+def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> Tally:
+    """Run it and return what was seen; `on_request` is told how many requests are done.
+
+    Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
+    Raises KeyboardInterrupt for both.
+    """
+    return asyncio.run(_until_signal(_run(shape, on_request, damage)))
+
+
+async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> Tally:
+    tally = Tally(shape)
+    fleet = Fleet(shape)
+    try:
+        started = time.monotonic()
+        await fleet.start()
+        tally.daemons_ready_s = time.monotonic() - started
+        await fleet.register()
+        tally.registered_s = time.monotonic() - started - tally.daemons_ready_s
+        for request in range(shape.requests):
+            await _move(fleet, tally, request, damage if request == 0 else "")
+            on_request(request + 1)
+        await _look(fleet, tally)
+    except KvxferdError as error:
+        tally.error = f"{error.message}\n{fleet.tails()}"
+    finally:
+        await fleet.stop()
+    return tally
+
+
+async def _move(fleet: Fleet, tally: Tally, request: int, damage: str) -> None:
+    """Move one request: written and published, pulled and checked, released."""
+    prefilled = await fleet.ask(
+        "prefill", lambda rank: speech.Prefill(request=request, publish=rank == PUBLISHER), speech.Prefilled
+    )
+    ref = prefilled[PUBLISHER].ref
+    assert ref is not None
+    pulled = await fleet.ask(
+        "decode",
+        lambda rank: speech.Pull(request=request, ref=ref, damage=damage if rank == PUBLISHER else ""),
+        speech.Pulled,
+    )
+    tally.add_request(pulled)
+    unread = not all(one.delivered for one in pulled.values())
+    freed = await fleet.ask(
+        "prefill",
+        lambda rank: speech.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER),
+        speech.Freed,
+    )
+    tally.releases.update(one.why for one in freed.values())
+    if tally.pulls - len(tally.records) >= PULLS_BETWEEN_LOOKS:
+        await _look(fleet, tally)
+
+
+async def _look(fleet: Fleet, tally: Tally) -> None:
+    """Read from the decode daemon where the pulls' time went."""
+    answer = await asyncio.to_thread(fleet.daemons["decode"].control.get, "/v1/history")
+    records = map(record_from_json, answer["records"])
+    tally.add_records([record for record in records if isinstance(record, PullRecord)])
+
+
+async def _together(*awaitables: Awaitable[T]) -> list[T]:
+    """Await all at once; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Iterable[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_signal(work: Awaitable[T]) -> T:
+    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError, RuntimeError):  # not the main thread: a test, say
+            loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -1,0 +1,209 @@
+"""One worker process of the demo: a rank of an engine, without a model.
+
+It uses `kvxferd.client` as an engine would. `python -m kvxferd.cli.demo.worker` obeys commands on
+standard input until that is closed.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+import traceback
+from typing import assert_never
+
+import numpy as np
+
+from kvxferd import client
+from kvxferd.cli.demo import content, speech
+from kvxferd.cli.demo.shape import GROUP, DemoShape, Role
+from kvxferd.cli.demo.tether import tether
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Rank, RegionId
+from kvxferd.memory import SealedMemory
+
+CONNECT_S = 30.0
+PULL_DEADLINE_S = 30.0
+# A release follows the last reader's acknowledgement; an abandoned lease ends within this too.
+RELEASE_S = 45.0
+
+
+class Worker:
+    """A registered rank, its memory, and what it was told by its daemon."""
+
+    def __init__(self, begin: speech.Begin) -> None:
+        self._shape: DemoShape = begin.shape
+        self._role: Role = begin.role
+        self._layout = begin.shape.rank_layout(begin.role, Rank(*begin.rank))
+        self._memory = SealedMemory.create(content.region_bytes(self._layout), "kvxferd-demo")
+        self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
+        if begin.role == "decode":
+            self._bytes[:] = content.background(self._bytes.size)
+        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_S)
+        (region,) = self._layout.regions
+        self._rank = self._client.register(
+            engine=begin.shape.spec(begin.role, Rank(*begin.rank)),
+            layout=self._layout,
+            regions={RegionId(region.region): self._memory},
+        )
+        self._unread: list[client.Event] = []
+
+    def close(self) -> None:
+        """Leave: the daemon unmaps the memory."""
+        self._client.close()
+
+    def prefill(self, command: speech.Prefill) -> speech.Prefilled:
+        """Write a request's blocks; publish it, or say that this rank is ready."""
+        held = self._held(command.request)
+        content.write(self._bytes, self._layout, held)
+        name = _name(command.request)
+        if not command.publish:
+            self._rank.ready(name)
+            return speech.Prefilled(ref=None)
+        blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
+        ref = self._rank.publish(name, blocks=blocks, num_tokens=held.num_tokens, num_readers=1)
+        self._rank.ready(name)
+        return speech.Prefilled(ref=ref.to_dict())
+
+    def await_release(self, command: speech.AwaitRelease) -> speech.Freed:
+        """Wait until the request's blocks may be used again."""
+        name = _name(command.request)
+        if command.unpublish:
+            self._rank.unpublish(name)
+        deadline = time.monotonic() + RELEASE_S
+        while True:
+            match self._next_event(deadline):
+                case client.Released(transfer_id, why) if transfer_id == name:
+                    return speech.Freed(why=why.value)
+                case client.PublishRefused(transfer_id, code, message) if transfer_id == name:
+                    raise KvxferdError(message, code)
+
+    def pull(self, command: speech.Pull) -> speech.Pulled:
+        """Pull a request into this rank's blocks, then check the whole memory."""
+        held = self._held(command.request)
+        before = self._bytes.copy()
+        blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
+        started = time.monotonic()
+        ticket = self._rank.pull(
+            command.ref, blocks=blocks, num_tokens=held.num_tokens, deadline_s=PULL_DEADLINE_S
+        )
+        end = self._end_of(ticket, started + 2 * PULL_DEADLINE_S)
+        elapsed_s = time.monotonic() - started
+        if isinstance(end, client.Failed) and not end.safe_to_reuse:
+            self._await_quiet(ticket)
+        mask = content.block_mask(self._layout, held.block_ids)
+        if command.damage:
+            self._damage(command.damage, mask)
+        spilled = int(np.count_nonzero((self._bytes != before) & ~mask))
+        if isinstance(end, client.Failed):
+            return _failed(end, elapsed_s, spilled)
+        found = content.check(self._bytes, self._layout, held)
+        return speech.Pulled(
+            delivered=True,
+            code="",
+            message="",
+            bytes=end.bytes,
+            runs=end.runs,
+            elapsed_s=elapsed_s,
+            checked_items=found.checked_items,
+            wrong_items=found.wrong_items,
+            spilled_bytes=spilled,
+            first_wrong=found.first_wrong,
+        )
+
+    def _held(self, request: int) -> content.Held:
+        return content.Held(request, self._shape.block_ids(self._role, request), self._shape.tokens)
+
+    def _end_of(self, ticket: client.PullTicket, deadline: float) -> client.Delivered | client.Failed:
+        while True:
+            event = self._next_event(deadline)
+            if isinstance(event, client.Delivered | client.Failed) and event.ticket is ticket:
+                return event
+
+    def _await_quiet(self, ticket: client.PullTicket) -> None:
+        deadline = time.monotonic() + PULL_DEADLINE_S
+        while True:
+            event = self._next_event(deadline)
+            if isinstance(event, client.Quiesced) and event.ticket is ticket:
+                return
+
+    def _next_event(self, deadline: float) -> client.Event:
+        """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
+        while not self._unread:
+            left = deadline - time.monotonic()
+            readable, _, _ = select.select([self._rank.fileno()], [], [], max(left, 0.0))
+            self._unread = list(self._rank.poll())
+            if not readable and not self._unread and left <= 0:
+                raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
+        event = self._unread.pop(0)
+        if isinstance(event, client.Disconnected):
+            raise KvxferdError(event.message, event.code)
+        return event
+
+    def _damage(self, what: str, mask: np.ndarray) -> None:
+        """Spoil one byte, to show that the check finds it."""
+        place = int(np.argmax(mask if what == "item" else ~mask))
+        self._bytes[place] ^= 0xFF
+
+
+def main() -> None:
+    """Obey until standard input is closed."""
+    tether()
+    worker: Worker | None = None
+    try:
+        for line in sys.stdin.buffer:
+            command = speech.read_command(line)
+            if isinstance(command, speech.Begin):
+                started = time.monotonic()
+                worker = Worker(command)
+                _say(speech.Begun(register_s=time.monotonic() - started))
+            elif worker is not None:
+                _say(_obey(worker, command))
+    except KvxferdError as error:
+        _say(speech.Broken(message=f"{error.message} [{error.code.value}]"))
+    except Exception as error:
+        traceback.print_exc()
+        _say(speech.Broken(message=f"{type(error).__name__}: {error}"))
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def _obey(worker: Worker, command: speech.Prefill | speech.AwaitRelease | speech.Pull) -> speech.Line:
+    match command:
+        case speech.Prefill():
+            return worker.prefill(command)
+        case speech.AwaitRelease():
+            return worker.await_release(command)
+        case speech.Pull():
+            return worker.pull(command)
+        case _:
+            assert_never(command)
+
+
+def _failed(end: client.Failed, elapsed_s: float, spilled: int) -> speech.Pulled:
+    return speech.Pulled(
+        delivered=False,
+        code=end.code.value,
+        message=end.message,
+        bytes=0,
+        runs=0,
+        elapsed_s=elapsed_s,
+        checked_items=0,
+        wrong_items=0,
+        spilled_bytes=spilled,
+        first_wrong="",
+    )
+
+
+def _name(request: int) -> str:
+    return f"req-{request}"
+
+
+def _say(line: speech.Line) -> None:
+    sys.stdout.buffer.write(speech.to_line(line))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

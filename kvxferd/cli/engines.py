@@ -1,0 +1,54 @@
+"""`kvxferd engines`: the engines that registered here, rank by rank."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import in_bytes, json_option, print_json, print_table
+from kvxferd.core.snapshot import EngineSnapshot
+from kvxferd.observe.gauges import engine_state
+
+
+@click.command()
+@json_option
+@asks_daemon
+def engines(daemon: Daemon, as_json: bool) -> None:
+    """Show local engines and their ranks."""
+    answer = daemon.get("/v1/engines")
+    if as_json:
+        print_json(answer)
+        return
+    local = msgspec.convert(answer["engines"], list[EngineSnapshot])
+    print_table(
+        "Engines",
+        ("engine", "generation", "pp x tp", "layers", "state", "lacking or problem"),
+        (
+            (
+                e.engine_id,
+                e.generation,
+                f"{e.pp_size} x {e.tp_size}",
+                e.num_layers,
+                engine_state(e),
+                _trouble(e),
+            )
+            for e in local
+        ),
+    )
+    print_table(
+        "Ranks",
+        ("engine", "rank", "state", "layers", "memory", "library", "agent"),
+        (
+            (e.engine_id, r.rank, r.state, f"{r.layers[0]}-{r.layers[1] - 1}", in_bytes(r.bytes), r.library,
+             r.agent or "")
+            for e in local
+            for r in e.ranks
+        ),
+    )  # fmt: skip
+
+
+def _trouble(engine: EngineSnapshot) -> str:
+    if engine.lacking:
+        return "lacks " + ", ".join(map(str, engine.lacking))
+    return engine.problem

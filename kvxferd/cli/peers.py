@@ -1,0 +1,33 @@
+"""`kvxferd peers`: other nodes' daemons, and the engines learnt from them."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json, print_table
+from kvxferd.core.snapshot import PeerSnapshot
+
+
+@click.command()
+@json_option
+@asks_daemon
+def peers(daemon: Daemon, as_json: bool) -> None:
+    """Show other nodes' daemons."""
+    answer = daemon.get("/v1/peers")
+    if as_json:
+        print_json(answer)
+        return
+    print_table(
+        "Peers",
+        ("endpoint", "state", "boot", "grants", "engines"),
+        (
+            (peer.endpoint, peer.state, peer.boot or "", peer.num_grants, _engines(peer))
+            for peer in msgspec.convert(answer["peers"], list[PeerSnapshot])
+        ),
+    )
+
+
+def _engines(peer: PeerSnapshot) -> str:
+    return ", ".join(f"{e.engine_id}@{e.generation} ({e.num_ranks} ranks)" for e in peer.engines)

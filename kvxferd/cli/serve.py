@@ -1,0 +1,53 @@
+"""`kvxferd serve`: run the daemon of this node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
+from kvxferd.observe.logs import configure_logs
+
+
+def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
+    for setting in reversed(list(SETTINGS.values())):
+        option = click.option(
+            flag_name(setting.key), setting.key.replace(".", "__"), metavar="VALUE", help=_help(setting)
+        )
+        verb = option(verb)
+    return verb
+
+
+def _help(setting: Setting) -> str:
+    # File modes are the one number that nobody reads in decimal.
+    default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
+    return f"{setting.wanted}. Default: {default if default else 'empty'}."
+
+
+@click.command()
+@click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    envvar=CONFIG_PATH_VARIABLE,
+    help="TOML; config/kvxferd.toml shows every setting.",
+)
+@_with_settings
+@click.pass_context
+def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) -> None:
+    """Run the daemon until SIGTERM or `kvxferd drain`.
+
+    Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
+    """
+    given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
+    config = load_config(config_path, os.environ, given)
+    configure_logs(config.log)
+    # Here, not above: the other verbs need no event loop and no sockets.
+    from kvxferd import daemon
+
+    ctx.exit(daemon.serve(config))

@@ -1,0 +1,65 @@
+"""How verbs show things: tables for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Piped output is for grep: wide enough that no row wraps.
+PIPED_WIDTH = 200
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+def console() -> Console:
+    """Return where tables go: standard output."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+
+
+def print_json(value: Any) -> None:
+    """Print one object, indented."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table, or one line where there are no rows. Numbers stand to the right."""
+    rows = [list(row) for row in rows]
+    if not rows:
+        console().print(f"{title}: none", highlight=False)
+        return
+    table = Table(title=title, title_justify="left")
+    for column, head in enumerate(heads):
+        numeric = all(isinstance(row[column], int | float) for row in rows)
+        table.add_column(head, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(plain(cell) for cell in row))
+    console().print(table)
+
+
+def plain(value: object) -> Text:
+    """Return text that is shown as it is: no markup, and nothing that a terminal would obey."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
+
+
+def in_bytes(count: float) -> str:
+    """Return a size: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def in_time(seconds: float) -> str:
+    """Return a time with three digits: ``12.3 ms``."""
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if abs(seconds) < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.1f} s"

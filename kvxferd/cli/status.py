@@ -1,0 +1,51 @@
+"""`kvxferd status`: the node at a glance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+from rich.table import Table
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import console, in_bytes, json_option, plain, print_json
+from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.observe.gauges import engine_state
+
+
+@click.command()
+@json_option
+@asks_daemon
+def status(daemon: Daemon, as_json: bool) -> None:
+    """Show what the daemon on this node holds and does."""
+    answer = daemon.get("/v1/status")
+    if as_json:
+        print_json(answer)
+        return
+    node = msgspec.convert(answer["node"], NodeSnapshot)
+    grid = Table.grid(padding=(0, 2))
+    for head, text in _lines(answer, node):
+        grid.add_row(f"[bold]{head}[/bold]", plain(text))
+    console().print(grid)
+
+
+def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
+    ranks = [rank for engine in node.engines for rank in engine.ranks]
+    readable = sum(engine_state(engine) == "readable" for engine in node.engines)
+    return [
+        ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
+        ("state", _state(answer, node)),
+        ("engines", f"{len(node.engines)}, {readable} readable"),
+        ("ranks", f"{len(ranks)}, {in_bytes(sum(rank.bytes for rank in ranks))}"),
+        ("sessions", str(node.num_sessions)),
+        ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
+        ("transfers", f"{len(node.transfers)} held, {sum(t.num_grants for t in node.transfers)} grants"),
+        ("pulls", f"{len(node.pulls)} running, {node.num_quarantined} quarantined"),
+    ]
+
+
+def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:
+    if node.draining:
+        return "draining"
+    return "ready" if answer["ready"] else "not ready: " + "; ".join(answer["reasons"])

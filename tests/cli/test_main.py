@@ -1,0 +1,79 @@
+"""The command as a process: what it prints where, and with which code it ends."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kvxferd
+from kvxferd.cli.showing import in_bytes, in_time, plain
+from kvxferd.config import SETTINGS, flag_name
+
+
+def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m kvxferd.cli` with these arguments and this addition to the environment."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvxferd.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environ,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    assert kvxferd_process("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
+
+
+def test_serve_has_a_flag_for_every_setting() -> None:
+    text = kvxferd_process("serve", "--help").stdout
+    for key in SETTINGS:
+        assert f"{flag_name(key)} " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "names"),
+    [
+        (["serve", "--transfer-lease-s", "soon"], {}, ["transfer.lease_s", "--transfer-lease-s"]),
+        (["serve", "--config", "/nowhere.toml"], {}, ["/nowhere.toml"]),
+        (["serve"], {"KVXFERD_LEASE": "3"}, ["KVXFERD_LEASE"]),
+        (["serve"], {"KVXFERD_CONFIG": "/nowhere.toml"}, ["/nowhere.toml"]),
+        (["demo", "--prefill-pp", "9", "--layers", "4"], {}, ["--prefill-pp 9", "--layers 4"]),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments: list[str], environ: dict[str, str], names: list[str]
+) -> None:
+    done = kvxferd_process(*arguments, **environ)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kvxferd: cannot ")
+    assert done.stderr.count("\n") == 1
+    for name in names:
+        assert name in done.stderr
+
+
+def test_the_daemon_loads_neither_torch_nor_nixl_nor_the_demo() -> None:
+    loads = "import kvxferd.cli.root, kvxferd.control.http, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "nixl", "rixl", "kvxferd.cli.demo.runner"}
+
+
+@pytest.mark.parametrize(
+    ("count", "want"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes(count: int, want: str) -> None:
+    assert in_bytes(count) == want
+
+
+@pytest.mark.parametrize(("seconds", "want"), [(0.0000125, "12.5 us"), (0.0123, "12.3 ms"), (61, "61.0 s")])
+def test_times(seconds: float, want: str) -> None:
+    assert in_time(seconds) == want
+
+
+def test_names_from_outside_cannot_steer_a_terminal() -> None:
+    assert plain("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"
