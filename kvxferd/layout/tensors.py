@@ -4,12 +4,12 @@ Every byte has a place that does not depend on how an engine is parallelised:
 ``(layer, component, unit, token, byte)``. A `CacheTensor` maps those coordinates into a region:
 
     region offset = offset
-                  + block * block_stride            block: the id that the engine allocates (or, in a group
-                                                    of physical_blocks_per_logical p, id * p .. id * p + p - 1)
+                  + block * block_stride            block: the id that the engine allocates
                   + item  * token_stride            item: token within the block // granule_tokens
                   + index * unit_stride             index: position of the unit among `units`
                   + chunk * chunk_stride + byte     chunk: num_chunks pieces of chunk_bytes each
 
+Where a group has p `physical_blocks_per_logical`, an id stands for the blocks id * p .. id * p + p - 1.
 All strides and offsets are bytes. HND, NHD, K/V split first, blocks first, cross-layer blocks and
 padded pages are choices of these numbers; nothing downstream asks which one it is.
 """
