@@ -56,7 +56,7 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_the_daemon_loads_neither_torch_nor_nixl_nor_the_demo() -> None:
-    loads = "import kvxferd.cli.root, kvxferd.control.http, sys; print(*sys.modules)"
+    loads = "import kvxferd.cli.root, kvxferd.daemon, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {"torch", "nixl", "rixl", "kvxferd.cli.demo.runner"}

@@ -23,6 +23,8 @@ from kvxferd.ids import Rank, RegionId
 from kvxferd.memory import SealedMemory
 
 CONNECT_S = 30.0
+# Ranks beyond the movers that are kept ready wait for one to be made.
+REGISTER_S = 60.0
 PULL_DEADLINE_S = 30.0
 # A release follows the last reader's acknowledgement; an abandoned lease ends within this too.
 RELEASE_S = 45.0
@@ -45,7 +47,9 @@ class Worker:
             engine=begin.shape.spec(begin.role, Rank(*begin.rank)),
             layout=self._layout,
             regions={RegionId(region.region): self._memory},
+            timeout_s=REGISTER_S,
         )
+        self._published: dict[int, client.TransferRef] = {}
         self._unread: list[client.Event] = []
 
     def close(self) -> None:
@@ -63,13 +67,14 @@ class Worker:
         blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
         ref = self._rank.publish(name, blocks=blocks, num_tokens=held.num_tokens, num_readers=1)
         self._rank.ready(name)
+        self._published[command.request] = ref
         return speech.Prefilled(ref=ref.to_dict())
 
     def await_release(self, command: speech.AwaitRelease) -> speech.Freed:
         """Wait until the request's blocks may be used again."""
         name = _name(command.request)
         if command.unpublish:
-            self._rank.unpublish(name)
+            self._rank.unpublish(self._published[command.request])
         deadline = time.monotonic() + RELEASE_S
         while True:
             match self._next_event(deadline):

@@ -1,0 +1,31 @@
+# make demo | test | check | clean: each works alone on a fresh clone; the first makes .venv.
+
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
+VENV := .venv
+STAMP := $(VENV)/.installed
+# The shell's settings for a real daemon are not for tests.
+unexport KVXFERD_CONFIG
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(VENV)/bin/kvxferd demo $(DEMO_FLAGS)
+
+test: $(STAMP)
+	$(VENV)/bin/pytest $(PYTEST_FLAGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "kvxferd needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
