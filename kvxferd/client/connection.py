@@ -80,8 +80,8 @@ class Connection:
         """End the session and give everything back. Idempotent; waits for no daemon."""
         with self.lock:
             if not self._closing:
-                self.wake()
                 self._closing = True
+                os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         with self.lock:
             if self._closed:

@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 from scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon, until
 
-from kvxferd.client import Client, Event, Publisher, RankHandle, connect
-from kvxferd.ids import EngineId, Generation, GroupName, RegionId
+from kvxferd.client import BlockList, Client, Event, Publisher, RankHandle, TransferRef, connect
+from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, RegionId, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
 
@@ -45,6 +46,20 @@ LAYOUT = RankLayout(
     ),
     regions=(RegionSpec(REGION, SIZE),),
 )
+
+
+REF = TransferRef(
+    endpoint=Endpoint("tcp://10.0.0.9:7701"),
+    engine_id=EngineId("prefill-0"),
+    generation=Generation("g9"),
+    transfer_id=TransferId("req-1"),
+    nonce="ab" * 16,
+)
+
+
+def blocks(*ids: int, first_token: int = 0) -> dict[str, BlockList]:
+    """Blocks of the one group."""
+    return {"full": BlockList(ids=array("i", ids or (1, 2, 3)), first_token=first_token)}
 
 
 def events_of(session: Publisher, number: int = 1, deadline_s: float = WAIT_S) -> list[Event]:

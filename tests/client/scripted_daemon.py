@@ -16,6 +16,7 @@ from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import FrameDecoder, encode_frame
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 WAIT_S = 10.0
 ENDPOINT = "tcp://10.0.0.1:7701"
@@ -102,6 +103,10 @@ class DaemonSide:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
+
+    def word(self, slot: int) -> bytes:
+        """What the client's fence page holds there now; the page came with its Hello."""
+        return os.pread(self.fds[0], FENCE_WORD_BYTES, slot * FENCE_WORD_BYTES)
 
     # --- the usual
 
