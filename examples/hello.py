@@ -11,7 +11,7 @@ import select
 import sys
 
 from kvxferd import client
-from kvxferd.ids import EngineId, Generation
+from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
@@ -33,7 +33,7 @@ def join(
         layout=layout_name,
     )
     memory = SealedMemory.create(layout.regions[0].size_bytes)
-    rank = client.connect(socket).register(engine=spec, layout=layout, regions={"kv": memory})
+    rank = client.connect(socket).register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
     return rank, memory
 
 

@@ -48,6 +48,6 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     config = load_config(config_path, os.environ, given)
     configure_logs(config.log)
     # Here, not above: the other verbs need no event loop and no sockets.
-    from kvxferd import daemon
+    from kvxferd.daemon import serve as run_daemon
 
-    ctx.exit(daemon.serve(config))
+    ctx.exit(run_daemon(config))

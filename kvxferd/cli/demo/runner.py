@@ -114,6 +114,7 @@ async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str)
         tally.daemons_ready_s = time.monotonic() - started
         await fleet.register()
         tally.registered_s = time.monotonic() - started - tally.daemons_ready_s
+        on_request(0)
         for request in range(shape.requests):
             await _move(fleet, tally, request, damage if request == 0 else "")
             on_request(request + 1)

@@ -68,11 +68,13 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("starting daemons and workers", total=shape.requests)
-            tally = run_demo(
-                shape,
-                lambda done: progress.update(task, completed=done, description="moving requests"),
-                damage,
-            )
+
+            def on_request(done: int) -> None:
+                progress.update(task, completed=done, description="moving requests")
+                if done == 0 and not progress.console.is_terminal:  # where a bar would not be drawn
+                    click.echo("kvxferd: moving requests", err=True)
+
+            tally = run_demo(shape, on_request, damage)
     except KeyboardInterrupt:
         click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
         ctx.exit(INTERRUPTED)

@@ -1,0 +1,109 @@
+"""The demo as a process: it must pass, it must be able to fail, and it must leave nothing behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--prefill-tp", "2", "--prefill-pp", "1", "--prefill-block-tokens", "8"),
+    *("--decode-tp", "1", "--decode-block-tokens", "16"),
+    *("--layers", "2", "--heads", "2", "--head-dim", "16", "--requests", "3", "--tokens", "70"),
+)
+DEMO_S = 100
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """The demo's temporary directory; short, for Unix sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="kvx", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def start(place: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    """Start a small demo."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvxferd.cli", "demo", *SMALL, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(place)} | environ,
+    )
+
+
+def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any]]:
+    """Run a small demo; return its exit code and the object that it printed."""
+    process = start(place, "--json", *flags, **environ)
+    out, err = process.communicate(timeout=DEMO_S)
+    try:
+        return process.returncode, json.loads(out)
+    except ValueError:
+        pytest.fail(f"not one JSON object: {out!r}\n{err}")
+
+
+def left_behind(place: Path) -> list[str]:
+    """Files there, and processes that were started with it."""
+    mark = f"TMPDIR={place}".encode()
+    found = [str(path) for path in place.iterdir()]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # gone meanwhile
+            continue
+        if mark in environ:
+            found.append(command)
+    return found
+
+
+def test_every_byte_arrives_and_no_other_changes(place: Path) -> None:
+    code, seen = run(place)
+    assert code == 0, seen
+    assert seen["pulls"] == seen["delivered"] == 3
+    assert seen["failed"] == seen["wrong_items"] == seen["spilled_bytes"] == 0
+    # 2 layers, K and V, 2 heads of 16 bfloat16: every token once.
+    assert seen["bytes"] >= 3 * 70 * 2 * 2 * 2 * 32
+    assert seen["checked_items"] == 3 * 70 * 2 * 2 * 2
+    assert seen["runs"] > 0
+    assert seen["releases"] == {"completed": 3 * 2}
+    assert {"grant", "plan", "wire"} <= set(seen["phases_s"])
+    assert left_behind(place) == []
+
+
+@pytest.mark.parametrize(("damage", "field"), [("item", "wrong_items"), ("spill", "spilled_bytes")])
+def test_one_spoilt_byte_fails_it(place: Path, damage: str, field: str) -> None:
+    code, seen = run(place, "--requests", "1", "--damage", damage)
+    assert code == 1
+    assert seen[field] == 1
+    assert seen["delivered"] == 1
+    assert seen["ok"] is False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals) -> None:
+    process = start(place, "--requests", "100000")
+    assert process.stderr is not None
+    while "moving" not in process.stderr.readline():  # ends with the process, if it never gets there
+        assert process.poll() is None
+    process.send_signal(number)
+    process.communicate(timeout=DEMO_S)
+    assert process.returncode == 130
+    assert left_behind(place) == []
+
+
+def test_a_daemon_that_cannot_work_ends_it_with_a_reason(place: Path) -> None:
+    code, seen = run(place, KVXFERD_MOVER_LIBRARY="rixl")
+    assert code == 1
+    assert "rixl" in seen["error"]
+    assert left_behind(place) == []
