@@ -206,9 +206,9 @@ class Node:
 
     def _expel(self, session: Session, error: ProtocolError) -> None:
         """The session broke protocol: it loses its connection, and nobody else notices."""
+        self._worker_closed(session.session)
         self.moment.do(ToWorker(session.session, Farewell(code=error.code, message=error.message)))
         self.moment.do(CloseWorker(session.session))
-        self._worker_closed(session.session)
 
     def _worker_closed(self, session_id: SessionId) -> None:
         session = self.sessions.pop(session_id, None)

@@ -1,0 +1,337 @@
+"""The worker socket: accepts sessions, turns their frames into events, and does effects on them.
+
+A thin shell: it owns sockets, descriptors and mapped fence pages, and decides nothing but whether
+a descriptor is what it claims to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from kvxferd.config import WorkerConfig
+from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
+from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import SessionId
+from kvxferd.link import Link, close_all
+from kvxferd.memory.fence import FencePage
+from kvxferd.memory.inspect import check_memfd
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.framing import Frame
+from kvxferd.wire.limits import FENCE_SLOTS
+from kvxferd.wire.worker import Farewell, Hello, Publish, RegionExport, Register, Resume
+
+log = structlog.get_logger()
+
+# 100,000 events of the largest kind. A client that reads nothing for so long is not coming back.
+MAX_QUEUED_BYTES = 32 << 20
+BACKLOG = 128
+FAREWELL_S = 0.5  # how long a closed session may take to read why
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class Credentials(NamedTuple):
+    """Who connected, by the kernel's word."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One session's socket and all that came over it."""
+
+    session: SessionId
+    link: Link
+    credentials: Credentials
+    pidfd: int  # of the worker's process; -1 where it cannot be had
+    fence: FencePage | None = None
+    fence_fd: int = -1
+    offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
+    adopted: tuple[int, ...] = ()  # those of the present registration
+    writing: bool = False
+    closing: bool = False  # takes no more frames; what is queued still goes out
+    ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
+
+    def release(self) -> None:
+        """Close everything."""
+        self.link.close()
+        if self.fence is not None:
+            self.fence.close()
+        close_all([*self.offered, *self.adopted, *(fd for fd in (self.fence_fd, self.pidfd) if fd >= 0)])
+
+
+class WorkerSocket:
+    """Listens on the socket's path while started. `on_event` gets every event, on the loop's thread."""
+
+    def __init__(self, config: WorkerConfig, on_event: Callable[[Event], None]) -> None:
+        self._config = config
+        self._on_event = on_event
+        self._listener: socket.socket | None = None
+        self._connections: dict[SessionId, _Connection] = {}
+        self._numbers = itertools.count(1)
+
+    # --- listening
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError where the path cannot be had."""
+        path = Path(self._config.socket)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+                raise ConfigError(f"cannot listen on {path}: it is there and is no socket; remove it")
+            # The run directory's lock is ours: whoever listened here before is dead.
+            path.unlink(missing_ok=True)
+            # Nobody connects between bind and chmod: listen comes after.
+            listener.bind(os.fspath(path))
+            path.chmod(self._config.mode)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
+        except ConfigError:
+            listener.close()
+            raise
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Close every session and remove the socket's file."""
+        if self._listener is None:
+            return
+        Path(self._config.socket).unlink(missing_ok=True)
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._listener = None
+        for connection in list(self._connections.values()):
+            self._end(connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.warning("worker socket: cannot accept", error=str(error))
+            return
+        credentials = Credentials(
+            *_CREDENTIALS.unpack(
+                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+        )
+        link = Link(accepted)
+        if not self._may_connect(credentials):
+            self._turn_away(link, credentials)
+            return
+        session = SessionId(next(self._numbers))
+        connection = _Connection(session, link, credentials, _pidfd_of(credentials.pid))
+        self._connections[session] = connection
+        self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
+        asyncio.get_running_loop().add_reader(link.fileno(), self._readable, connection)
+
+    def _may_connect(self, credentials: Credentials) -> bool:
+        uids, gids = self._config.allowed_uids, self._config.allowed_gids
+        if not uids and not gids:
+            return True  # the file's mode has decided
+        return credentials.uid in (0, os.geteuid(), *uids) or credentials.gid in gids
+
+    def _turn_away(self, link: Link, credentials: Credentials) -> None:
+        text = (
+            f"cannot use this socket as uid {credentials.uid}, gid {credentials.gid}: "
+            "add one of them to worker.allowed_uids or worker.allowed_gids"
+        )
+        link.send(encode(Farewell(code=Code.NOT_ALLOWED, message=text)))
+        link.flush()
+        link.close()
+
+    # --- hearing
+
+    def _readable(self, connection: _Connection) -> None:
+        try:
+            frames = connection.link.receive()
+            if frames is None:
+                self._end(connection)
+                return
+            while frames:
+                frame = frames.pop(0)
+                try:
+                    self._hear(connection, frame)
+                except BaseException:
+                    for left in frames:
+                        close_all(left.fds)
+                    raise
+        except ProtocolError as error:
+            self._expel(connection, error)
+
+    def _hear(self, connection: _Connection, frame: Frame) -> None:
+        if connection.closing or connection.ended:
+            close_all(frame.fds)
+            return
+        try:
+            message = CLIENT_MESSAGES.decode(frame.payload)
+            problem = self._take_descriptors(connection, message, frame.fds)
+        except ProtocolError:
+            close_all(frame.fds)
+            raise
+        word = b""
+        if isinstance(message, Publish) and connection.fence and 0 <= message.fence_slot < FENCE_SLOTS:
+            word = connection.fence.read(message.fence_slot)
+        self._on_event(WorkerSaid(connection.session, message, problem, word))
+
+    def _take_descriptors(
+        self, connection: _Connection, message: object, fds: tuple[int, ...]
+    ) -> Refusal | None:
+        """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
+        if isinstance(message, Register | Resume):
+            close_all(connection.offered)
+            connection.offered = fds
+            return _inspect(message.regions, fds)
+        if isinstance(message, Hello) and connection.fence is None and len(fds) == 1:
+            try:
+                connection.fence = FencePage.map(fds[0])
+            except EngineError as error:
+                close_all(fds)
+                return Refusal(error.code, error.message)
+            connection.fence_fd = fds[0]
+            return None
+        if isinstance(message, Hello):
+            raise ProtocolError("cannot take hello: it comes once, with one descriptor, the fence page")
+        if fds:
+            raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
+        return None
+
+    def _expel(self, connection: _Connection, error: KvxferdError) -> None:
+        log.warning(
+            "worker session closed",
+            session=connection.session,
+            pid=connection.credentials.pid,
+            code=error.code,
+            reason=error.message,
+        )
+        self.send(connection.session, Farewell(code=error.code, message=error.message))
+        self.close(connection.session)
+
+    # --- doing
+
+    def send(self, session: SessionId, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Queue a frame; owns `fds`. A session that is gone gets nothing."""
+        connection = self._connections.get(session)
+        if connection is None or connection.closing or connection.ended:
+            close_all(fds)
+            return
+        connection.link.send(encode(message), fds)
+        connection.link.flush()
+        if connection.link.queued_bytes > MAX_QUEUED_BYTES:
+            log.warning("worker session reads no events: closed", session=session)
+            self._end(connection)
+            return
+        self._watch_writable(connection)
+
+    def _watch_writable(self, connection: _Connection) -> None:
+        loop = asyncio.get_running_loop()
+        if connection.link.idle == connection.writing:
+            if connection.writing:
+                loop.remove_writer(connection.link.fileno())
+            else:
+                loop.add_writer(connection.link.fileno(), self._writable, connection)
+            connection.writing = not connection.writing
+
+    def _writable(self, connection: _Connection) -> None:
+        connection.link.flush()
+        if connection.ended:
+            return
+        self._watch_writable(connection)
+        if connection.closing and connection.link.idle:
+            self._end(connection)
+
+    def close(self, session: SessionId) -> None:
+        """Send what is queued, then close; at once where nothing is, and soon in any case."""
+        connection = self._connections.get(session)
+        if connection is None or connection.closing or connection.ended:
+            return
+        connection.closing = True
+        if connection.link.idle:
+            self._end(connection)
+        else:
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._end, connection)
+
+    def _end(self, connection: _Connection) -> None:
+        if connection.ended:
+            return
+        connection.ended = True
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(connection.link.fileno())
+        if connection.writing:
+            loop.remove_writer(connection.link.fileno())
+        self._on_event(WorkerClosed(connection.session))
+        # The core has the session's fence words overwritten on that event, which may be queued
+        # behind the one that is being dealt with: the page stays mapped until the loop's next turn.
+        loop.call_soon(self._release, connection)
+
+    def _release(self, connection: _Connection) -> None:
+        del self._connections[connection.session]
+        connection.release()
+
+    def adopt_regions(self, session: SessionId) -> None:
+        """The descriptors that came last are the registration's."""
+        if connection := self._connections.get(session):
+            close_all(connection.adopted)
+            connection.adopted, connection.offered = connection.offered, ()
+
+    def overwrite_fence(self, session: SessionId, slot: int) -> None:
+        """Overwrite a fence word, now."""
+        connection = self._connections.get(session)
+        if connection is not None and connection.fence is not None:
+            connection.fence.overwrite(slot)
+
+    def region_fds(self, session: SessionId) -> tuple[int, ...]:
+        """The registration's descriptors, then the worker's pidfd; () for a session that is gone."""
+        connection = self._connections.get(session)
+        if connection is None:
+            return ()
+        return (*connection.adopted, *((connection.pidfd,) if connection.pidfd >= 0 else ()))
+
+    def fence_fd(self, session: SessionId) -> int:
+        """The descriptor of the session's fence page; -1 for a session that is gone."""
+        connection = self._connections.get(session)
+        return connection.fence_fd if connection is not None else -1
+
+
+def _inspect(exports: tuple[RegionExport, ...], fds: tuple[int, ...]) -> Refusal | None:
+    """Say what is wrong with the descriptors of a registration, if anything is."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if {export.fd_index for export in exports} != set(range(len(fds))):
+        text = f"cannot use the regions: they name other descriptors than the {len(fds)} that came"
+        return Refusal(Code.REGION_INVALID, text)
+    for export in exports:
+        if export.kind != "memfd" or export.fd_offset % page or export.fd_offset < 0 or export.size_bytes < 1:
+            text = (
+                f"cannot use region {export.region}: a memfd, from a page boundary on, of at least one byte"
+            )
+            return Refusal(Code.REGION_INVALID, text)
+        try:
+            check_memfd(fds[export.fd_index], export.fd_offset + export.size_bytes)
+        except EngineError as error:
+            return Refusal(error.code, f"region {export.region}: {error.message}")
+    return None
+
+
+def _pidfd_of(pid: int) -> int:
+    """Return a pidfd, -1 where there is none: another PID namespace, or gone already."""
+    with suppress(OSError):
+        return os.pidfd_open(pid) if pid > 0 else -1
+    return -1

@@ -1,0 +1,325 @@
+"""The daemon: composes the core with its shells, runs them, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections import deque
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+import uvloop
+
+from kvxferd.config import Config, split_endpoint
+from kvxferd.control.http import HttpServer
+from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core.effects import (
+    AdoptRegions,
+    BindMover,
+    CloseWorker,
+    Effect,
+    ForgetPeer,
+    KillMover,
+    NeedMover,
+    Observed,
+    OverwriteFence,
+    ShareFence,
+    ToMover,
+    ToPeer,
+    ToRoute,
+    ToWorker,
+)
+from kvxferd.core.events import (
+    DrainAsked,
+    Event,
+    MoverDied,
+    MoverSaid,
+    MoverTaken,
+    MoverUnavailable,
+    Tick,
+)
+from kvxferd.core.node import Node
+from kvxferd.core.settings import Settings
+from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
+from kvxferd.mover.pool import MoverHandle, MoverPool
+from kvxferd.observe.history import History
+from kvxferd.observe.logs import log_record
+from kvxferd.observe.metrics import Metrics
+from kvxferd.rundir import RunDirectory
+from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from kvxferd.wire.mover import FromMover, MapFence
+from kvxferd.wire.worker import Farewell
+
+log = structlog.get_logger()
+
+PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
+
+
+def settings_of(config: Config) -> Settings:
+    """What the core needs of the configuration."""
+    return Settings(
+        lease_s=config.transfer.lease_s,
+        max_hold_s=config.transfer.max_hold_s,
+        unknown_wait_s=config.transfer.unknown_wait_s,
+        handshake_wait_s=config.peer.handshake_wait_s,
+        resend_s=config.peer.request_timeout_s,
+        silent_after_s=config.peer.silent_after_s,
+    )
+
+
+class Daemon:
+    """One node. `run` returns the exit code."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._boot = BootId(secrets.token_hex(4))
+        self._events: deque[Event] = deque()
+        self._pumping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._handles: dict[MoverId, MoverHandle] = {}
+        self._exited: set[MoverId] = set()  # gone before the core heard that they were taken
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._history = History()
+        self._metrics = Metrics(self.snapshot)
+        self._workers = WorkerSocket(config.worker, self._on_event)
+        self._peers = PeerSocket(config.peer.bind, self._on_event)
+
+    # --- life
+
+    async def run(self) -> int:
+        """Serve until told to stop, then drain. Raises ConfigError where it cannot start."""
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as closing:
+            run_directory = RunDirectory(Path(self._config.node.run_dir))
+            closing.callback(run_directory.close)
+            await run_directory.wait_for_movers(PREDECESSOR_S)
+            self._peers.start()
+            closing.callback(self._peers.stop)
+            self._node = Node(
+                boot=self._boot,
+                endpoint=self._advertised(),
+                settings=settings_of(self._config),
+                new_token=lambda: secrets.token_hex(16),
+            )
+            self._pool = self._make_pool(run_directory.movers_fd)
+            closing.push_async_callback(self._stop_pool)
+            await self._pool.start()
+            http = HttpServer(self._config, self, self._metrics)
+            closing.push_async_callback(http.stop)
+            await http.start()
+            self._workers.start()
+            closing.push_async_callback(self._stop_workers)
+            for name in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(name, self._on_signal)
+            log.info(
+                "serving",
+                boot=self._boot,
+                endpoint=self._node.moment.endpoint,
+                worker_socket=self._config.worker.socket,
+                pid=os.getpid(),
+            )
+            await self._stopping.wait()
+            await self._drained()
+        log.info("stopped", boot=self._boot)
+        return 0
+
+    def _advertised(self) -> Endpoint:
+        if self._config.peer.advertise:
+            host, port = split_endpoint(self._config.peer.advertise)
+            _, bound = split_endpoint(self._peers.bound)
+            return Endpoint(f"tcp://{host}:{port or bound}")
+        return Endpoint(self._peers.bound)
+
+    def _make_pool(self, lock_fd: int) -> MoverPool:
+        mover = self._config.mover
+        return MoverPool(
+            boot=self._boot,
+            size=mover.pool_size,
+            on_message=self._on_mover_message,
+            on_exit=self._on_mover_exit,
+            lock_fd=lock_fd,
+            environment=dict(mover.environment),
+        )
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():
+            log.warning("told to stop again: not waiting for what runs")
+            self._idle.set()
+        self.drain()
+
+    async def _drained(self) -> None:
+        """Wait until nothing runs, or as long as a drain may take."""
+        snapshot = self.snapshot()
+        log.info("draining", pulls=len(snapshot.pulls), transfers=len(snapshot.transfers))
+        try:
+            async with asyncio.timeout(self._config.drain.limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            left = self.snapshot()
+            log.warning("drain limit reached", pulls=len(left.pulls), transfers=len(left.transfers))
+
+    async def _stop_workers(self) -> None:
+        farewell = Farewell(code=Code.DRAINING, message="this daemon stops; it may be back soon")
+        for session in list(self._node.sessions):
+            self._workers.send(session, farewell)
+        self._workers.stop()
+        # Sessions are released on the loop's next turn.
+        await asyncio.sleep(0)
+
+    async def _stop_pool(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._pool.stop()
+
+    # --- events in
+
+    def _on_event(self, event: Event) -> None:
+        """Feed the core, one event at a time, and do what it says before the next."""
+        self._events.append(event)
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._events:
+                now = asyncio.get_running_loop().time()
+                for effect in self._node.feed(self._events.popleft(), now):
+                    self._do(effect)
+        finally:
+            self._pumping = False
+        self._after_events()
+
+    def _after_events(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (deadline := self._node.next_deadline()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._on_event, Tick())
+        self._pool.set_busy(len(self._node.pulls) > 0)
+        if self._stopping.is_set() and self._node.is_idle:
+            self._idle.set()
+
+    def _on_mover_message(self, mover: MoverId, message: FromMover) -> None:
+        self._on_event(MoverSaid(mover, message))
+
+    def _on_mover_exit(self, mover: MoverId) -> None:
+        if self._handles.pop(mover, None) is None:
+            self._exited.add(mover)
+        self._on_event(MoverDied(mover))
+
+    async def _take_mover(self, session: SessionId) -> None:
+        try:
+            handle = await self._pool.take()
+        except KvxferdError as error:
+            log.warning("no mover", session=session, code=error.code, reason=error.message)
+            self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
+            return
+        self._handles[handle.mover_id] = handle
+        self._on_event(MoverTaken(session, handle.mover_id, handle.agent, handle.library))
+        if handle.mover_id in self._exited:
+            self._exited.discard(handle.mover_id)
+            self._on_mover_exit(handle.mover_id)
+
+    # --- effects out
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case ToWorker():
+                self._to_worker(effect)
+            case CloseWorker():
+                self._workers.close(effect.session)
+            case AdoptRegions():
+                self._workers.adopt_regions(effect.session)
+            case OverwriteFence():
+                self._workers.overwrite_fence(effect.session, effect.slot)
+            case NeedMover():
+                task = asyncio.get_running_loop().create_task(self._take_mover(effect.session))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case KillMover():
+                if handle := self._handles.get(effect.mover):
+                    handle.kill()
+            case ToMover():
+                self._to_mover(effect.mover, effect.message)
+            case BindMover():
+                fds = self._workers.region_fds(effect.session)
+                self._to_mover(effect.mover, effect.message, fds)
+            case ShareFence():
+                self._share_fence(effect)
+            case ToPeer():
+                self._peers.send(effect.endpoint, effect.message)
+            case ToRoute():
+                self._peers.answer(effect.route, effect.message)
+            case ForgetPeer():
+                self._peers.forget(effect.endpoint)
+            case Observed():
+                self._observe(effect.record)
+            case _:
+                assert_never(effect)
+
+    def _to_worker(self, effect: ToWorker) -> None:
+        handle = self._handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
+        fds = (os.dup(handle.pidfd),) if handle is not None else ()
+        self._workers.send(effect.session, effect.message, fds)
+
+    def _to_mover(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if handle := self._handles.get(mover):
+            handle.send(message, fds)
+
+    def _share_fence(self, effect: ShareFence) -> None:
+        fd = self._workers.fence_fd(effect.session)
+        if fd >= 0:
+            message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
+            self._to_mover(effect.mover, message, (fd,))
+
+    def _observe(self, record: Record) -> None:
+        self._history.add(record)
+        self._metrics.record(record)
+        log_record(record)
+
+    # --- what HTTP sees (`kvxferd.control.routes.NodeView`)
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything, at this moment."""
+        self._on_event(Tick())
+        return self._node.snapshot()
+
+    def readiness(self) -> list[str]:
+        """Why the node cannot take registrations and pulls."""
+        reasons = []
+        if self._node.moment.draining:
+            reasons.append("draining: nothing new is taken")
+        if unavailable := self._pool.describe().reason:
+            reasons.append(unavailable)
+        return reasons
+
+    def history(self) -> list[Record]:
+        """What ended last, oldest first."""
+        return self._history.records()
+
+    def drain(self) -> None:
+        """Take nothing new, and stop when what runs has ended."""
+        self._on_event(DrainAsked())
+        self._stopping.set()
+        self._after_events()
+
+
+def serve(config: Config) -> int:
+    """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
+
+    async def run() -> int:
+        return await Daemon(config).run()
+
+    return uvloop.run(run())

@@ -1,0 +1,199 @@
+"""Who may be a rank, and what a bad registration costs: itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from world import World, spec_of
+
+from kvxferd.core import events as ev
+from kvxferd.errors import Code
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Refusal, Versions
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def refusal(worker) -> wk.Refused:
+    (refused,) = worker.heard(wk.Refused)
+    return refused
+
+
+def test_a_registration_is_answered_once_its_memory_is_mapped(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+
+
+def test_two_workers_that_claim_one_rank(world):
+    host = world.host("p")
+    first = world.register(host, spec_of("e"))
+    second = world.register(host, spec_of("e"))
+    assert refusal(second).code is Code.RANK_TAKEN
+    first.close()
+    world.register_again(second)
+    assert second.heard(wk.Registered)
+
+
+def test_the_same_registration_again_is_idempotent(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    movers = len(worker.host.movers)
+    worker.publish("t1", IDS, TOKENS)
+    world.register_again(worker)
+    assert len(worker.host.movers) == movers
+    assert not worker.heard(wk.Released)
+    assert not worker.heard(wk.Refused)
+
+
+def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    world.register_again(worker, incarnation="second")
+    assert refusal(worker).code is Code.INCARNATION_CHANGED
+    assert [m.why for m in worker.heard(wk.Released)] == [Code.RANK_LOST]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tp_size": 4}, "tp_size"),  # another shape
+        ({"num_layers": 9}, "num_layers"),
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+        ({"fingerprint": "other"}, "fingerprint"),
+    ],
+)
+def test_ranks_that_disagree_on_the_engine(world, change, named):
+    host = world.host("p")
+    world.register(host, spec_of("e", tp=2))
+    other = msgspec.structs.replace(spec_of("e", tp=2), tp_rank=1, **change)
+    worker = world.connect(host)
+    worker.spec = other
+    worker.layout = attention_layout(
+        spec=spec_of("e", tp=2), num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
+    world.register_again(worker)
+    assert refusal(worker).code is Code.SHAPE_MISMATCH
+    assert named in refusal(worker).message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tp_rank": 1}, {"tp_rank": -1}, {"pp_size": 0}, {"tp_size": 1 << 20}, {"engine_id": ""}, {"engine_id": "x" * 300}],
+)
+def test_a_rank_that_cannot_be(world, change):
+    worker = world.register(world.host("p"), spec_of("e"))
+    other = world.connect(worker.host)
+    other.spec, other.layout = msgspec.structs.replace(worker.spec, **change), worker.layout
+    world.register_again(other)
+    assert refusal(other).code is Code.RANK_INVALID
+
+
+def test_strides_that_reach_outside_the_region(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    other = world.connect(worker.host)
+    tensors = worker.layout.tensors
+    wide = msgspec.structs.replace(tensors[-1], block_stride=tensors[-1].block_stride * 2)
+    other.spec = spec_of("other")
+    other.layout = msgspec.structs.replace(worker.layout, tensors=(*tensors[:-1], wide))
+    world.register_again(other)
+    assert refusal(other).code is Code.LAYOUT_INVALID
+
+
+def test_regions_other_than_the_layouts(world):
+    worker = world.connect(world.host("p"))
+    spec = spec_of("e")
+    layout = attention_layout(spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND")
+    region = layout.regions[0]
+    export = wk.RegionExport(region.region, region.size_bytes - 1, 0)
+    worker.say(wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i"))
+    assert refusal(worker).code is Code.REGION_INVALID
+
+
+def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
+    worker = world.connect(world.host("p"))
+    spec = spec_of("e")
+    layout = attention_layout(spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND")
+    export = wk.RegionExport(layout.regions[0].region, layout.regions[0].size_bytes, 0)
+    said = wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i")
+    world.feed(worker.host, ev.WorkerSaid(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it")))
+    assert refusal(worker) == wk.Refused(request=1, code=Code.REGION_UNSEALED, message="cannot use it")
+
+
+def test_stages_with_a_gap_are_refused_when_the_engine_would_be_complete(world):
+    host = world.host("p")
+    spec = spec_of("e", pp=2, layers=4)
+    world.register(host, spec, start_layer=0, end_layer=1)
+    last = world.register(host, msgspec.structs.replace(spec, pp_rank=1), start_layer=2, end_layer=4)
+    assert refusal(last).code is Code.LAYERS_MISSING
+
+
+def test_without_movers_the_registration_is_refused_and_the_session_lives(world):
+    host = world.host("p")
+    host.give_movers = False
+    worker = world.register(host, spec_of("e"))
+    text = "cannot register: nixl is not installed"
+    world.feed(host, ev.MoverUnavailable(worker.session, Refusal(Code.NIXL_UNAVAILABLE, text)))
+    assert refusal(worker).code is Code.NIXL_UNAVAILABLE
+    host.give_movers = True
+    world.register_again(worker)
+    assert worker.heard(wk.Registered)
+
+
+def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
+    host = world.host("p")
+    neighbour = world.register(host, spec_of("e"))
+    stranger = world.connect(host)
+    fresh = type(stranger)(world, host, 999)
+    host.workers[999] = fresh
+    world.feed(host, ev.WorkerOpened(999, 1, 0))
+    fresh.say(wk.Ready(transfer_id="t"))
+    assert [m.code for m in fresh.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert 999 not in host.node.sessions
+    assert neighbour.connected
+
+
+def test_a_client_of_another_version_is_told_which_are_spoken(world):
+    host = world.host("p")
+    worker = world.connect(host)
+    fresh = type(worker)(world, host, 999)
+    host.workers[999] = fresh
+    world.feed(host, ev.WorkerOpened(999, 1, 0))
+    fresh.say(wk.Hello(versions=Versions(5, 6), client="future"))
+    (farewell,) = fresh.heard(wk.Farewell)
+    assert farewell.code is Code.BAD_VERSION
+    assert "5 to 6" in farewell.message
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens"),
+    [([99, 1, 2], TOKENS), ([-1, 1, 2], TOKENS), ([1, 1, 2], TOKENS), ([1], TOKENS), (IDS, 0)],
+)
+def test_a_bad_publish_is_refused_and_its_blocks_are_the_engines(world, ids, tokens):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", ids, tokens)
+    (refused,) = worker.heard(wk.PublishRefused)
+    assert refused.code is Code.BLOCKS_INVALID
+    worker.publish("t1", IDS, TOKENS)
+    assert len(worker.heard(wk.PublishRefused)) == 1
+
+
+def test_one_id_published_twice_is_refused_and_the_first_lives(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    worker.publish("t1", IDS, TOKENS)
+    assert [m.code for m in worker.heard(wk.PublishRefused)] == [Code.TRANSFER_EXISTS]
+    assert not worker.heard(wk.Released)
+
+
+def test_when_a_worker_goes_its_mover_is_killed_and_its_engine_forgotten(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    worker.close()
+    assert not [m for m in host.movers.values() if m.alive]
+    assert host.node.snapshot().engines == ()

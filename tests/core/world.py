@@ -1,0 +1,458 @@
+"""Several real nodes, joined by links that a test can cut, delay, reorder and duplicate.
+
+Workers, movers and memory are simulated with bytes that really move: a simulated mover expands the
+plan, copies from the address space of the source's mover, and reads the fence word, each step when
+the test says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvxferd.core import Node, Settings, effects as fx, events as ev
+from kvxferd.core.snapshot import Record
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, Incarnation, MoverId, RegionId, SessionId
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
+from kvxferd.layout.presets import attention_layout
+from kvxferd.plan import Expander, decode_plan
+from kvxferd.wire import mover as mv, worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Message, RegionAddress, TransferRef
+from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
+
+BLOCK_TOKENS = 4
+
+
+@dataclass
+class Worker:
+    """A rank's process, or a publisher's: memory, a fence page, and what its daemon told it."""
+
+    world: World
+    host: Host
+    session: SessionId
+    spec: EngineSpec | None = None
+    layout: RankLayout | None = None
+    memory: bytearray = field(default_factory=bytearray)
+    fence: bytearray = field(default_factory=lambda: bytearray(FENCE_PAGE_BYTES))
+    inbox: list[Message] = field(default_factory=list)
+    tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    slots: Iterator[int] = field(default_factory=itertools.count)
+    connected: bool = True
+
+    def say(self, message: Message, word: bytes = b"") -> None:
+        self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
+
+    def heard(self, kind: type[Message]) -> list[Message]:
+        return [m for m in self.inbox if isinstance(m, kind)]
+
+    def publish(self, transfer_id: str, ids: list[int], num_tokens: int, **more: object) -> TransferRef:
+        slot = next(self.slots)
+        word = self.world.rng.randbytes(FENCE_WORD_BYTES)
+        self.fence[slot * 16 : slot * 16 + 16] = word
+        nonce = self.world.rng.randbytes(16).hex()
+        spec = self.spec
+        assert spec is not None
+        self.say(
+            wk.Publish(
+                transfer_id=transfer_id,
+                nonce=nonce,
+                blocks={"full": PackedBlocks(pack_ids(ids))},
+                num_tokens=num_tokens,
+                fence_slot=slot,
+                **more,
+            ),
+            word,
+        )
+        endpoint = Endpoint(spec.home or self.host.endpoint)
+        return TransferRef(endpoint, spec.engine_id, spec.generation, transfer_id, nonce)
+
+    def pull(self, ref: TransferRef, ids: list[int], num_tokens: int, deadline_s: float = 5.0, first: int = 0) -> int:
+        ticket = next(self.tickets)
+        blocks = {"full": PackedBlocks(pack_ids(ids), first)}
+        self.say(
+            wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s)
+        )
+        return ticket
+
+    def ended(self, ticket: int) -> Message | None:
+        """The ticket's terminal event; more than one is a failure."""
+        found = [m for m in self.inbox if isinstance(m, wk.Delivered | wk.Failed) and m.ticket == ticket]
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
+    def close(self) -> None:
+        self.connected = False
+        self.world.feed(self.host, ev.WorkerClosed(self.session))
+
+    def fill(self, ids: list[int], num_tokens: int, seed: int) -> None:
+        """Write a request's content: a function of seed and global coordinates alone."""
+        for offset, content in self._places(ids, num_tokens, seed):
+            self.memory[offset : offset + len(content)] = content
+
+    def num_wrong(self, ids: list[int], num_tokens: int, seed: int) -> int:
+        """How many units of one token do not hold that content."""
+        return sum(
+            self.memory[offset : offset + len(content)] != content
+            for offset, content in self._places(ids, num_tokens, seed)
+        )
+
+    def _places(self, ids: list[int], num_tokens: int, seed: int) -> Iterator[tuple[int, bytes]]:
+        assert self.layout is not None
+        block_tokens = self.layout.groups[0].block_tokens
+        for tensor in self.layout.tensors:
+            units = [u for r in tensor.units for u in range(r.start, r.stop)]
+            for token, (index, unit) in itertools.product(range(num_tokens), enumerate(units)):
+                offset = (
+                    tensor.offset
+                    + ids[token // block_tokens] * tensor.block_stride
+                    + token % block_tokens * tensor.token_stride
+                    + index * tensor.unit_stride
+                )
+                key = f"{seed}.{tensor.layer}.{tensor.component}.{unit}.{token}"
+                yield offset, random.Random(key).randbytes(tensor.chunk_bytes)
+
+
+@dataclass
+class Mover:
+    """A mover process. `hold` keeps it from working on pulls until the test steps it."""
+
+    world: World
+    host: Host
+    mover: MoverId
+    agent: AgentName
+    worker: Worker
+    alive: bool = True
+    attended: bool = False
+    hold: bool = False
+    mute: bool = False  # answers nothing: frozen
+    plans: dict[str, Expander] = field(default_factory=dict)
+    remotes: set[AgentName] = field(default_factory=set)
+    base: int = 0
+    started: deque[mv.StartPull] = field(default_factory=deque)
+    copied: deque[mv.StartPull] = field(default_factory=deque)
+    aborted: set[int] = field(default_factory=set)
+    assembly: IdsAssembly = field(default_factory=IdsAssembly)
+
+    def say(self, message: Message) -> None:
+        if self.alive and not self.mute:
+            self.world.feed(self.host, ev.MoverSaid(self.mover, message))
+
+    def hear(self, message: Message) -> None:
+        match message:
+            case mv.Bind():
+                self._bind()
+            case mv.MapFence():
+                page = self.host.workers[message.session].fence
+                address = self.world.map(self, page)
+                self.say(mv.FenceMapped(session=message.session, address=address, metadata=b"fence"))
+            case mv.Attend():
+                self.attended = message.on
+                if message.on:
+                    self.say(mv.Attending(token=message.token))
+            case mv.LoadPlan():
+                self.plans[message.digest] = Expander(decode_plan(message.encoded))
+            case mv.LoadRemote():
+                self.remotes.add(message.agent)
+            case mv.DropRemote():
+                self.remotes.discard(message.agent)
+            case mv.StartPull():
+                local = self.assembly.complete(message.local, message.stream)
+                remote = self.assembly.complete(message.remote, message.stream + 1)
+                self.started.append(msgspec.structs.replace(message, local=local, remote=remote))
+                if not self.hold:
+                    self.copy()
+                    self.finish()
+            case mv.AbortPull():
+                self.aborted.add(message.pull)
+                for start in [s for s in self.started if s.pull == message.pull and not self.hold]:
+                    self.started.remove(start)
+                    self._done(start, mv.PullOutcome(delivered=False, started=False))
+            case mv.UnmapFence():
+                pass
+            case _:
+                self.assembly.add(message)
+
+    def _bind(self) -> None:
+        layout = self.worker.layout
+        assert layout is not None
+        self.base = self.world.map(self, self.worker.memory)
+        region = layout.regions[0]
+        address = RegionAddress(region.region, self.base, region.size_bytes)
+        self.say(mv.Bound(regions=(address,), metadata=b"meta"))
+
+    def copy(self) -> None:
+        """Do all data reads of the oldest pull that has not been copied."""
+        if not self.started:
+            return
+        start = self.started.popleft()
+        expander = self.plans[start.plan]
+        regions = {source.rank: {r.region: r.address for r in source.regions} for source in start.sources}
+        assert {source.agent for source in start.sources} <= self.remotes, "an agent was never loaded"
+        local_bases = {RegionId("kv"): self.base}
+        found = expander.expand(start.local, start.remote, start.num_tokens, local_bases, regions)
+        agents = {source.rank: source.agent for source in start.sources}
+        for rank, runs in found.items():
+            for local, remote, length in zip(*map(list, runs), strict=True):
+                content = self.world.read(agents[rank], int(remote), int(length))
+                if content is None:
+                    code = mv.PullOutcome(delivered=False, agent=agents[rank], message="gone", code=Code.TRANSPORT)
+                    self._done(start, code)
+                    return
+                at = int(local) - self.base
+                self.worker.memory[at : at + int(length)] = content
+        self.copied.append(start)
+
+    def finish(self) -> None:
+        """Read the fence word of the oldest copied pull and say how it ended."""
+        if not self.copied:
+            return
+        start = self.copied.popleft()
+        assert start.fence.agent in self.remotes, "the fence's agent was never loaded"
+        word = self.world.read(start.fence.agent, start.fence.address, FENCE_WORD_BYTES)
+        if word == start.fence.word:
+            self._done(start, mv.PullOutcome(delivered=True, bytes=1, runs=1))
+        else:
+            self._done(start, mv.PullOutcome(delivered=False, code=Code.RELEASED, message="fence word changed"))
+
+    def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
+        self.say(mv.PullDone(pull=start.pull, outcome=outcome))
+
+    def die(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.world.unmap(self)
+            self.world.feed(self.host, ev.MoverDied(self.mover))
+
+
+@dataclass
+class Host:
+    """One node with its workers and movers."""
+
+    name: str
+    endpoint: Endpoint
+    node: Node
+    workers: dict[SessionId, Worker] = field(default_factory=dict)
+    movers: dict[MoverId, Mover] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    give_movers: bool = True
+
+
+@dataclass
+class Envelope:
+    """A message under way. Encoded, as on the wire."""
+
+    source: str
+    target: str
+    event: Callable[[Message], ev.Event]
+    payload: bytes
+
+
+class World:
+    """The hosts, the network between them, and the clock."""
+
+    def __init__(self, seed: int = 0, settings: Settings | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.now = 100.0
+        self.settings = settings or Settings()
+        self.hosts: dict[str, Host] = {}
+        self.network: deque[Envelope] = deque()
+        self.cut: set[tuple[str, str]] = set()
+        self.hold_network = False
+        self._local: deque[Callable[[], None]] = deque()
+        self._settling = False
+        self._memory: dict[int, tuple[Mover, bytearray]] = {}
+        self._next_address = 1 << 30
+        self._numbers = itertools.count(1)
+
+    # --- building
+
+    def host(self, name: str) -> Host:
+        endpoint = Endpoint(f"tcp://{name}:9441")
+        node = Node(
+            boot=BootId(f"boot-{name}-{next(self._numbers)}"),
+            endpoint=endpoint,
+            settings=self.settings,
+            new_token=lambda: self.rng.randbytes(16).hex(),
+        )
+        self.hosts[name] = Host(name, endpoint, node)
+        return self.hosts[name]
+
+    def connect(self, host: Host) -> Worker:
+        worker = Worker(self, host, SessionId(next(self._numbers)))
+        host.workers[worker.session] = worker
+        self.feed(host, ev.WorkerOpened(worker.session, 1, 0))
+        worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
+        return worker
+
+    def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:
+        worker = self.connect(host)
+        worker.spec = spec
+        facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32} | more
+        worker.layout = attention_layout(spec=spec, layout=layout, **facts)
+        worker.memory = bytearray(worker.layout.regions[0].size_bytes)
+        self.register_again(worker)
+        return worker
+
+    def register_again(self, worker: Worker, incarnation: str = "first") -> None:
+        assert worker.spec is not None
+        assert worker.layout is not None
+        region = worker.layout.regions[0]
+        worker.say(
+            wk.Register(
+                request=1,
+                engine=worker.spec,
+                layout=worker.layout,
+                regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
+                incarnation=Incarnation(incarnation),
+            )
+        )
+
+    def engine(self, host: Host, name: str, layout: str = "HND", **facts: int | str) -> list[Worker]:
+        """Every rank of an engine, all on one host."""
+        block_tokens = int(facts.pop("block_tokens", BLOCK_TOKENS))
+        first = spec_of(name, **facts)
+        return [
+            self.register(
+                host,
+                msgspec.structs.replace(first, pp_rank=rank.pp_rank, tp_rank=rank.tp_rank),
+                layout,
+                block_tokens=block_tokens,
+            )
+            for rank in first.ranks()
+        ]
+
+    # --- memory
+
+    def map(self, mover: Mover, memory: bytearray) -> int:
+        address = self._next_address
+        self._next_address += len(memory) + 4096
+        self._memory[address] = (mover, memory)
+        return address
+
+    def unmap(self, mover: Mover) -> None:
+        self._memory = {a: entry for a, entry in self._memory.items() if entry[0] is not mover}
+
+    def read(self, agent: AgentName, address: int, length: int) -> bytes | None:
+        for base, (mover, memory) in self._memory.items():
+            if mover.agent == agent and base <= address and address + length <= base + len(memory):
+                return bytes(memory[address - base : address - base + length])
+        return None
+
+    # --- running
+
+    def feed(self, host: Host, event: ev.Event) -> None:
+        if self.hosts.get(host.name) is not host:
+            return  # that daemon is dead
+        for effect in host.node.feed(event, self.now):
+            self._do(host, effect)
+        host.node.check_integrity()
+        self.settle()
+
+    def _do(self, host: Host, effect: fx.Effect) -> None:
+        match effect:
+            case fx.ToWorker():
+                if (worker := host.workers.get(effect.session)) and worker.connected:
+                    worker.inbox.append(effect.message)
+            case fx.CloseWorker():
+                self._later(host, ev.WorkerClosed(effect.session))
+                host.workers[effect.session].connected = False
+            case fx.OverwriteFence():
+                page = host.workers[effect.session].fence
+                page[effect.slot * 16 : effect.slot * 16 + 16] = self.rng.randbytes(16)
+            case fx.NeedMover():
+                self._give_mover(host, effect.session)
+            case fx.KillMover():
+                self._run_later(host.movers[effect.mover].die)
+            case fx.ToMover() | fx.BindMover():
+                mover = host.movers[effect.mover]
+                self._run_later(lambda: mover.hear(effect.message) if mover.alive and not mover.mute else None)
+            case fx.ShareFence():
+                mover = host.movers[effect.mover]
+                share = mv.MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
+                self._run_later(lambda: mover.hear(share) if mover.alive else None)
+            case fx.ToPeer():
+                target = effect.endpoint.removeprefix("tcp://").removesuffix(":9441")
+                route = host.name.encode()
+                self._post(host.name, target, lambda m: ev.RouteSaid(route, m), effect.message)
+            case fx.ToRoute():
+                endpoint = host.endpoint
+                self._post(host.name, effect.route.decode(), lambda m: ev.PeerSaid(endpoint, m), effect.message)
+            case fx.Observed():
+                host.records.append(effect.record)
+            case fx.AdoptRegions() | fx.ForgetPeer():
+                pass
+
+    def _give_mover(self, host: Host, session: SessionId) -> None:
+        if not host.give_movers:
+            return
+        number = MoverId(next(self._numbers))
+        agent = AgentName(f"{host.node.moment.boot}/{number}")
+        mover = Mover(self, host, number, agent, host.workers[session])
+        host.movers[number] = mover
+        self._later(host, ev.MoverTaken(session, number, agent, "simulated"))
+
+    def _later(self, host: Host, event: ev.Event) -> None:
+        self._run_later(lambda: self.feed(host, event))
+
+    def _run_later(self, act: Callable[[], None]) -> None:
+        """After the effects of the present event. Local matters are never delayed."""
+        self._local.append(act)
+
+    def _post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
+        self.network.append(Envelope(source, target, event, encode(message)))
+
+    def settle(self) -> None:
+        """Let local matters take their course, and the network too unless it is held."""
+        if self._settling:
+            return
+        self._settling = True
+        try:
+            while self._local or (self.network and not self.hold_network):
+                if self._local:
+                    self._local.popleft()()
+                else:
+                    self.arrive(self.network.popleft())
+        finally:
+            self._settling = False
+
+    def deliver(self) -> None:
+        """Let everything that is under way arrive, and what follows from it."""
+        held, self.hold_network = self.hold_network, False
+        self.settle()
+        self.hold_network = held
+
+    def arrive(self, envelope: Envelope) -> None:
+        host = self.hosts.get(envelope.target)
+        if host is None or (envelope.source, envelope.target) in self.cut:
+            return
+        self.feed(host, envelope.event(PEER_MESSAGES.decode(envelope.payload)))
+        self.settle()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with every timer at its moment."""
+        end = self.now + seconds
+        while True:
+            due = [(d, h) for h in self.hosts.values() if (d := h.node.next_deadline()) is not None and d <= end]
+            if not due:
+                break
+            deadline, host = min(due, key=lambda entry: entry[0])
+            self.now = max(self.now, deadline)
+            self.feed(host, ev.Tick())
+        self.now = end
+        for host in list(self.hosts.values()):
+            self.feed(host, ev.Tick())
+
+
+def spec_of(name: str, *, pp: int = 1, tp: int = 1, layers: int = 2, generation: str = "g1", **more: object) -> EngineSpec:
+    """An engine's spec, as of rank (0, 0)."""
+    return EngineSpec(
+        EngineId(name), Generation(generation), num_layers=layers, pp_size=pp, tp_size=tp, num_kv_heads=2, **more
+    )
