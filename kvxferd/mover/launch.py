@@ -1,0 +1,129 @@
+"""The daemon's end of the movers' parent: starts it, asks it for movers, notices when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from kvxferd.errors import ProtocolError
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.stream import FrameStream
+from kvxferd.wire.codec import encode
+
+_LOG = logging.getLogger(__name__)
+
+END_S = 3.0  # it may be importing the library, which it cannot leave
+
+Said = Ready | Unavailable | Forked | ForkFailed
+
+
+class ParentProcess:
+    """One run of `kvxferd.mover.parent`.
+
+    `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
+    `on_exit` comes once, after the last of them.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        lock_fd: int | None,
+        on_said: Callable[[Said, int], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        self._on_said = on_said
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._stream = FrameStream(ours)
+            try:
+                self._process = _spawn(theirs.fileno(), lock_fd, environment)
+            except BaseException:
+                self._stream.close()
+                raise
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._loop.add_reader(self._pidfd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fork(self, mover: MoverId, agent: AgentName, link: socket.socket) -> None:
+        """Ask for a mover on the given end of a socketpair, which the caller closes."""
+        self._stream.queue(encode(Fork(mover=mover, agent=agent)), (link.fileno(),))
+        self._flush()
+
+    def end(self) -> None:
+        """Have it end its movers and itself; `on_exit` follows. Idempotent."""
+        self._close_stream()
+        self._loop.call_later(END_S, self._kill)
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def _flush(self) -> None:
+        fd = self._stream.fileno()
+        try:
+            done = self._stream.flush()
+        except OSError:  # it is going; its pidfd will tell
+            return
+        if done:
+            self._loop.remove_writer(fd)
+        else:
+            self._loop.add_writer(fd, self._flush)
+
+    def _read(self) -> bool:
+        try:
+            frames, ended = self._stream.receive()
+            for frame in frames:
+                self._on_said(FROM_PARENT.decode(frame.payload), frame.fds[0] if frame.fds else -1)
+        except (ProtocolError, OSError) as error:
+            _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
+            frames, ended = [], True
+        if ended:
+            self._close_stream()
+            self._kill()
+        return bool(frames) and not ended
+
+    def _exited(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        while self._stream.fileno() >= 0 and self._read():
+            pass
+        self._close_stream()
+        self._process.wait()
+        self._on_exit()
+
+    def _close_stream(self) -> None:
+        fd = self._stream.fileno()
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            self._stream.close()
+
+
+def _spawn(control: int, lock_fd: int | None, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
+    inherited = [control]
+    if lock_fd is not None:
+        command += ["--lock-fd", str(lock_fd)]
+        inherited.append(lock_fd)
+    # numpy's linear algebra would start a thread per core, and a process with threads must not fork.
+    quiet = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=inherited,
+        env={**os.environ, **quiet, **environment},
+        start_new_session=True,  # a terminal's Ctrl-C is for the daemon, which then ends its movers
+    )

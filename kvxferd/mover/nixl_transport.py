@@ -1,0 +1,210 @@
+"""The transport that moves bytes between nodes: NIXL (or RIXL on ROCm) with its UCX backend."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport import ReadHandle, Span, TransportError
+from kvxferd.plan import Runs
+
+LIBRARIES = ("nixl", "rixl")
+
+# The bindings' exception classes live in a module whose name depends on the wheel.
+_LOST = "nixlRemoteDisconnectError"
+_UNKNOWN = "nixlNotFoundError"
+
+
+class Library:
+    """The imported library. Made once in the parent, inherited by every mover it forks."""
+
+    def __init__(self, module: Any, description: str) -> None:
+        self.api = module
+        self.description = description
+
+    def preload(self) -> None:
+        """Load the UCX plugin, which takes 0.4 s, and make no backend: forks stay possible."""
+        config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self.api.nixl_agent("preload", config).get_plugin_params("UCX")
+
+
+def import_library() -> Library:
+    """Import nixl, or else rixl. Raises MoverError(nixl-unavailable) with both reasons."""
+    _prepare_environment()
+    reasons = []
+    for name in LIBRARIES:
+        try:
+            module = _import_api(name)
+        # A broken install raises whatever its loader raises: OSError for a missing shared object.
+        except Exception as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        return Library(module, f"{name} {_version(name)}")
+    raise MoverError(f"cannot import a transfer library ({'; '.join(reasons)})", Code.NIXL_UNAVAILABLE)
+
+
+def _prepare_environment() -> None:
+    home = os.environ.get("HOME", "")
+    if not os.access(home, os.R_OK | os.X_OK):
+        os.environ["HOME"] = "/"  # the library looks for a configuration file there, and fails without one
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def _import_api(name: str) -> Any:
+    # To choose its CUDA wheel nixl asks torch for its CUDA version: it reads that off the disk, and
+    # imports torch (0.9 s, 190 MB) only when torch was built without CUDA, to learn just that.
+    # Where nixl can do without, torch.version is hidden from it while it looks.
+    hide = importlib.util.find_spec("nixl_meta_utils") is not None and "torch" not in sys.modules
+    if not hide:
+        return importlib.import_module(f"{name}._api")
+    sys.modules["torch.version"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module(f"{name}._api")
+    finally:
+        del sys.modules["torch.version"]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+class NixlRead:
+    """A posted transfer request."""
+
+    __slots__ = ("agent", "done", "request")
+
+    def __init__(self, agent: AgentName, request: Any) -> None:
+        self.agent = agent
+        self.request = request
+        self.done = False
+
+
+class NixlTransport:
+    """One NIXL agent, without its progress thread; see `Transport` for the promises."""
+
+    def __init__(self, library: Library, agent: AgentName) -> None:
+        self._api = library.api
+        self._agent = agent
+        self._library = library.description
+        self._registered: dict[Span, Any] = {}
+        config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+        try:
+            self._nixl = library.api.nixl_agent(agent, config)
+        except Exception as error:
+            raise MoverError(f"cannot make a NIXL agent: {_say(error)}", Code.NIXL_UNAVAILABLE) from error
+        if "UCX" not in self._nixl.backends:
+            raise MoverError("cannot make a NIXL agent: there is no UCX plugin", Code.NIXL_UNAVAILABLE)
+
+    @property
+    def agent(self) -> AgentName:
+        return self._agent
+
+    @property
+    def library(self) -> str:
+        return self._library
+
+    def register(self, span: Span) -> None:
+        try:
+            self._registered[span] = self._nixl.register_memory([(*span, 0, "")], "DRAM")
+        except Exception as error:
+            raise TransportError(
+                f"cannot register {span.size_bytes} bytes: {_say(error)}", settled=True
+            ) from error
+
+    def deregister(self, span: Span) -> None:
+        descriptors = self._registered.pop(span)
+        try:
+            self._nixl.deregister_memory(descriptors)
+        except Exception as error:
+            raise TransportError(f"cannot deregister memory: {_say(error)}", settled=True) from error
+
+    def metadata(self, spans: Sequence[Span]) -> bytes:
+        try:
+            descriptors = self._nixl.get_reg_descs([(*span, 0, "") for span in spans], "DRAM")
+            return bytes(self._nixl.get_partial_agent_metadata(descriptors, inc_conn_info=True))
+        except Exception as error:
+            raise TransportError(f"cannot describe memory to readers: {_say(error)}", settled=True) from error
+
+    def load_remote(self, metadata: bytes) -> AgentName:
+        try:
+            name = self._nixl.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransportError(f"cannot load a remote agent: {_say(error)}", settled=True) from error
+        return AgentName(name.decode() if isinstance(name, bytes) else name)
+
+    def drop_remote(self, agent: AgentName) -> None:
+        try:
+            self._nixl.remove_remote_agent(agent)
+        except Exception as error:
+            if type(error).__name__ != _UNKNOWN:
+                raise TransportError(f"cannot drop agent {agent}: {_say(error)}", settled=True) from error
+
+    def post(self, agent: AgentName, runs: Runs) -> NixlRead:
+        device = np.zeros_like(runs.length)
+        try:
+            request = self._nixl.initialize_xfer(
+                "READ",
+                self._nixl.get_xfer_descs(np.stack((runs.local, runs.length, device), axis=1), "DRAM"),
+                self._nixl.get_xfer_descs(np.stack((runs.remote, runs.length, device), axis=1), "DRAM"),
+                agent,
+            )
+        except Exception as error:
+            raise TransportError(f"cannot read from agent {agent}: {_say(error)}", settled=True) from error
+        handle = NixlRead(agent, request)
+        try:
+            handle.done = self._nixl.transfer(request) == "DONE"
+        except Exception as error:
+            raise _read_error(agent, error) from error
+        return handle
+
+    def poll(self, handle: ReadHandle) -> bool:
+        assert isinstance(handle, NixlRead)
+        if not handle.done:
+            try:
+                handle.done = self._nixl.check_xfer_state(handle.request) == "DONE"
+            except Exception as error:
+                raise _read_error(handle.agent, error) from error
+        return handle.done
+
+    def release(self, handle: ReadHandle) -> None:
+        assert isinstance(handle, NixlRead)
+        self._nixl.release_xfer_handle(handle.request)
+
+    def progress(self) -> None:
+        # Nobody sends this agent notifications; asking for them is what drives UCX.
+        self._nixl.get_new_notifs()
+
+    def close(self) -> None:
+        for span in list(self._registered):
+            self.deregister(span)
+        self._nixl = None
+
+
+def _read_error(agent: AgentName, error: Exception) -> TransportError:
+    """Say what a failed transfer proves.
+
+    A disconnect is reported from an endpoint in its failed state, which UCX closes by force: all
+    its outstanding requests are over (tried over CMA and TCP: no byte lands after the first
+    report, on any handle of that agent). Any other failure of something posted proves nothing,
+    because the library reports the last descriptor's error while others may be under way.
+    """
+    lost = type(error).__name__ == _LOST
+    return TransportError(f"cannot read from agent {agent}: {_say(error)}", settled=lost, lost=lost)
+
+
+def _say(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,147 @@
+"""The movers' parent: imports the transfer library once, makes no agent, forks movers on request.
+
+    python -m kvxferd.mover.parent --control-fd N [--lock-fd M]
+
+Ends when the daemon closes its end of the control socket; its movers are killed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.mover import child
+from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.nixl_transport import Library, import_library
+from kvxferd.mover.process import Crowd, prepare_thread
+from kvxferd.mover.stream import FrameStream
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.framing import Frame
+
+_LOG = logging.getLogger(__name__)
+
+
+class Parent:
+    """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
+
+    def __init__(self, control: FrameStream, keep: tuple[int, ...]) -> None:
+        self._control = control
+        self._crowd = Crowd(len(os.sched_getaffinity(0)))
+        self._surroundings = child.Surroundings(os.getpid(), self._crowd, keep)
+        self._pidfds: dict[int, int] = {}  # pidfd: pid
+
+    def serve(self) -> None:
+        """Run until the daemon is gone."""
+        try:
+            library = _load()
+        except MoverError as error:
+            self._send(Unavailable(reason=error.message))
+            self._wait_for_daemon()
+            return
+        self._send(Ready(library=library.description))
+        # What is there now stays as it is: the collector's marks would copy every page in each child.
+        gc.collect()
+        gc.freeze()
+        try:
+            while self._turn(library):
+                pass
+        finally:
+            self._end_movers()
+
+    def _turn(self, library: Library) -> bool:
+        link = self._control.fileno()
+        readable, _, _ = select.select([link, *self._pidfds], [], [])
+        for pidfd in readable:
+            if pidfd != link:
+                self._reap(pidfd)
+        if link not in readable:
+            return True
+        frames, ended = self._control.receive()
+        for frame in frames:
+            self._fork(frame, library)
+        return not ended
+
+    def _fork(self, frame: Frame, library: Library) -> None:
+        request: Fork = TO_PARENT.decode(frame.payload)
+        (link,) = frame.fds
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(link)
+            self._send(ForkFailed(mover=request.mover, reason=str(error)))
+            return
+        if pid == 0:
+            child.run(link, request.agent, library, self._surroundings)
+        os.close(link)
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[pidfd] = pid
+        self._crowd.set(len(self._pidfds))
+        self._send(Forked(mover=request.mover, pid=pid), (pidfd,))
+
+    def _reap(self, pidfd: int) -> None:
+        os.waitpid(self._pidfds.pop(pidfd), 0)
+        os.close(pidfd)
+        self._crowd.set(len(self._pidfds))
+
+    def _end_movers(self) -> None:
+        """They would die with this process; but then nobody might reap them."""
+        for pid in self._pidfds.values():
+            os.kill(pid, signal.SIGKILL)
+        for pidfd in list(self._pidfds):
+            self._reap(pidfd)
+
+    def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        self._control.queue(encode(message), fds)
+        while not self._control.flush():
+            select.select([], [self._control], [])
+
+    def _wait_for_daemon(self) -> None:
+        ended = False
+        while not ended:
+            select.select([self._control], [], [])
+            frames, ended = self._control.receive()
+            for frame in frames:
+                for fd in frame.fds:
+                    os.close(fd)
+
+
+def _load() -> Library:
+    library = import_library()
+    try:
+        library.preload()
+    except Exception as error:
+        raise MoverError(f"cannot use {library.description}: {error}", Code.NIXL_UNAVAILABLE) from error
+    return library
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = argparse.ArgumentParser(prog="kvxferd.mover.parent", description=__doc__)
+    arguments.add_argument("--control-fd", type=int, required=True)
+    arguments.add_argument("--lock-fd", type=int, help="kept open by every mover, so that its flock tells")
+    given = arguments.parse_args()
+    os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s",
+    )
+    prepare_thread("kvxferd-parent")
+    control = FrameStream(socket.socket(fileno=given.control_fd))
+    try:
+        Parent(control, () if given.lock_fd is None else (given.lock_fd,)).serve()
+    except ConnectionError:
+        _LOG.info("the daemon is gone")
+
+
+if __name__ == "__main__":
+    main()

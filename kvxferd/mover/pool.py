@@ -1,0 +1,250 @@
+"""Movers for the daemon: some kept ready, so that a registration need not wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.ids import AgentName, BootId, MoverId
+from kvxferd.mover.control import Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.launch import ParentProcess, Said
+from kvxferd.wire.mover import FromMover, Up
+
+_LOG = logging.getLogger(__name__)
+
+REFILL_DELAY_S = 0.25  # after a mover was taken: its registration goes first
+RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a parent that dies; the last one repeats
+
+
+class PoolStatus(NamedTuple):
+    """For people."""
+
+    num_warm: int
+    num_starting: int
+    num_taken: int
+    library: str  # "" until the parent has imported one
+    reason: str  # why there are no movers; "" when there can be
+
+
+class MoverPool:
+    """Keeps `size` movers ready. All methods belong to the event loop that called `start`.
+
+    `on_message` gets what a taken mover says, in order; `on_exit` comes once for each taken mover,
+    after its last message, when its process is gone and nothing of it writes any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        boot: BootId,
+        size: int,
+        on_message: Callable[[MoverId, FromMover], None],
+        on_exit: Callable[[MoverId], None],
+        lock_fd: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._boot = boot
+        self._size = size
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._lock_fd = lock_fd
+        self._environment = dict(environment or {})
+        self._parent: ParentProcess | None = None
+        self._library = ""
+        self._reason = ""
+        self._num_restarts = 0
+        self._is_busy = False
+        self._is_stopping = False
+        self._next_id = 1
+        self._starting: dict[MoverId, MoverHandle] = {}
+        self._warm: deque[MoverHandle] = deque()
+        self._taken: dict[MoverId, MoverHandle] = {}
+        self._waiters: deque[asyncio.Future[MoverHandle]] = deque()
+        self._refill: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the parent; the first movers get ready while the caller goes on."""
+        self._start_parent()
+
+    async def take(self) -> MoverHandle:
+        """Return a ready mover, or else a new one when it is.
+
+        Raises MoverError: nixl-unavailable with the reason, or mover-lost where one died on the way.
+        """
+        if self._reason:
+            raise MoverError(self._reason, Code.NIXL_UNAVAILABLE)
+        if self._is_stopping:
+            raise MoverError("cannot take a mover: the pool is stopping", Code.MOVER_LOST)
+        self._fill_later()
+        while self._warm:
+            mover = self._warm.popleft()
+            if mover.is_alive:
+                self._taken[mover.mover_id] = mover
+                return mover
+        waiter: asyncio.Future[MoverHandle] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._fill()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._give_back(waiter.result())
+            raise
+
+    def set_busy(self, busy: bool) -> None:
+        """While busy no movers are made but those that somebody waits for."""
+        self._is_busy = busy
+        if not busy:
+            self._fill_later()
+
+    def describe(self) -> PoolStatus:
+        """Say how many movers there are, of which library, or why there are none."""
+        return PoolStatus(len(self._warm), len(self._starting), len(self._taken), self._library, self._reason)
+
+    async def stop(self) -> None:
+        """Kill all movers and their parent; return when they are gone."""
+        self._is_stopping = True
+        if self._refill is not None:
+            self._refill.cancel()
+        self._refuse_waiters(MoverError("cannot take a mover: the pool is stopping", Code.MOVER_LOST))
+        for mover in self._all():
+            mover.kill()
+        if self._parent is not None:
+            self._parent.end()
+        self._note_empty()
+        await self._empty.wait()
+
+    # --- the parent
+
+    def _start_parent(self) -> None:
+        if self._is_stopping:
+            return
+        try:
+            self._parent = ParentProcess(
+                self._environment, self._lock_fd, self._parent_said, self._parent_exited
+            )
+        except OSError as error:
+            _LOG.error("cannot start the movers' parent: %s", error)
+            self._restart_later()
+
+    def _parent_said(self, said: Said, pidfd: int) -> None:
+        match said:
+            case Ready():
+                self._library = said.library
+                self._num_restarts = 0
+                self._fill()
+            case Unavailable():
+                _LOG.error("no movers: %s", said.reason)
+                self._reason = said.reason
+                self._refuse_waiters(MoverError(said.reason, Code.NIXL_UNAVAILABLE))
+            case Forked():
+                self._starting[said.mover].attach(said.pid, pidfd)
+                if self._is_stopping:
+                    self._starting[said.mover].kill()
+            case ForkFailed():
+                _LOG.error("cannot fork a mover: %s", said.reason)
+                self._starting.pop(said.mover).discard()
+                self._refuse_one(MoverError(f"cannot fork a mover: {said.reason}", Code.MOVER_LOST))
+
+    def _parent_exited(self) -> None:
+        self._parent = None
+        self._library = ""
+        # Movers that it had not told of: their pidfds never came, and they die with it.
+        for mover in [m for m in self._starting.values() if not m.is_alive]:
+            del self._starting[mover.mover_id]
+            mover.discard()
+        if not self._is_stopping and not self._reason:
+            _LOG.error("the movers' parent died, and its movers with it; it is started again")
+            self._refuse_waiters(MoverError("the movers' parent died; register again", Code.MOVER_LOST))
+            self._restart_later()
+        self._note_empty()
+
+    def _restart_later(self) -> None:
+        delay = RESTART_DELAYS_S[min(self._num_restarts, len(RESTART_DELAYS_S) - 1)]
+        self._num_restarts += 1
+        asyncio.get_running_loop().call_later(delay, self._start_parent)
+
+    # --- movers on their way
+
+    def _fill_later(self) -> None:
+        if self._refill is None and not self._is_stopping:
+            self._refill = asyncio.get_running_loop().call_later(REFILL_DELAY_S, self._fill)
+
+    def _fill(self) -> None:
+        if self._refill is not None:
+            self._refill.cancel()
+            self._refill = None
+        if self._parent is None or not self._library or self._is_stopping:
+            return
+        wanted = len(self._waiters)
+        if not self._is_busy:
+            wanted += max(0, self._size - len(self._warm))
+        for _ in range(wanted - len(self._starting)):
+            self._fork(self._parent)
+
+    def _fork(self, parent: ParentProcess) -> None:
+        mover_id = MoverId(self._next_id)
+        self._next_id += 1
+        agent = AgentName(f"{self._boot}/{secrets.token_hex(8)}")
+        ours, theirs = socket.socketpair()
+        self._starting[mover_id] = MoverHandle(mover_id, agent, ours, self._mover_said, self._mover_exited)
+        with theirs:
+            parent.fork(mover_id, agent, theirs)
+
+    def _mover_said(self, mover: MoverHandle, message: FromMover) -> None:
+        if not isinstance(message, Up):
+            self._on_message(mover.mover_id, message)
+            return
+        del self._starting[mover.mover_id]
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._taken[mover.mover_id] = mover
+                waiter.set_result(mover)
+                return
+        self._warm.append(mover)
+
+    def _mover_exited(self, mover: MoverHandle) -> None:
+        if self._starting.pop(mover.mover_id, None) is not None:
+            _LOG.error("a mover died before its agent was made")
+            self._refuse_one(MoverError("the mover died before its agent was made", Code.MOVER_LOST))
+            # Not tried again before somebody asks: a library that cannot make agents would fork for ever.
+        elif self._taken.pop(mover.mover_id, None) is not None:
+            self._on_exit(mover.mover_id)
+        elif mover in self._warm:
+            self._warm.remove(mover)
+            self._fill_later()
+        self._note_empty()
+
+    def _give_back(self, mover: MoverHandle) -> None:
+        """Whoever waited for it is gone."""
+        if self._taken.pop(mover.mover_id, None) is not None and mover.is_alive:
+            self._warm.append(mover)
+
+    # --- those who wait
+
+    def _refuse_one(self, error: MoverError) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(error)
+                return
+
+    def _refuse_waiters(self, error: MoverError) -> None:
+        while self._waiters:
+            self._refuse_one(error)
+
+    def _all(self) -> list[MoverHandle]:
+        return [*self._starting.values(), *self._warm, *self._taken.values()]
+
+    def _note_empty(self) -> None:
+        if self._is_stopping and self._parent is None and not self._all():
+            self._empty.set()

@@ -1,0 +1,74 @@
+"""What a mover's process asks of the kernel: to die with others, wake in time, and hold nothing extra."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterable
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_TIMERSLACK = 29
+_TIMER_SLACK_NS = 5_000  # the default of 50 us is longer than the shortest pauses of the poll loop
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the parent dies, however it does."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def prepare_thread(name: str) -> None:
+    """Name the calling thread for `ps` and let its sleeps be short."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    _LIBC.prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
+
+
+def close_all_but(keep: Iterable[int]) -> None:
+    """Close every descriptor of this process except these."""
+    kept = set(keep)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
+def exit_when(fd: int, events: int, why: str) -> None:
+    """End this process, from a thread, once poll reports `events` (or a hang-up) on the descriptor.
+
+    The main thread may be inside a copy of a second at that time: this does not wait for it.
+    """
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(fd, events)
+        while not poller.poll():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name=why, daemon=True).start()
+
+
+class Crowd:
+    """How many movers run, shared by the parent that counts and the movers that look."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores = num_cores
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # shared by the processes forked later
+        self._count = ctypes.c_uint32.from_buffer(self._page)
+
+    def set(self, num_movers: int) -> None:
+        """Say how many there are (the parent)."""
+        self._count.value = num_movers
+
+    @property
+    def is_crowded(self) -> bool:
+        """More movers than cores: whoever spins keeps another from working."""
+        return self._count.value > self._num_cores

@@ -1,0 +1,97 @@
+"""One pull inside a mover: what is left to read, what is under way, what went wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, PullId
+from kvxferd.mover.slices import Slicer
+from kvxferd.mover.transport import ReadHandle
+from kvxferd.wire.mover import PullOutcome, StartPull
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A posted read."""
+
+    handle: ReadHandle
+    agent: AgentName
+    posted_at: float
+    was_full: bool  # the slice was as large as its budget
+
+
+@dataclass(slots=True)
+class Fault:
+    """Why a pull ends without its bytes."""
+
+    code: Code
+    message: str
+    at: float
+    agent: AgentName | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """State of one `StartPull` until its `PullDone`, and until it is quiet."""
+
+    request: StartPull
+    arrived_at: float
+    sources: deque[tuple[AgentName, Slicer]] = field(default_factory=deque)
+    flights: list[Flight] = field(default_factory=list)
+    fault: Fault | None = None
+    in_doubt: bool = False  # a read failed in a way that does not prove it is over
+    started: bool = False
+    reported: bool = False
+    fence_slot: int | None = None
+    fence_posted_at: float | None = None
+    num_bytes: int = 0
+    num_runs: int = 0
+    expanded_at: float = 0.0
+    expand_s: float = 0.0
+    post_s: float = 0.0
+    first_post_at: float | None = None
+    data_done_at: float | None = None
+
+    @property
+    def pull(self) -> PullId:
+        """Its name."""
+        return self.request.pull
+
+    @property
+    def can_post(self) -> bool:
+        """Data is left to read, and nothing speaks against reading it."""
+        return self.fault is None and bool(self.sources)
+
+    @property
+    def awaits_fence(self) -> bool:
+        """All data is here; the fence word has not been asked for."""
+        return self.fault is None and not self.sources and not self.flights and self.fence_posted_at is None
+
+    def fail(self, fault: Fault) -> None:
+        """Post nothing more. The first reason counts."""
+        if self.fault is None:
+            self.fault = fault
+        self.sources.clear()
+
+    def outcome(self, now: float) -> PullOutcome:
+        """Say how it ended, at `now`."""
+        fault = self.fault
+        expanded_at = self.expanded_at or now
+        data_done_at = self.data_done_at or now
+        return PullOutcome(
+            delivered=fault is None,
+            started=self.started,
+            finished=not self.flights and not self.in_doubt,
+            code=fault.code if fault else None,
+            message=fault.message if fault else "",
+            agent=fault.agent if fault else None,
+            bytes=self.num_bytes,
+            runs=self.num_runs,
+            queue_s=max(0.0, expanded_at - self.expand_s - self.arrived_at),
+            expand_s=self.expand_s,
+            post_s=self.post_s,
+            wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,
+            fence_s=now - self.fence_posted_at if self.fence_posted_at is not None else 0.0,
+        )

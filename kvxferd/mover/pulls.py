@@ -1,0 +1,288 @@
+"""The pull engine: posts many pulls fairly, reads each one's fence word, says how each ended.
+
+No I/O but the transport's. `step` is called for as long as `is_busy`; what is to be told collects
+in `outbox`. What a failed read proves, and what the engine says of it:
+
+* an address or agent that the library refuses: nothing was posted.
+* a lost connection: every read from that agent is over (`TransportError.settled`).
+* any other failure of a posted read proves nothing: the pull ends with ``finished=False`` and no
+  `PullQuiet` will come, because the library has no way to ask again. Only this mover's death ends it.
+
+A pull that failed while other reads of it are under way waits `SETTLE_S` for them, and then ends
+in doubt; `PullQuiet` follows when they are terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import AgentName, Digest, PullId, RegionId
+from kvxferd.mover.pull import Fault, Flight, Pull
+from kvxferd.mover.remotes import Remotes
+from kvxferd.mover.scratch import Scratch
+from kvxferd.mover.slices import Budget, Slicer
+from kvxferd.mover.transport import Transport, TransportError
+from kvxferd.plan import Expander, Runs, decode_plan
+from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.mover import FromMover, PullDone, PullQuiet, StartPull
+
+_LOG = logging.getLogger(__name__)
+
+MAX_FLIGHTS = 16  # posts under way, all pulls together
+MAX_FLIGHTS_PER_PULL = 3  # so that five large pulls leave room for a small one
+SETTLE_S = 0.1
+
+
+class PullEngine:
+    """Runs the pulls of one mover. One thread."""
+
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.outbox: deque[FromMover] = deque()
+        self.remotes = Remotes(transport)
+        self._transport = transport
+        self._clock = clock
+        self._scratch = Scratch(transport)
+        self._bases: Mapping[RegionId, int] = {}
+        self._plans: dict[Digest, Expander] = {}
+        self._budgets: dict[AgentName, Budget] = {}
+        self._waiting: deque[Pull] = deque()
+        self._reading: deque[Pull] = deque()
+        self._by_id: dict[PullId, Pull] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is waiting or under way: call `step`."""
+        return bool(self._by_id)
+
+    @property
+    def num_flights(self) -> int:
+        """Posts under way."""
+        return sum(len(pull.flights) for pull in self._reading)
+
+    def bind(self, bases: Mapping[RegionId, int]) -> None:
+        """Say where the local regions lie."""
+        self._bases = dict(bases)
+
+    def load_plan(self, digest: Digest, encoded: bytes) -> None:
+        """Keep a plan. One that cannot be decoded is unknown to the pulls that name it."""
+        try:
+            self._plans[digest] = Expander(decode_plan(encoded))
+        except KvxferdError as error:
+            _LOG.error("cannot load plan %s: %s", digest, error.message)
+
+    def start(self, request: StartPull) -> None:
+        """Queue a pull. Exactly one `PullDone` will come of it."""
+        if request.pull in self._by_id:
+            _LOG.error("cannot start pull %s: it is running", request.pull)
+            return
+        pull = Pull(request, self._clock())
+        self._by_id[request.pull] = pull
+        self._waiting.append(pull)
+
+    def abort(self, number: PullId) -> None:
+        """Post nothing more for a pull. One that has ended is no error."""
+        pull = self._by_id.get(number)
+        if pull is not None:
+            pull.fail(Fault(Code.CANCELLED, f"pull {number} was cancelled", self._clock()))
+            self._conclude(pull)
+
+    def step(self) -> bool:
+        """Move everything on by at most one expansion and one post; return whether anything moved."""
+        moved = False
+        for pull in tuple(self._reading):
+            moved |= self._poll(pull)
+        moved |= self._expand_next()
+        moved |= self._post_next()
+        for pull in tuple(self._reading):
+            moved |= self._conclude(pull)
+        return moved
+
+    # --- a pull's stations, in order
+
+    def _expand_next(self) -> bool:
+        if not self._waiting:
+            return False
+        pull = self._waiting.popleft()
+        if pull.fault is None:
+            began = self._clock()
+            try:
+                self._expand(pull)
+            except KvxferdError as error:
+                pull.fail(Fault(error.code, error.message, self._clock()))
+            except Exception as error:
+                _LOG.exception("cannot expand pull %s", pull.pull)
+                pull.fail(Fault(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
+            pull.expanded_at = self._clock()
+            pull.expand_s = pull.expanded_at - began
+        self._reading.append(pull)
+        return True
+
+    def _expand(self, pull: Pull) -> None:
+        request = pull.request
+        expander = self._plans.get(request.plan)
+        if expander is None:
+            raise KvxferdError(f"cannot expand plan {request.plan}: it is not known here")
+        agents = {source.rank: source.agent for source in request.sources}
+        remote_bases = {
+            source.rank: {region.region: region.address for region in source.regions}
+            for source in request.sources
+        }
+        runs = expander.expand(request.local, request.remote, request.num_tokens, self._bases, remote_bases)
+        for rank, columns in runs.items():
+            slicer = Slicer(columns)
+            if not slicer.is_empty:
+                pull.num_bytes += slicer.num_bytes
+                pull.num_runs += slicer.num_runs
+                pull.sources.append((agents[rank], slicer))
+
+    def _post_next(self) -> bool:
+        """Post one slice, of the pull that has waited longest for its turn."""
+        if self.num_flights >= MAX_FLIGHTS:
+            return False
+        for _ in range(len(self._reading)):
+            pull = self._reading[0]
+            self._reading.rotate(-1)
+            if pull.can_post and len(pull.flights) < MAX_FLIGHTS_PER_PULL:
+                self._post_slice(pull)
+                return True
+            if pull.awaits_fence and pull.num_runs and self._post_fence(pull):
+                return True
+        return False
+
+    def _post_slice(self, pull: Pull) -> None:
+        agent, slicer = pull.sources.popleft()
+        budget = self._budgets.setdefault(agent, Budget())
+        runs = slicer.take(budget.bytes)
+        was_full = not slicer.is_empty
+        if was_full:
+            pull.sources.append((agent, slicer))  # the other remote ranks come first
+        if pull.first_post_at is None:
+            pull.first_post_at = self._clock()
+        self._post(pull, agent, runs, was_full)
+
+    def _post_fence(self, pull: Pull) -> bool:
+        slot = self._scratch.take()
+        if slot is None:
+            return False
+        fence = pull.request.fence
+        pull.fence_slot = slot
+        pull.fence_posted_at = self._clock()
+        place = (np.array([number], dtype=np.uint64) for number in (slot, fence.address, FENCE_WORD_BYTES))
+        self._post(pull, fence.agent, Runs(*place), was_full=False)
+        return True
+
+    def _post(self, pull: Pull, agent: AgentName, runs: Runs, was_full: bool) -> None:
+        if problem := self.remotes.problem(agent):
+            pull.fail(Fault(Code.TRANSPORT, problem, self._clock(), agent))
+            return
+        began = self._clock()
+        self.remotes.began(agent)
+        try:
+            handle = self._transport.post(agent, runs)
+        except Exception as error:
+            pull.started |= not _refused(error)
+            self._failed(pull, agent, error)
+            return
+        finally:
+            pull.post_s += self._clock() - began
+        pull.started = True
+        flight = Flight(handle, agent, began, was_full)
+        if handle.done:
+            self._landed(pull, flight)
+        else:
+            pull.flights.append(flight)
+
+    def _poll(self, pull: Pull) -> bool:
+        moved = False
+        for flight in tuple(pull.flights):
+            try:
+                if not self._transport.poll(flight.handle):
+                    continue
+            except Exception as error:
+                pull.flights.remove(flight)
+                self._failed(pull, flight.agent, error)
+            else:
+                pull.flights.remove(flight)
+                self._landed(pull, flight)
+            moved = True
+        return moved
+
+    def _landed(self, pull: Pull, flight: Flight) -> None:
+        now = self._clock()
+        self._transport.release(flight.handle)
+        self.remotes.ended(flight.agent)
+        if pull.fence_posted_at is None:
+            pull.data_done_at = now
+        budget = self._budgets.get(flight.agent)
+        if budget is not None:
+            budget.took(now - flight.posted_at, flight.was_full)
+
+    def _failed(self, pull: Pull, agent: AgentName, error: Exception) -> None:
+        if isinstance(error, TransportError):
+            lost, settled, message = error.lost, error.settled, error.message
+        else:
+            _LOG.error("unexpected failure of the transport", exc_info=error)
+            lost, settled, message = False, False, repr(error)
+        self.remotes.ended(agent, lost)
+        if lost:
+            self._budgets.pop(agent, None)
+        pull.in_doubt |= not settled
+        pull.fail(Fault(Code.TRANSPORT, message, self._clock(), agent))
+
+    def _conclude(self, pull: Pull) -> bool:
+        """Tell what there is to tell of a pull; forget it once it is quiet."""
+        now = self._clock()
+        if pull.flights:
+            fault = pull.fault
+            if fault is None or fault.code is Code.CANCELLED or pull.reported or now < fault.at + SETTLE_S:
+                return False
+            self._report(pull, now)
+            return True
+        if not self._is_over(pull):
+            return False
+        if pull.fault is None and pull.fence_slot is not None:
+            self._compare(pull, now)
+        if not pull.reported:
+            self._report(pull, now)
+        elif not pull.in_doubt:
+            self.outbox.append(PullQuiet(pull=pull.pull))
+        self._forget(pull)
+        return True
+
+    @staticmethod
+    def _is_over(pull: Pull) -> bool:
+        """Nothing is under way, and nothing more will be."""
+        if pull.fault is not None:
+            return True
+        if not pull.expanded_at or pull.sources:
+            return False
+        return pull.fence_posted_at is not None or not pull.num_runs
+
+    def _compare(self, pull: Pull, now: float) -> None:
+        assert pull.fence_slot is not None
+        if self._scratch.word(pull.fence_slot) != pull.request.fence.word:
+            message = f"cannot deliver pull {pull.pull}: the source let go of the blocks while they were read"
+            pull.fail(Fault(Code.RELEASED, message, now, pull.request.fence.agent))
+
+    def _report(self, pull: Pull, now: float) -> None:
+        pull.reported = True
+        self.outbox.append(PullDone(pull=pull.pull, outcome=pull.outcome(now)))
+
+    def _forget(self, pull: Pull) -> None:
+        del self._by_id[pull.pull]
+        for queue in (self._waiting, self._reading):
+            if pull in queue:
+                queue.remove(pull)
+        if pull.fence_slot is not None and not pull.in_doubt:
+            self._scratch.give_back(pull.fence_slot)
+
+
+def _refused(error: Exception) -> bool:
+    """The library said no before it posted anything."""
+    return isinstance(error, TransportError) and error.settled and not error.lost

@@ -1,0 +1,86 @@
+"""Remote agents that a mover has loaded, and when it is safe to touch that."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport import Transport, TransportError
+
+_LOG = logging.getLogger(__name__)
+
+
+class Remotes:
+    """Loads, drops and repairs remote agents. Nothing is unloaded under a read that is under way.
+
+    A lost connection to a living agent stays dead in the library until the agent is dropped and
+    loaded again; that happens here, from the metadata seen, once the last read has ended.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._metadata: dict[AgentName, list[bytes]] = {}
+        self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
+        self._reload: set[AgentName] = set()  # drop, and load again what is in _metadata, once idle
+        self._problems: dict[AgentName, str] = {}
+
+    def load(self, agent: AgentName, metadata: bytes) -> None:
+        """Get to know an agent or more of it. What goes wrong is said by `problem`."""
+        known = self._metadata.setdefault(agent, [])
+        if metadata in known:
+            return
+        known.append(metadata)
+        if agent not in self._reload:
+            self._load_one(agent, metadata)
+
+    def drop(self, agent: AgentName) -> None:
+        """Forget an agent as soon as nothing is read from it."""
+        if self._metadata.pop(agent, None) is not None:
+            self._reload.add(agent)
+            self._settle(agent)
+
+    def problem(self, agent: AgentName) -> str:
+        """Say why the agent cannot be read, "" if it can."""
+        if agent not in self._metadata:
+            return f"cannot read from agent {agent}: it is not known here"
+        if agent in self._reload:
+            return f"cannot read from agent {agent}: its connection is lost"
+        return self._problems.get(agent, "")
+
+    def began(self, agent: AgentName) -> None:
+        """A read from the agent is posted."""
+        self._in_flight[agent] += 1
+
+    def ended(self, agent: AgentName, lost: bool = False) -> None:
+        """That read is terminal; `lost`: its connection is dead."""
+        self._in_flight[agent] -= 1
+        if lost:
+            self._reload.add(agent)
+        if agent in self._reload:
+            self._settle(agent)
+        elif not self._in_flight[agent]:
+            del self._in_flight[agent]
+
+    def _settle(self, agent: AgentName) -> None:
+        if self._in_flight[agent]:
+            return
+        del self._in_flight[agent]
+        self._reload.discard(agent)
+        self._problems.pop(agent, None)
+        try:
+            self._transport.drop_remote(agent)
+        except TransportError as error:
+            _LOG.warning("%s", error.message)
+        for metadata in self._metadata.get(agent, ()):
+            self._load_one(agent, metadata)
+
+    def _load_one(self, agent: AgentName, metadata: bytes) -> None:
+        try:
+            name = self._transport.load_remote(metadata)
+        except TransportError as error:
+            self._problems[agent] = error.message
+            return
+        if name != agent:
+            self._problems[agent] = f"cannot load agent {agent}: its metadata is that of {name}"
+            self._transport.drop_remote(name)

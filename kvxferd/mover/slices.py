@@ -1,0 +1,77 @@
+"""One pull's runs, cut into posts that are short in time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvxferd.plan import Runs
+
+# A descriptor costs about as much as copying 16 KiB, scattered 4 KiB blocks over CMA included.
+DESCRIPTOR_COST_BYTES = 16 << 10
+MAX_DESCRIPTORS = 2048
+# A longer run is cut, so that no post is larger than its budget by more than one piece.
+MAX_PIECE_BYTES = 4 << 20
+
+
+class Slicer:
+    """Hands out the runs of one remote rank in order, a slice at a time."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.num_runs = len(runs.length)
+        self.num_bytes = int(runs.length.sum())
+        self._runs = _cut(runs)
+        self._cost = np.cumsum(self._runs.length + np.uint64(DESCRIPTOR_COST_BYTES))
+        self._next = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Everything has been handed out."""
+        return self._next >= len(self._runs.length)
+
+    def take(self, budget_bytes: int) -> Runs:
+        """Return the next slice; at least one descriptor."""
+        start = self._next
+        spent = int(self._cost[start - 1]) if start else 0
+        stop = int(np.searchsorted(self._cost, np.uint64(spent + budget_bytes), side="right"))
+        stop = max(start + 1, min(stop, start + MAX_DESCRIPTORS))
+        self._next = stop
+        return Runs(*(column[start:stop] for column in self._runs))
+
+
+class Budget:
+    """How large a slice may be: halved where the last took too long, doubled where it was short.
+
+    Measured, because a byte takes 0.1 ns over a fast NIC and 2 ns over TCP in a container.
+    """
+
+    MIN_BYTES = 1 << 20
+    MAX_BYTES = 64 << 20
+    START_BYTES = 4 << 20
+    SHORT_S = 0.002
+    LONG_S = 0.008
+
+    def __init__(self) -> None:
+        self.bytes = self.START_BYTES
+
+    def took(self, elapsed_s: float, was_full: bool) -> None:
+        """Learn from one slice: from before its post until it was terminal."""
+        if elapsed_s > self.LONG_S:
+            self.bytes = max(self.MIN_BYTES, self.bytes // 2)
+        elif elapsed_s < self.SHORT_S and was_full:
+            self.bytes = min(self.MAX_BYTES, self.bytes * 2)
+
+
+def _cut(runs: Runs) -> Runs:
+    local, remote, length = (np.ascontiguousarray(column, dtype=np.uint64) for column in runs)
+    piece = np.uint64(MAX_PIECE_BYTES)
+    if not len(length) or length.max() <= piece:
+        return Runs(local, remote, length)
+    num_pieces = ((length + piece - np.uint64(1)) // piece).astype(np.int64)
+    first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offset = (np.arange(int(num_pieces.sum()), dtype=np.int64) - first).astype(np.uint64) * piece
+    whole = np.repeat(length, num_pieces)
+    return Runs(
+        np.repeat(local, num_pieces) + offset,
+        np.repeat(remote, num_pieces) + offset,
+        np.minimum(whole - offset, piece),
+    )
