@@ -8,6 +8,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.client.fence import FenceSlots
@@ -34,14 +35,26 @@ class Connection:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
+        self._given_back = ExitStack()
+        try:
+            self._open(path, name)
+        except BaseException:
+            self._given_back.close()
+            raise
+
+    def _open(self, path: Path, name: str) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # the session's standing, or an answer
         self.mailbox = Mailbox()
-        self._page = FencePage.create()
-        self.session = Session(name, FenceSlots(self._page), self._page.fd, self.mailbox.put)
+        self._given_back.callback(self.mailbox.close)
+        page = FencePage.create()
+        self._given_back.callback(page.close)
+        self.session = Session(name, FenceSlots(page), page.fd, self.mailbox.put)
         self.trouble: OSError | None = None  # why the daemon was not reached just now
         self._selector = selectors.DefaultSelector()
+        self._given_back.callback(self._selector.close)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._given_back.callback(os.close, self._wake_fd)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
         self._movers = MoverWatch(self._selector, self._quiet)
         self._link: Link | None = None
@@ -49,7 +62,6 @@ class Connection:
         self._tries = 0
         self._retry_at = 0.0
         self._closing = False
-        self._closed = False
         self._hang_up = False
         self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
         self._thread.start()
@@ -84,12 +96,7 @@ class Connection:
                 os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         with self.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self.mailbox.close()
-            self._page.close()
-            os.close(self._wake_fd)
+            self._given_back.close()
 
     # --- the I/O thread
 
@@ -248,4 +255,3 @@ class Connection:
         if self._link is not None:
             self._link.close()
         self._movers.close()
-        self._selector.close()

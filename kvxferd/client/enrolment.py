@@ -44,9 +44,9 @@ class Enrolment:
         self.member, self.refusal, self.awaited = member, None, True
 
     def abandon(self) -> None:
-        """The first answer was no, or did not come."""
+        """The first answer did not come in time."""
         self._let_go()
-        self.member, self.refusal, self.awaited, self._unproven = None, None, False, False
+        self.member, self._unproven = None, False
 
     @property
     def wanted(self) -> bool:
@@ -88,12 +88,21 @@ class Enrolment:
             self._mapped.add(epoch)
 
     def refused(self, message: worker.Refused) -> bool:
-        """The daemon said no. Returns whether a caller waits to hear it."""
+        """The daemon said no: nothing is mapped. Returns whether a caller waits to hear it.
+
+        If one does, the member that never was is forgotten, or the memory stays out.
+        """
         self._check(message.request)
         self._unproven = False
-        if self.awaited:
-            self.refusal = Refusal(message.code, message.message)
-        return self.awaited
+        if not self.awaited:
+            return False
+        self.refusal, self.awaited = Refusal(message.code, message.message), False
+        if self.done_before:
+            self.left()
+        else:
+            self._let_go()
+            self.member = None
+        return True
 
     def is_done(self, epoch: int) -> bool:
         """Whether the daemon of this connection has said yes."""
@@ -141,11 +150,6 @@ class Enrolment:
             request=self._request, regions=exports.regions, incarnation=exports.incarnation
         )
         return Outgoing(resume, exports.fds)
-
-    def stay_away(self) -> None:
-        """The daemon did not take the memory back."""
-        self.awaited, self.refusal = False, None
-        self.left()
 
     def close(self) -> None:
         """Keep no memory alive."""

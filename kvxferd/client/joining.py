@@ -80,7 +80,6 @@ class Client:
                 connection.hang_up()  # an answer that comes late must not register anything
                 raise
             if answer is not None:
-                connection.session.enrolment.abandon()
                 raise EngineError(answer.message, answer.code)
 
     def close(self) -> None:

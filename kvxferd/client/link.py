@@ -65,9 +65,11 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                # What the daemon said before it closed is still to be read.
+                # What the daemon said before is still to be read, and then the end.
                 self._broken = True
                 self._drop_unsent()
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 return
             close_all(first.fds)
             first.fds = ()

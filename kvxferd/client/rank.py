@@ -136,8 +136,9 @@ class RankHandle(Publisher):
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
         Until then nothing else may write the blocks: no kernel that is launched already, zeroing
-        included. The event comes within `deadline_s`, whatever dies; after a Failed that is not
-        `safe_to_reuse` the blocks stay out of use until Quiesced.
+        included. The event comes within `deadline_s`, whatever dies (and half a second, if it is the
+        daemon that is stuck); after a Failed that is not `safe_to_reuse` the blocks stay out of use
+        until Quiesced.
         """
         source = read_ref(ref)
         what = f"pull {source.transfer_id}"
@@ -179,7 +180,6 @@ class RankHandle(Publisher):
             connection.wake()
             answer = await_answer(connection, f"resume {self._session.enrolment.member}", timeout_s)
             if answer is not None:
-                self._session.enrolment.stay_away()
                 raise EngineError(answer.message, answer.code)
 
 
