@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import time
 from collections import deque
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -194,8 +195,8 @@ class Daemon:
         self._pumping = True
         try:
             while self._events:
-                now = asyncio.get_running_loop().time()
-                for effect in self._node.feed(self._events.popleft(), now):
+                # Not the loop's clock: uvloop's has steps of a millisecond, a small pull takes less.
+                for effect in self._node.feed(self._events.popleft(), time.monotonic()):
                     self._do(effect)
         finally:
             self._pumping = False
@@ -206,7 +207,8 @@ class Daemon:
             self._timer.cancel()
             self._timer = None
         if (deadline := self._node.next_deadline()) is not None:
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._on_event, Tick())
+            delay_s = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_event, Tick())
         self._pool.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()

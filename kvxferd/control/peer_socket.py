@@ -53,7 +53,7 @@ class PeerSocket:
 
     def start(self) -> None:
         """Bind. Raises ConfigError where the address cannot be had."""
-        router = self._socket(zmq.ROUTER)
+        router = self._socket(zmq.ROUTER, self._bind)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             router.bind(self._bind)
@@ -71,13 +71,13 @@ class PeerSocket:
         self._router = None
         self._context.term()
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_MESSAGE_BYTES)
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         made.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.IPV6, "[" in address)  # else IPv4 peers would get IPv4-in-IPv6 names
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
@@ -140,7 +140,7 @@ class PeerSocket:
         """Send to a peer, connecting first where there is no connection."""
         watched = self._dealers.get(endpoint)
         if watched is None:
-            dealer = self._socket(zmq.DEALER)
+            dealer = self._socket(zmq.DEALER, endpoint)
             dealer.connect(endpoint)
             watched = self._watch(dealer, lambda parts: self._answered(endpoint, parts))
             self._dealers[endpoint] = watched

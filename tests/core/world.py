@@ -217,7 +217,7 @@ class Mover:
         start = self.copied.popleft()
         assert start.fence.agent in self.remotes, "the fence's agent was never loaded"
         word = self.world.read(start.fence.agent, start.fence.address, FENCE_WORD_BYTES)
-        if word == start.fence.word:
+        if word == start.fence.word or self.world.blind:
             self._done(start, mv.PullOutcome(delivered=True, bytes=1, runs=1))
         else:
             self._done(start, mv.PullOutcome(delivered=False, code=Code.RELEASED, message="fence word changed"))
@@ -266,6 +266,7 @@ class World:
         self.network: deque[Envelope] = deque()
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
+        self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
         self._settling = False
         self._memory: dict[int, tuple[Mover, bytearray]] = {}
