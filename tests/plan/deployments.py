@@ -101,11 +101,13 @@ class _Array:
     lengths: dict[str, int]
     inner: int  # contiguous bytes
     pad: int
+    page_bytes: int  # blocks are at least so far apart
 
     def strides(self) -> tuple[dict[str, int], int]:
         """Return each axis's stride, and the bytes of the whole."""
         step, strides = self.inner, {}
         for axis in reversed(self.order):
+            step = max(step, self.page_bytes) if axis == "b" else step
             strides[axis] = step
             step = step * self.lengths[axis] + self.pad
         return strides, step
@@ -129,6 +131,7 @@ def engines(draw: st.DrawFn, model: Model, name: str) -> Engine:
         chunks={c.name: draw(st.sampled_from([1, 1, 2])) for c in model.components},
         pads={c.name: draw(st.sampled_from([0, 0, 0, 5])) for c in model.components},
         in_pages=draw(st.booleans()),
+        page_bytes=draw(st.sampled_from([0, 0, 128])),
         num_regions=draw(st.integers(1, 2)),
     )
     ranks = {}
@@ -179,6 +182,7 @@ class _Arrangement:
     pads: dict[str, int]
     in_pages: bool  # all components of a group side by side in each block, else arrays of their own
     num_regions: int
+    page_bytes: int
 
     def layout(
         self, model: Model, layers: tuple[int, int], units: dict[str, tuple[UnitRange, ...]], shard_index: int
@@ -227,7 +231,7 @@ class _Arrangement:
         }
         order = [a for a in self.orders[component.name] if not (self.in_pages and a == "b")]
         inner = component.content_bytes // self.chunks[component.name]
-        return _Array(order, lengths, inner, self.pads[component.name])
+        return _Array(order, lengths, inner, self.pads[component.name], self.page_bytes)
 
     def _tensor(
         self,
