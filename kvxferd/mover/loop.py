@@ -44,17 +44,22 @@ class Mover:
         self._ids = IdsAssembly()
         self._pacer = Pacer(is_crowded)
         self._attended = False
+        self._arrivals = select.poll()  # unlike select, it costs nothing to speak of; but it counts in ms
+        self._arrivals.register(stream.fileno(), select.POLLIN)
 
     def serve(self) -> None:
         """Run until the daemon closes its end. Raises ProtocolError if it sends nonsense."""
         self._send(wire.Up(agent=self._transport.agent, library=self._transport.library, pid=os.getpid()))
-        while self._take():
+        has_ended = False
+        while not has_ended:
             self._work()
             if self._stream.has_output:
                 self._stream.flush()
-            self._wait()
+            if self._wait():
+                has_ended = self._take()
 
     def _take(self) -> bool:
+        """Handle what has arrived; return whether the daemon has closed its end."""
         frames, ended = self._stream.receive()
         for frame in frames:
             self._pacer.moved()
@@ -63,7 +68,7 @@ class Mover:
             finally:
                 for fd in frame.fds:
                     os.close(fd)
-        return not ended
+        return ended
 
     def _work(self) -> None:
         if not (self._attended or self._engine.is_busy):
@@ -78,14 +83,16 @@ class Mover:
         while self._engine.outbox:
             self._send(self._engine.outbox.popleft())
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Return whether there is something to take, after a pause if it is time for one."""
         pause: float | None = None
         if self._attended or self._engine.is_busy:
-            pause = self._pacer.pause_s()
+            pause = self._pacer.pause_s(self._engine.is_busy)
             if pause == 0.0:
-                return
-        writers = [self._stream] if self._stream.has_output else []
-        select.select([self._stream], writers, [], pause)
+                return bool(self._arrivals.poll(0))
+        link = self._stream.fileno()
+        readable, _, _ = select.select([link], [link] if self._stream.has_output else [], [], pause)
+        return bool(readable)
 
     def _send(self, message: Message) -> None:
         self._stream.queue(encode(message))
