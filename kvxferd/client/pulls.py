@@ -195,12 +195,15 @@ class Pulls:
             pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
             self._step(pull, Signal.DROPPED)
 
-    def close(self, epoch: int, code: Code, why: str) -> None:
+    def close(self, code: Code, why: str) -> None:
         """End every pull. What was sent may still be written: nobody is left to prove otherwise."""
         self.drop_queued(code, why)
-        self.lose(epoch, 0.0, code, why)
-        for pull in [p for p in self._live.values() if p.phase is Phase.LOST]:
-            self._step(pull, Signal.TIMER)
+        for pull in list(self._live.values()):
+            if pull.phase is Phase.SENT:
+                pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
+                self._step(pull, Signal.LOSS)
+            if pull.phase is Phase.LOST:
+                self._step(pull, Signal.TIMER)
 
     def expire(self, now: float) -> list[Ticket]:
         """Fail what is due. Returns the tickets that the daemon should be told to cancel."""

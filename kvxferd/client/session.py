@@ -88,7 +88,7 @@ class Session:
     def close(self, code: Code, why: str) -> None:
         """The engine closes it, or the client is broken: end everything, fence words first."""
         self._publishes.release_all(Code.PUBLISHER_GONE)
-        self._pulls.close(self.epoch, code, why)
+        self._pulls.close(code, why)
         self._outbox.clear()
         self.enrolment.close()
         self.standing = Standing.OVER

@@ -92,6 +92,17 @@ def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> No
     assert isinstance(one_event(rank), Quiesced)
 
 
+def test_closing_while_a_lost_pull_is_not_judged_yet(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pull_on(stage, rank)
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    rank.close()
+    (event,) = rank.poll()
+    assert isinstance(event, Failed)
+    assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DAEMON_LOST, False)
+
+
 def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
     rank = stage.rank()
     stage.daemon.stop()
