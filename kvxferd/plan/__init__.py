@@ -10,15 +10,20 @@ from kvxferd.plan.cache import PlanCache
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.expand import Expander, Runs
 from kvxferd.plan.planner import make_plan
+from kvxferd.plan.reads import Read, plan_reads
 from kvxferd.plan.requests import check_blocks, check_request
 from kvxferd.plan.structs import Plan, decode_plan, encode_plan
+from kvxferd.plan.topology import EngineTransferInfo, TransferTopology, stage_infos
 
 __all__ = [
     "Difference",
+    "EngineTransferInfo",
     "Expander",
     "Plan",
     "PlanCache",
+    "Read",
     "Runs",
+    "TransferTopology",
     "check_blocks",
     "check_engine",
     "check_request",
@@ -27,6 +32,8 @@ __all__ = [
     "encode_plan",
     "find_differences",
     "make_plan",
+    "plan_reads",
     "require_pp_aware",
     "set_xfer_handshake_metadata_pp_aware",
+    "stage_infos",
 ]

@@ -66,18 +66,23 @@ def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
     """Return which of the remote's token shards hold tokens of the local one, in ascending order."""
     if local.count == 1:
         return tuple(range(remote.count))
+    return tuple(sorted({token // remote.interleave % remote.count for token in _own_tokens(local, remote)}))
+
+
+def shared_fraction(local: TokenShard, remote: TokenShard) -> float:
+    """Return which part of a sequence's tokens both shards hold."""
+    steps = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
+    steps //= math.gcd(local.interleave, remote.interleave)
+    both = sum(t // remote.interleave % remote.count == remote.index for t in _own_tokens(local, remote))
+    return both / steps
+
+
+def _own_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
+    """Yield local tokens of one common period, one for each stretch that no turn of either side cuts."""
     period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
-    # Within one period every interval of the finer interleave lies in one shard of each side.
-    step = math.gcd(local.interleave, remote.interleave)
-    return tuple(
-        sorted(
-            {
-                token // remote.interleave % remote.count
-                for token in range(0, period, step)
-                if token // local.interleave % local.count == local.index
-            }
-        )
-    )
+    for token in range(0, period, math.gcd(local.interleave, remote.interleave)):
+        if token // local.interleave % local.count == local.index:
+            yield token
 
 
 def assign_units(

@@ -1,0 +1,239 @@
+"""The field's own words for who reads whom: views of a plan, not a second planner.
+
+Whoever comes from an in-engine connector finds here what it is called there. The ratios are
+arithmetic that planning never uses; what is read comes from a plan, or, for an engine of which only
+`EngineTransferInfo` is known, from the planner's choice among the ranks that such an engine has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import EngineId, Generation, Rank
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
+from kvxferd.layout.presets import shard_units
+from kvxferd.plan.holders import Holding, assign_units, preferred_rank
+from kvxferd.plan.planner import make_plan
+from kvxferd.plan.structs import Plan
+
+
+UNSTATED = Generation("")  # of facts built by hand
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTransferInfo:
+    """Facts of one pipeline stage of a remote engine."""
+
+    remote_tp_size: int
+    remote_block_len: int  # bytes from one block to the next, of its first layer
+    remote_block_size: int  # tokens per kernel block
+    remote_physical_blocks_per_logical: int = 1
+    remote_pp_rank: int = 0
+    start_layer: int = 0
+    end_layer: int = 0
+
+
+def stage_infos(spec: EngineSpec, ranks: Mapping[Rank, RankLayout]) -> dict[int, EngineTransferInfo]:
+    """Return the facts of every stage of an engine, from the layout of its lowest rank, by pp_rank."""
+    infos: dict[int, EngineTransferInfo] = {}
+    for rank in sorted(ranks):
+        if rank.pp_rank not in infos:
+            infos[rank.pp_rank] = _stage_info(spec, rank.pp_rank, ranks[rank])
+    return infos
+
+
+def _stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTransferInfo:
+    groups = {group.name: group for group in layout.groups}
+    tensors = sorted(layout.tensors, key=lambda t: (groups[t.group].kind, t.layer, t.offset))
+    first = tensors[0] if tensors else None  # attention before state, where a stage has both
+    group = groups[first.group] if first is not None else None
+    per_logical = 1 if group is None else group.physical_blocks_per_logical
+    return EngineTransferInfo(
+        remote_tp_size=spec.tp_size,
+        remote_block_len=0 if first is None else first.block_stride,
+        remote_block_size=0 if group is None else group.block_tokens // per_logical,
+        remote_physical_blocks_per_logical=per_logical,
+        remote_pp_rank=pp_rank,
+        start_layer=layout.start_layer,
+        end_layer=layout.end_layer,
+    )
+
+
+class TransferTopology:
+    """One local rank's identity and layout, and every remote engine registered with it."""
+
+    def __init__(self, spec: EngineSpec, layout: RankLayout) -> None:
+        self.spec = spec
+        self.layout = layout
+        self._groups = {group.name: group for group in layout.groups}
+        self._attention = [t for t in layout.tensors if self._groups[t.group].kind is GroupKind.ATTENTION]
+        self._infos: dict[tuple[EngineId, int], EngineTransferInfo] = {}
+        self._generations: dict[EngineId, Generation] = {}
+        self._plans: dict[EngineId, Plan] = {}
+
+    # --- this rank
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether the attention cache has no heads to divide."""
+        return bool(self._attention) and self.spec.num_kv_heads == 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per kernel block of the first attention layer; 0 without attention."""
+        return _stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
+
+    @property
+    def local_physical_heads(self) -> int:
+        """KV heads that this rank holds."""
+        return self._attention[0].num_units if self._attention else 0
+
+    @property
+    def local_replicates_kv_cache(self) -> bool:
+        """Whether another rank of this engine holds a copy of this one's attention cache."""
+        return self.is_mla or self.spec.tp_size > self.spec.num_kv_heads
+
+    # --- remote engines
+
+    def register_remote_engine(
+        self, engine_id: EngineId, info: EngineTransferInfo, generation: Generation = UNSTATED
+    ) -> EngineTransferInfo:
+        """Keep one stage's facts; the same again returns what is kept already.
+
+        A new generation replaces everything known of the old one. Raises EngineError with code
+        shape-mismatch, listing each differing field with both values, for other facts under one
+        generation, and not-allowed for this rank's own engine.
+        """
+        if engine_id == self.spec.engine_id:
+            raise EngineError(
+                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
+            )
+        if self._generations.get(engine_id, generation) != generation:
+            self.unregister_remote_engine(engine_id)
+        known = self._infos.get((engine_id, info.remote_pp_rank))
+        if known is not None:
+            _require_same_facts(engine_id, known, info)
+            return known
+        self._generations[engine_id] = generation
+        self._infos[engine_id, info.remote_pp_rank] = info
+        return info
+
+    def register_remote_ranks(
+        self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan | None = None
+    ) -> Plan:
+        """Keep every stage of an engine whose layouts are known, with the plan that reads it.
+
+        The plan is made here unless given. Raises what `register_remote_engine` and `make_plan` raise.
+        """
+        made = make_plan(self.spec, self.layout, remote_spec, ranks) if plan is None else plan
+        for info in stage_infos(remote_spec, ranks).values():
+            self.register_remote_engine(remote_spec.engine_id, info, remote_spec.generation)
+        self._plans[remote_spec.engine_id] = made
+        return made
+
+    def unregister_remote_engine(self, engine_id: EngineId) -> None:
+        """Forget an engine, all its stages."""
+        self._generations.pop(engine_id, None)
+        self._plans.pop(engine_id, None)
+        for key in [key for key in self._infos if key[0] == engine_id]:
+            del self._infos[key]
+
+    def get_engine_info(self, engine_id: EngineId, remote_pp_rank: int = 0) -> EngineTransferInfo:
+        """Return one stage's facts; raises EngineError (engine-unknown)."""
+        info = self._infos.get((engine_id, remote_pp_rank))
+        if info is None:
+            raise EngineError(
+                f"cannot tell of engine {engine_id!r}, stage {remote_pp_rank}: it is not registered",
+                Code.ENGINE_UNKNOWN,
+            )
+        return info
+
+    # --- arithmetic that planning never uses
+
+    def tp_ratio(self, remote_tp_size: int) -> int:
+        """Return local over remote TP, or minus remote over local where the remote is wider.
+
+        Raises ValueError naming both sizes where neither divides the other.
+        """
+        mine = self.spec.tp_size
+        if mine % remote_tp_size == 0:
+            return mine // remote_tp_size
+        if remote_tp_size % mine == 0:
+            return -(remote_tp_size // mine)
+        raise ValueError(f"cannot give a ratio: local TP {mine} and remote TP {remote_tp_size} do not divide")
+
+    def block_size_ratio(self, remote_block_size: int) -> int:
+        """Return local over remote tokens per block; raises ValueError naming both if that is not whole."""
+        mine = self.block_size
+        if remote_block_size < 1 or mine % remote_block_size:
+            raise ValueError(
+                f"cannot give a ratio: the local block size {mine} is no multiple of the remote's "
+                f"{remote_block_size}"
+            )
+        return mine // remote_block_size
+
+    def handshake_target_ranks(self, remote_tp_size: int) -> list[int]:
+        """Return the remote ranks whose share of the heads meets this rank's, replicas included."""
+        mine, rank = self.spec.tp_size, self.spec.tp_rank
+        first, end = rank * remote_tp_size // mine, -(-(rank + 1) * remote_tp_size // mine)
+        return list(range(first, end))
+
+    # --- what is read
+
+    def is_kv_replicated(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+        """Whether the remote engine has strictly more ranks than there are KV heads."""
+        info = self.get_engine_info(engine_id, remote_pp_rank)
+        return 0 < self.spec.num_kv_heads < info.remote_tp_size
+
+    def replicates_kv_cache(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+        """Whether remote ranks hold copies of each other's attention cache."""
+        return self.is_kv_replicated(engine_id, remote_pp_rank) or self.is_mla
+
+    def target_remote_ranks(self, engine_id: EngineId, remote_pp_rank: int = 0) -> list[int]:
+        """Return the tp_ranks of a remote stage that this rank reads, ascending."""
+        info = self.get_engine_info(engine_id, remote_pp_rank)
+        plan = self._plans.get(engine_id)
+        if plan is not None:
+            return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
+        heads, wide = self.spec.num_kv_heads, info.remote_tp_size
+        whole = (UnitRange(0, 1),)  # without heads every rank holds all there is
+        held = self._attention[0].units if heads and self._attention else whole
+        holdings = tuple(
+            Holding(Rank(remote_pp_rank, tp), shard_units(heads, wide, tp) or whole, TokenShard())
+            for tp in range(wide)
+        )
+        preferred = preferred_rank(self.spec.tp_rank, self.spec.tp_size, wide)
+        fragments, _ = assign_units(held, TokenShard(), holdings, preferred)
+        return sorted({fragment.rank.tp_rank for fragment in fragments})
+
+    def describe(self, engine_id: EngineId, remote_pp_rank: int = 0) -> str:
+        """Return one line for the log: sizes, ranks, and what is read."""
+        info = self.get_engine_info(engine_id, remote_pp_rank)
+        try:
+            ratio = str(self.tp_ratio(info.remote_tp_size))
+        except ValueError:
+            ratio = f"{self.spec.tp_size}:{info.remote_tp_size}"
+        return (
+            f"TransferTopology(engine={engine_id}, tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
+            f"local_tp={self.spec.tp_size}, remote_tp={info.remote_tp_size}, local_rank={self.spec.rank}, "
+            f"remote_pp={remote_pp_rank}, layers=[{info.start_layer}, {info.end_layer}), "
+            f"reads={self.target_remote_ranks(engine_id, remote_pp_rank)}, "
+            f"remote_block_len={info.remote_block_len}, remote_block_size={info.remote_block_size})"
+        )
+
+
+def _require_same_facts(engine_id: EngineId, known: EngineTransferInfo, new: EngineTransferInfo) -> None:
+    """Refuse other facts about a stage than those kept, field by field."""
+    differing = [
+        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name)}"
+        for field in dataclasses.fields(known)
+        if getattr(known, field.name) != getattr(new, field.name)
+    ]
+    if differing or type(known) is not type(new):
+        raise EngineError(
+            f"cannot register other facts for engine {engine_id!r}, stage {known.remote_pp_rank}, under one "
+            f"generation: {'; '.join(differing)}",
+            Code.SHAPE_MISMATCH,
+        )
