@@ -102,8 +102,10 @@ def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals) -> 
     assert left_behind(place) == []
 
 
-def test_a_daemon_that_cannot_work_ends_it_with_a_reason(place: Path) -> None:
-    code, seen = run(place, KVXFERD_MOVER_LIBRARY="rixl")
+def test_a_daemon_that_cannot_work_ends_it_with_a_reason(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text("raise ImportError('no nixl on this machine')\n")
+    code, seen = run(place, PYTHONPATH=str(tmp_path))
     assert code == 1
-    assert "rixl" in seen["error"]
+    assert "no nixl on this machine" in seen["error"]
     assert left_behind(place) == []

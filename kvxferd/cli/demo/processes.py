@@ -14,7 +14,9 @@ from kvxferd.cli.asking import Daemon
 from kvxferd.cli.demo import speech
 from kvxferd.errors import Code, KvxferdError
 
-READY_S = 60.0  # a cold start imports torch twice on a machine that may be busy
+READY_S = 60.0  # a cold start on a machine that may be busy
+# A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
+NOT_READY_S = 5.0
 POLL_S = 0.05
 # A worker keeps deadlines of its own and says so; this is for one that is stuck.
 ANSWER_S = 180.0
@@ -53,10 +55,11 @@ class DaemonProcess:
         return cls(name, directory, process)
 
     async def ready(self) -> None:
-        """Wait until it takes registrations. Raises KvxferdError if it ends, or takes too long."""
-        deadline = asyncio.get_running_loop().time() + READY_S
-        why = "it does not answer"
-        while asyncio.get_running_loop().time() < deadline:
+        """Wait until it takes registrations. Raises KvxferdError if it ends, or is not ready in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + READY_S
+        why = ""
+        while loop.time() < deadline:
             if self._process.returncode is not None:
                 raise KvxferdError(
                     f"cannot run the demo: the {self.name} daemon ended with {self._process.returncode}"
@@ -65,10 +68,12 @@ class DaemonProcess:
                 status, answer = await asyncio.to_thread(self.control.ask, "GET", "/readyz")
                 if status == 200:
                     return
-                why = "; ".join(answer.get("reasons", []))
+                if not why:
+                    deadline = min(deadline, loop.time() + NOT_READY_S)
+                why = "; ".join(answer.get("reasons", [])) or f"it answers {status}"
             await asyncio.sleep(POLL_S)
         raise KvxferdError(
-            f"cannot run the demo: the {self.name} daemon is not ready after {READY_S:.0f} s: {why}",
+            f"cannot run the demo: the {self.name} daemon is not ready: {why or 'it does not answer'}",
             Code.DEADLINE,
         )
 

@@ -173,12 +173,24 @@ async def _cancelled(tasks: Iterable[asyncio.Future[T]]) -> None:
 
 
 async def _until_signal(work: Awaitable[T]) -> T:
-    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does."""
+    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does.
+
+    Only the first signal counts: a second one (`timeout` sends two) would cut the clean-up short,
+    which ends by itself.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
+    told = False
+
+    def on_signal() -> None:
+        nonlocal told
+        if not told:
+            told = True
+            task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with suppress(ValueError, RuntimeError):  # not the main thread: a test, say
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, on_signal)
     try:
         return await task
     except asyncio.CancelledError:
