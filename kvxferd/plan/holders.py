@@ -71,16 +71,20 @@ def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
 
 def shared_fraction(local: TokenShard, remote: TokenShard) -> float:
     """Return which part of a sequence's tokens both shards hold."""
-    steps = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
-    steps //= math.gcd(local.interleave, remote.interleave)
     both = sum(t // remote.interleave % remote.count == remote.index for t in _own_tokens(local, remote))
-    return both / steps
+    return both / turns_in_common(local, remote)
+
+
+def turns_in_common(local: TokenShard, remote: TokenShard) -> int:
+    """Return after how many stretches, that no turn of either side cuts, both interleavings repeat."""
+    period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
+    return period // math.gcd(local.interleave, remote.interleave)
 
 
 def _own_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
     """Yield local tokens of one common period, one for each stretch that no turn of either side cuts."""
-    period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
-    for token in range(0, period, math.gcd(local.interleave, remote.interleave)):
+    step = math.gcd(local.interleave, remote.interleave)
+    for token in range(0, turns_in_common(local, remote) * step, step):
         if token // local.interleave % local.count == local.index:
             yield token
 

@@ -16,8 +16,11 @@ from kvxferd.layout import (
     digest_of,
 )
 from kvxferd.plan.differences import find_differences
-from kvxferd.plan.holders import Fragment, Gap, Holding, assign_units, preferred_rank
+from kvxferd.plan.holders import Fragment, Gap, Holding, assign_units, preferred_rank, turns_in_common
 from kvxferd.plan.structs import BlockSide, Lane, Piece, Plan, Strides, Strip, block_side
+
+# Two interleavings repeat together after so many turns; 64 ranks of 64 and 63 tokens take 4,032.
+MAX_TURNS = 1 << 16
 
 Place = tuple[int, str]  # layer, component
 _LaneKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
@@ -89,7 +92,7 @@ class _Planning:
         holdings = tuple(Holding(r, h.tensor.units, h.group.token_shard) for r, h in holders.items())
         key = (tensor.units, shard, holdings)
         if key not in self._assignments:
-            _require_one_sharding(tensor, holdings)
+            _require_one_sharding(tensor, shard, holdings)
             self._assignments[key] = assign_units(tensor.units, shard, holdings, self._preferred)
         fragments, gap = self._assignments[key]
         if gap is not None:
@@ -172,13 +175,16 @@ def _strips(strips: dict[_StripKey, list[Piece]]) -> tuple[Strip, ...]:
     return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.pieces[0].local_offset)))
 
 
-def _require_one_sharding(tensor: CacheTensor, holdings: tuple[Holding, ...]) -> None:
-    """Refuse remote ranks that interleave one component's tokens in different ways."""
+def _require_one_sharding(tensor: CacheTensor, shard: TokenShard, holdings: tuple[Holding, ...]) -> None:
+    """Refuse remote ranks that interleave one component's tokens differently, or hopelessly."""
     kinds = sorted({(h.shard.count, h.shard.interleave) for h in holdings})
-    if len(kinds) > 1:
+    turns = max(turns_in_common(shard, h.shard) for h in holdings)
+    if len(kinds) > 1 or turns > MAX_TURNS:
+        mine = (shard.count, shard.interleave)
         raise PlanError(
-            f"cannot read layer {tensor.layer}'s component {tensor.component!r}: the source's ranks "
-            f"interleave its tokens in different ways, (count, interleave) = {kinds}",
+            f"cannot read layer {tensor.layer}'s component {tensor.component!r}: token_shard (count, "
+            f"interleave) is {mine} here and {', '.join(map(str, kinds))} at the source"
+            + (", which repeat together too rarely" if turns > MAX_TURNS else ", on different ranks"),
             Code.LAYOUT_INCOMPATIBLE,
         )
 

@@ -18,7 +18,6 @@ from kvxferd.plan.holders import Holding, assign_units, preferred_rank
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.structs import Plan
 
-
 UNSTATED = Generation("")  # of facts built by hand
 
 
