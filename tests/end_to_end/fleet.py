@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ class DaemonUnderTest:
         self.control = Daemon(str(self.directory / "control.sock"))
 
     @property
-    def socket(self) -> str:
+    def worker_socket(self) -> str:
         return str(self.directory / "worker.sock")
 
     @property
@@ -61,6 +62,13 @@ class DaemonUnderTest:
 
     def status(self) -> dict[str, Any]:
         return self.control.get("/v1/status")["node"]
+
+    def metrics(self) -> str:
+        """What a scrape of control.sock returns."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(self.control.socket_path)
+            connection.sendall(b"GET /metrics HTTP/1.0\r\nHost: kvxferd\r\n\r\n")
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
     @property
     def endpoint(self) -> str:
@@ -104,7 +112,7 @@ class Fleet:
         ranks = []
         for own in ranks_of(spec):
             rank = self.rank()
-            rank.start("register", daemon.socket, own, **(FACTS | facts))
+            rank.start("register", daemon.worker_socket, own, **(FACTS | facts))
             ranks.append(rank)
         for rank in ranks:
             rank.finish()

@@ -36,7 +36,7 @@ def node(tmp_path_factory) -> Iterator[Node]:
         daemon = fleet.daemon("node")
         (source,) = fleet.engine(daemon, spec_of("prefill"))
         (sink,) = fleet.engine(daemon, spec_of("decode"))
-        yield Node(daemon.socket, daemon.endpoint, source, sink)
+        yield Node(daemon.worker_socket, daemon.endpoint, source, sink)
     finally:
         fleet.stop()
 

@@ -72,7 +72,7 @@ def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
     stages = []
     for daemon, pp_rank in ((home, 0), (member, 1)):
         rank = fleet.rank()
-        rank.register(daemon.socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
+        rank.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
         stages.append(rank)
     sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
     pull_and_check(sinks, publish(stages, 1), 1)
@@ -144,5 +144,5 @@ def test_two_processes_cannot_hold_one_rank(fleet: Fleet):
     daemon = fleet.daemon("node")
     fleet.engine(daemon, spec_of("prefill"))
     with pytest.raises(RankError) as raised:
-        fleet.rank().register(daemon.socket, spec_of("prefill"), **FACTS)
+        fleet.rank().register(daemon.worker_socket, spec_of("prefill"), **FACTS)
     assert raised.value.code == "rank-taken"
