@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvxferd.client.refs import check_name
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, pack_ids, unpack_ids
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Packed = dict[GroupName, PackedBlocks]
+
+MAX_GROUPS = 256  # today's hybrid models have fewer than ten; a name of each still fits a frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,14 @@ def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: s
     `known` are the groups of the rank's layout, None where there is no layout (a scheduler).
     """
     packed: Packed = {}
+    if len(blocks) > MAX_GROUPS:
+        raise EngineError(f"cannot {what}: {len(blocks)} groups, at most {MAX_GROUPS} go")
     for name, listed in blocks.items():
         if known is not None and name not in known:
             raise EngineError(
                 f"cannot {what}: the layout has no group {name!r}, only {', '.join(map(repr, sorted(known)))}"
             )
+        check_name(name, "a group name", Code.BLOCKS_INVALID)
         packed[GroupName(name)] = _pack_one(name, listed, what)
     if (total := sum(len(one.ids) for one in packed.values())) > MAX_REQUEST_IDS_BYTES:
         raise EngineError(f"cannot {what}: {total} bytes of block ids, at most {MAX_REQUEST_IDS_BYTES} go")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.client.fence import FenceSlots
-from kvxferd.client.link import Link, close_all
 from kvxferd.client.mailbox import Mailbox
 from kvxferd.client.movers import MoverWatch
 from kvxferd.client.session import Session
 from kvxferd.client.standing import FINAL
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket
+from kvxferd.link import Link, close_all
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
@@ -139,7 +140,7 @@ class Connection:
 
     def _dial(self, now: float) -> None:
         try:
-            self._link = Link(self.path)
+            self._link = Link(_connected(self.path))
         except OSError as error:
             with self.lock:
                 self.trouble = error
@@ -255,3 +256,14 @@ class Connection:
         if self._link is not None:
             self._link.close()
         self._movers.close()
+
+
+def _connected(path: Path) -> socket.socket:
+    """Return a socket to whoever listens there. Raises OSError; never waits."""
+    dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        dialled.connect(os.fspath(path))
+    except BaseException:
+        dialled.close()
+        raise
+    return dialled

@@ -18,6 +18,10 @@ from kvxferd.ids import TransferId
 from kvxferd.wire import worker
 from kvxferd.wire.limits import FENCE_SLOTS
 
+# A restarted daemon may hear a scheduler's replay before any of its ranks is back.
+PASSING = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
+AGAIN_AFTER_S = 0.25
+
 # A rank says `ready` for transfers of other sessions too; a few sessions' worth are kept.
 MAX_READY = 8 * FENCE_SLOTS
 
@@ -34,6 +38,7 @@ class Publish:
     num_readers: int
     ends_at: float  # of its lease, as long as nobody has renewed it
     withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
+    replayed: bool = False  # an earlier daemon had it
 
 
 class Publishes:
@@ -44,6 +49,7 @@ class Publishes:
         self._emit = emit
         self._live: dict[TransferId, Publish] = {}
         self._ready: OrderedDict[TransferId, float] = OrderedDict()
+        self._again: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
 
     def __len__(self) -> int:
         return len(self._live)
@@ -84,13 +90,16 @@ class Publishes:
         )
 
     def withdraw(self, transfer_id: TransferId) -> bool:
-        """Note that the engine wants its blocks back. False if there is no such transfer."""
+        """The engine wants its blocks back. Returns whether there is a daemon to ask for them."""
+        if transfer_id in self._again:
+            self.release_here(transfer_id, Code.UNPUBLISHED)
         if publish := self._live.get(transfer_id):
             publish.withdrawn = True
         return publish is not None
 
     def lose(self) -> None:
         """The daemon is gone: what was to be unpublished is over now; the rest waits for the next."""
+        self._again.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_here(transfer_id, Code.UNPUBLISHED)
 
@@ -111,6 +120,7 @@ class Publishes:
         for transfer_id in [t for t, p in self._live.items() if now >= p.ends_at]:
             self.release_here(transfer_id, Code.LEASE_EXPIRED)
         for publish in self._live.values():
+            publish.replayed = True
             self._fence.refresh(publish.slot)
         for transfer_id in [t for t, said in self._ready.items() if now >= said + lease_s]:
             if transfer_id not in self._live:
@@ -122,11 +132,27 @@ class Publishes:
         self._forget(transfer_id)
         self._emit(Released(transfer_id, why))
 
-    def refused(self, message: worker.PublishRefused) -> None:
+    def refused(self, message: worker.PublishRefused, now: float) -> None:
         """The daemon's word. One for a transfer that is over already says nothing new."""
-        if message.transfer_id in self._live:
-            self._forget(message.transfer_id)
-            self._emit(PublishRefused(message.transfer_id, message.code, message.message))
+        publish = self._live.get(message.transfer_id)
+        if publish is None:
+            return
+        if publish.replayed and not publish.withdrawn and message.code in PASSING:
+            self._again[publish.transfer_id] = now + AGAIN_AFTER_S
+            return
+        self._forget(message.transfer_id)
+        self._emit(PublishRefused(message.transfer_id, message.code, message.message))
+
+    def take_again(self, now: float) -> list[TransferId]:
+        """Return what to send once more."""
+        due = [transfer_id for transfer_id, when in self._again.items() if now >= when]
+        for transfer_id in due:
+            del self._again[transfer_id]
+        return due
+
+    def next_again(self) -> float | None:
+        """When `take_again` wants to be called."""
+        return min(self._again.values(), default=None)
 
     def release_here(self, transfer_id: TransferId, why: Code) -> None:
         """Without a daemon: overwrite the fence word, then let the blocks go."""
@@ -151,5 +177,6 @@ class Publishes:
 
     def _forget(self, transfer_id: TransferId) -> None:
         self._ready.pop(transfer_id, None)
+        self._again.pop(transfer_id, None)
         if publish := self._live.pop(transfer_id, None):
             self._fence.give_back(publish.slot)

@@ -115,8 +115,8 @@ class RankHandle(Publisher):
     def ready(self, transfer_id: str) -> None:
         """Say that this rank has finished writing a transfer's blocks: every layer, draft layers too.
 
-        May be said before the transfer is published. Nobody reads until every rank has said it,
-        unless the engine declares `publish_implies_ready`.
+        May be said before the transfer is published; a rank that publishes says it by that. Nobody
+        reads until every rank has said it, unless the engine declares `publish_implies_ready`.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:

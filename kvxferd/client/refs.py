@@ -29,17 +29,25 @@ AnyRef = common.TransferRef | Mapping[str, Any] | str | bytes
 
 def read_ref(ref: AnyRef) -> common.TransferRef:
     """Return the reference, whichever form it arrived in. Raises EngineError(transfer-unknown)."""
-    if isinstance(ref, common.TransferRef):
-        return ref
     try:
-        if isinstance(ref, str | bytes):
-            return msgspec.json.decode(ref, type=TransferRef)
-        return msgspec.convert(dict(ref), TransferRef)
+        read = _read(ref)
+        for name in (read.endpoint, read.engine_id, read.generation, read.transfer_id, read.nonce):
+            if len(name) > MAX_NAME_CHARS:
+                raise ValueError(f"{name:.80}... has {len(name)} characters, at most {MAX_NAME_CHARS} go")
+        return read
     except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise EngineError(
             f"cannot read the transfer reference: {error}; hand on what publish() returned, unchanged",
             Code.TRANSFER_UNKNOWN,
         ) from error
+
+
+def _read(ref: AnyRef) -> common.TransferRef:
+    if isinstance(ref, common.TransferRef):
+        return ref
+    if isinstance(ref, str | bytes):
+        return msgspec.json.decode(ref, type=TransferRef)
+    return msgspec.convert(dict(ref), TransferRef)
 
 
 def check_name(name: str, what: str, code: Code) -> str:

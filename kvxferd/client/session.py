@@ -102,6 +102,8 @@ class Session:
         for ticket in self._pulls.expire(now):
             if self.standing is Standing.READY:
                 self._outbox.queue(worker.Cancel(ticket=ticket))
+        for transfer_id in self._publishes.take_again(now):
+            self._outbox.queue(SendPublish(transfer_id))
         if self.standing is not Standing.READY:
             self._publishes.expire(now)
         if self._patience is not None and now >= self._patience:
@@ -109,7 +111,7 @@ class Session:
 
     def next_deadline(self) -> float | None:
         """When `tick` wants to be called."""
-        times = [self._pulls.next_deadline(), self._patience]
+        times = [self._pulls.next_deadline(), self._publishes.next_again(), self._patience]
         if self.standing is not Standing.READY:
             times.append(self._publishes.next_deadline())
         return min((t for t in times if t is not None), default=None)
@@ -253,7 +255,7 @@ class Session:
             case worker.Released():
                 self._publishes.released(message.transfer_id, message.why)
             case worker.PublishRefused():
-                self._publishes.refused(message)
+                self._publishes.refused(message, now)
             case worker.Suspended():
                 self._suspended(now)
             case worker.Farewell():

@@ -6,28 +6,23 @@ import os
 import resource
 import select
 import socket
-from pathlib import Path
 
 import pytest
 from scripted_daemon import WAIT_S, DaemonSide
 
-from kvxferd.client.link import Link
 from kvxferd.errors import ProtocolError
+from kvxferd.link import Link
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.framing import encode_frame
 
 
 @pytest.fixture
-def ends(tmp_path: Path):
+def ends():
     """A link and the daemon's end of it."""
     fds = set(os.listdir("/proc/self/fd"))
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(os.fspath(path))
-        listener.listen()
-        link = Link(path)
-        side = DaemonSide(listener.accept()[0])
+    ours, theirs = socket.socketpair()
+    link, side = Link(ours), DaemonSide(theirs)
     yield link, side
     link.close()
     side.close()

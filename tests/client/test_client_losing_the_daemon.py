@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import msgspec
 import pytest
 from conftest import LAYOUT, REF, REGION, SPEC, Stage, blocks, events_of, one_event
 from scripted_daemon import WAIT_S, until
@@ -264,6 +265,30 @@ def test_a_publish_refused_on_replay_gives_its_blocks_back(stage: Stage) -> None
     side.expect(worker.Publish)
     side.say(worker.PublishRefused(transfer_id="req-1", code=Code.BINDING_STALE, message="no"))
     assert one_event(rank) == PublishRefused("req-1", Code.BINDING_STALE, "no")
+
+
+def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> None:
+    rank = stage.rank()
+    first = rank.publish("req-1", blocks(), num_tokens=48)
+    rank.publish("req-2", blocks(), num_tokens=48)
+    word = worker.PublishRefused(transfer_id="", code=Code.ENGINE_INCOMPLETE, message="no rank is here yet")
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.rejoin()
+    for _ in range(2):
+        refused = side.expect(worker.Publish).transfer_id
+        side.say(msgspec.structs.replace(word, transfer_id=refused))
+    assert {side.expect(worker.Publish).transfer_id for _ in range(2)} == {"req-1", "req-2"}
+    assert rank.poll() == []
+    side.say(msgspec.structs.replace(word, transfer_id="req-1"))
+    side.say(worker.Released(transfer_id="req-2", why=Code.COMPLETED))
+    assert one_event(rank) == Released("req-2", Code.COMPLETED)
+    rank.unpublish(first)  # no daemon has it
+    assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
+    rank.publish("req-3", blocks(), num_tokens=48)  # a first publish is not made again
+    assert side.expect(worker.Publish).transfer_id == "req-3"
+    side.say(msgspec.structs.replace(word, transfer_id="req-3"))
+    assert one_event(rank) == PublishRefused("req-3", Code.ENGINE_INCOMPLETE, "no rank is here yet")
 
 
 # --- daemons that do not take the rank back
