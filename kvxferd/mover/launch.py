@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.shm import remove_directory
 from kvxferd.mover.stream import FrameStream
 from kvxferd.wire.codec import encode
 
@@ -102,6 +103,7 @@ class ParentProcess:
             pass
         self._close_stream()
         self._process.wait()
+        remove_directory(self._process.pid)
         self._on_exit()
 
     def _close_stream(self) -> None:

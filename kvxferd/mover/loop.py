@@ -53,6 +53,8 @@ class Mover:
         has_ended = False
         while not has_ended:
             self._work()
+            while self._engine.outbox:
+                self._send(self._engine.outbox.popleft())
             if self._stream.has_output:
                 self._stream.flush()
             if self._wait():
@@ -80,8 +82,6 @@ class Mover:
         # Serving a reader is invisible but for the time that it takes.
         if moved or time.perf_counter() - began > WORKED_S:
             self._pacer.moved()
-        while self._engine.outbox:
-            self._send(self._engine.outbox.popleft())
 
     def _wait(self) -> bool:
         """Return whether there is something to take, after a pause if it is time for one."""

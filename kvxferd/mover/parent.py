@@ -21,6 +21,7 @@ from kvxferd.mover import child
 from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.nixl_transport import Library, import_library
 from kvxferd.mover.process import Crowd, prepare_thread
+from kvxferd.mover.shm import make_directory, remove_directory
 from kvxferd.mover.stream import FrameStream
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
@@ -136,11 +137,14 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s",
     )
     prepare_thread("kvxferd-parent")
+    make_directory()
     control = FrameStream(socket.socket(fileno=given.control_fd))
     try:
         Parent(control, () if given.lock_fd is None else (given.lock_fd,)).serve()
     except ConnectionError:
         _LOG.info("the daemon is gone")
+    finally:
+        remove_directory(os.getpid())
 
 
 if __name__ == "__main__":

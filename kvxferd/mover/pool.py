@@ -214,7 +214,8 @@ class MoverPool:
 
     def _mover_exited(self, mover: MoverHandle) -> None:
         if self._starting.pop(mover.mover_id, None) is not None:
-            _LOG.error("a mover died before its agent was made")
+            if not self._is_stopping:
+                _LOG.error("a mover died before its agent was made")
             self._refuse_one(MoverError("the mover died before its agent was made", Code.MOVER_LOST))
             # Not tried again before somebody asks: a library that cannot make agents would fork for ever.
         elif self._taken.pop(mover.mover_id, None) is not None:

@@ -1,0 +1,260 @@
+"""Two nodes' movers in one test: real processes, real memory, no daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from kvxferd.ids import AgentName, BootId, EngineId, Generation, GroupName, MoverId, PullId, Rank, SessionId
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.pool import MoverPool
+from kvxferd.plan import Plan, encode_plan, make_plan
+from kvxferd.wire.ids_stream import split_ids
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
+from kvxferd.wire.mover import (
+    Attend,
+    Attending,
+    Bind,
+    Bound,
+    FenceMapped,
+    FencePlace,
+    FromMover,
+    LoadPlan,
+    LoadRemote,
+    MapFence,
+    PullDone,
+    PullOutcome,
+    Source,
+    StartPull,
+)
+from kvxferd.wire.worker import RegionExport
+
+DEADLINE_S = 20.0
+MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
+GROUP = GroupName("full")
+T = TypeVar("T")
+_NUMBERS = itertools.count(1)
+
+
+class Node:
+    """A pool, with what its movers said."""
+
+    def __init__(self, name: str, size: int = 1, environment: Mapping[str, str] | None = None) -> None:
+        self.said: list[tuple[MoverId, FromMover]] = []
+        self.exits: list[MoverId] = []
+        self._changed = asyncio.Event()
+        self.pool = MoverPool(
+            boot=BootId(name),
+            size=size,
+            on_message=self._message,
+            on_exit=self._exit,
+            environment={"KVXFERD_TEST": MARK, **(environment or {})},
+        )
+
+    async def __aenter__(self) -> Node:
+        await self.pool.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.wait_for(self.pool.stop(), DEADLINE_S)
+
+    def _message(self, mover: MoverId, message: FromMover) -> None:
+        self.said.append((mover, message))
+        self._changed.set()
+
+    def _exit(self, mover: MoverId) -> None:
+        self.exits.append(mover)
+        self._changed.set()
+
+    async def until(self, found: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
+        """Wait for something to be said or to happen."""
+        async with asyncio.timeout(deadline_s):
+            while (value := found()) is None:
+                self._changed.clear()
+                await self._changed.wait()
+            return value
+
+    async def heard(self, mover: MoverHandle, kind: type[T], deadline_s: float = DEADLINE_S) -> T:
+        """Wait for the first message of a kind, and take it out."""
+
+        def find() -> T | None:
+            for index, (who, message) in enumerate(self.said):
+                if who == mover.mover_id and isinstance(message, kind):
+                    del self.said[index]
+                    return message
+            return None
+
+        return await self.until(find, deadline_s)
+
+    async def gone(self, mover: MoverHandle, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for a mover's exit to be told."""
+        await self.until(lambda: True if mover.mover_id in self.exits else None, deadline_s)
+
+
+@dataclass
+class Worker:
+    """A rank: its layout, its memory, and a process that stands for it."""
+
+    spec: EngineSpec
+    layout: RankLayout
+    memory: SealedMemory
+    process: subprocess.Popen[bytes]
+    pidfd: int
+
+    @property
+    def array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """All bytes."""
+        return np.frombuffer(self.memory.buffer, dtype=np.uint8)
+
+    def fill(self, seed: int) -> None:
+        """Put bytes there that no other seed puts there."""
+        self.array[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size_bytes, dtype=np.uint8)
+
+    def blocks(self, ids: list[int] | range) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+        """Return the content of blocks: (tensors, blocks, bytes). All layers lie alike, tensor by tensor."""
+        per_tensor = self.array.reshape(len(self.layout.tensors), self.layout.groups[0].num_blocks, -1)
+        return per_tensor[:, list(ids)].copy()
+
+    def export(self) -> tuple[RegionExport, ...]:
+        (region,) = self.layout.regions
+        return (RegionExport(region=region.region, size_bytes=region.size_bytes, fd_index=0),)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        os.close(self.pidfd)
+        self.memory.close()
+
+
+def worker(
+    engine: str, *, tp: int = 1, tp_rank: int = 0, layers: int = 2, blocks: int = 64, **shape: int
+) -> Worker:
+    """Start a rank of a plain attention model; its memory is zeros."""
+    spec = EngineSpec(
+        engine_id=EngineId(engine),
+        generation=Generation("g1"),
+        num_layers=layers,
+        tp_size=tp,
+        tp_rank=tp_rank,
+        num_kv_heads=2,
+    )
+    layout = attention_layout(
+        spec=spec,
+        num_kv_heads=2,
+        head_dim=shape.get("head_dim", 64),
+        block_tokens=shape.get("block_tokens", 16),
+        num_blocks=blocks,
+    )
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    memory = SealedMemory.create(layout.regions[0].size_bytes, "kvxferd-test")
+    return Worker(spec, layout, memory, process, os.pidfd_open(process.pid))
+
+
+def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:
+    return {GROUP: PackedBlocks(pack_ids(list(ids)))}
+
+
+async def bind(node: Node, rank: Worker) -> tuple[MoverHandle, Bound]:
+    """Take a mover and give it the rank's memory."""
+    mover = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+    mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    return mover, await node.heard(mover, Bound)
+
+
+@dataclass
+class Served:
+    """A source rank that can be read."""
+
+    worker: Worker
+    node: Node
+    mover: MoverHandle
+    bound: Bound
+    page: FencePage
+    fence: FenceMapped
+
+    def close(self) -> None:
+        self.page.close()
+
+    def place(self, slot: int, word: bytes) -> FencePlace:
+        return FencePlace(self.mover.agent, self.fence.address + slot * FENCE_WORD_BYTES, word)
+
+
+async def serve(node: Node, rank: Worker) -> Served:
+    """Bind a source, map a fence page in it, and have it polled."""
+    mover, bound = await bind(node, rank)
+    page = FencePage.create()
+    mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
+    fence = await node.heard(mover, FenceMapped)
+    mover.send(Attend(on=True, token=5))
+    assert (await node.heard(mover, Attending)).token == 5
+    return Served(rank, node, mover, bound, page, fence)
+
+
+@dataclass
+class Sink:
+    """A rank that reads."""
+
+    worker: Worker
+    node: Node
+    mover: MoverHandle
+    plan: Plan
+
+    def know(self, agent: AgentName, *metadata: bytes) -> None:
+        for one in metadata:
+            self.mover.send(LoadRemote(agent=agent, metadata=one))
+
+    def start(
+        self,
+        sources: list[Served],
+        fence: FencePlace,
+        ours: list[int] | range,
+        theirs: list[int] | range,
+        tokens: int = 0,
+    ) -> PullId:
+        number = PullId(next(_NUMBERS))
+        local_parts, local = split_ids(packed(ours), 2 * number)
+        remote_parts, remote = split_ids(packed(theirs), 2 * number + 1)
+        for part in (*local_parts, *remote_parts):
+            self.mover.send(part)
+        self.mover.send(
+            StartPull(
+                pull=number,
+                plan=self.plan.digest,
+                sources=tuple(Source(s.worker.spec.rank, s.mover.agent, s.bound.regions) for s in sources),
+                local=local,
+                remote=remote,
+                num_tokens=tokens or 16 * len(ours),
+                fence=fence,
+                stream=2 * number,
+            )
+        )
+        return number
+
+    async def outcome(self, number: PullId, deadline_s: float = DEADLINE_S) -> PullOutcome:
+        done = await self.node.heard(self.mover, PullDone, deadline_s)
+        assert done.pull == number
+        return done.outcome
+
+
+async def sink(node: Node, rank: Worker, sources: list[Served]) -> Sink:
+    """Bind a reader that knows the sources and the plan to read them."""
+    mover, _ = await bind(node, rank)
+    remote: dict[Rank, RankLayout] = {s.worker.spec.rank: s.worker.layout for s in sources}
+    plan = make_plan(rank.spec, rank.layout, sources[0].worker.spec, remote)
+    reader = Sink(rank, node, mover, plan)
+    mover.send(LoadPlan(digest=plan.digest, encoded=encode_plan(plan)))
+    for source in sources:
+        reader.know(source.mover.agent, source.bound.metadata, source.fence.metadata)
+    return reader
