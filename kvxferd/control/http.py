@@ -83,6 +83,20 @@ def peer_uid(request: web.Request) -> int | None:
     return uid
 
 
+def _holder_of(path: Path) -> int | None:
+    """Return the id of the process that listens there; None if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # its backlog is full: somebody listens, the kernel does not say who
+            return 0
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid: int = _PEER_CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
 def _application(view: NodeView, metrics: Metrics) -> web.Application:
     app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
     app[VIEW] = view
@@ -139,17 +153,25 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _listen_unix(path: Path) -> socket.socket:
     """Return a socket bound to the path with the control socket's mode, from the first moment on.
 
-    The daemon's lock says that no other daemon lives, so a socket that is there is a dead one's.
+    A socket file that nobody answers is a dead daemon's and is replaced. Raises ConfigError.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
     try:
         if path.is_socket():
+            if (holder := _holder_of(path)) is not None:
+                raise ConfigError(
+                    f"cannot listen on control.socket = {str(path)!r}: process {holder} does",
+                    Code.ALREADY_RUNNING,
+                )
             path.unlink()
         listener.bind(str(path))
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on control.socket = {str(path)!r}: {error.strerror}") from error
+    except ConfigError:
+        listener.close()
+        raise
     finally:
         os.umask(before)
     return listener

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from kvxferd.core.snapshot import PHASES, EngineSnapshot, NodeSnapshot
 
 RANK_STATES = ("mapping", "ready", "suspended", "remote")
-ENGINE_STATES = ("readable", "unreadable", "incomplete")
+ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("greeting", "up", "silent")
 TRANSFER_STATES = ("writing", "readable", "granted")
 
@@ -48,7 +48,8 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
 def engine_state(engine: EngineSnapshot) -> str:
     """Return which of `ENGINE_STATES` the engine is in."""
     if not engine.complete:
-        return "incomplete"
+        # Nothing lacks of what this node is to have: its home, on another node, puts it together.
+        return "incomplete" if engine.lacking else "member"
     return "unreadable" if engine.problem else "readable"
 
 

@@ -15,7 +15,7 @@ from kvxferd.config import Config, load_config
 from kvxferd.control.http import HttpServer
 from kvxferd.control.routes import ROUTES, Access
 from kvxferd.core.snapshot import NodeSnapshot
-from kvxferd.errors import ConfigError
+from kvxferd.errors import Code, ConfigError
 from kvxferd.observe.history import record_from_json
 from kvxferd.observe.metrics import Metrics
 
@@ -180,6 +180,17 @@ async def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
         dead.bind(config.control.socket)
     async with serving(config, StillNode()), over_unix(config) as client, client.get("/healthz") as answer:
         assert answer.status == 200
+
+
+async def test_a_living_daemons_socket_is_left_to_it(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    async with serving(config, StillNode()), over_unix(config) as client:
+        with pytest.raises(ConfigError, match=f"process {os.getpid()}") as refused:
+            async with serving(config, StillNode()):
+                pass
+        assert refused.value.code is Code.ALREADY_RUNNING
+        async with client.get("/healthz") as answer:
+            assert answer.status == 200
 
 
 async def test_tcp_may_be_off(tmp_path: Path) -> None:

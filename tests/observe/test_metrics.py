@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from samples import node_snapshot, pull_record, records
 
 from kvxferd.core.snapshot import PHASES, NodeSnapshot
 from kvxferd.errors import Code
+from kvxferd.observe.gauges import engine_state
 from kvxferd.observe.metrics import Metrics
 
 OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
@@ -109,3 +111,11 @@ def test_two_daemons_in_one_process_do_not_share_metrics() -> None:
     one, other = Metrics(node_snapshot), Metrics(node_snapshot)
     one.record(pull_record())
     assert samples_of(other)["kvxferd_pulled_bytes_total"] == 0
+
+
+def test_an_engine_that_its_home_puts_together_is_a_member() -> None:
+    whole, lacking = node_snapshot().engines
+    assert [engine_state(engine) for engine in (whole, lacking)] == ["readable", "incomplete"]
+    elsewhere = msgspec.structs.replace(lacking, lacking=(), problem="aggregated at its home")
+    assert engine_state(elsewhere) == "member"
+    assert engine_state(msgspec.structs.replace(whole, problem="layers 3 to 5 lack")) == "unreadable"
