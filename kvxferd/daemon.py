@@ -49,7 +49,8 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
-from kvxferd.mover.pool import MoverHandle, MoverPool
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.pool import MoverPool
 from kvxferd.observe.history import History
 from kvxferd.observe.logs import log_record
 from kvxferd.observe.metrics import Metrics

@@ -89,8 +89,11 @@ class Granting:
         if left_s > 0:
             self._moment.after(("ask", question.grant), left_s, lambda: self._consider(ask))
             return
+        self._refuse(ask, found.code, found.message)
+
+    def _refuse(self, ask: _Ask, code: Code, message: str) -> None:
         self._drop(ask)
-        refused = PeerRefused(request=question.request, code=found.code, message=found.message)
+        refused = PeerRefused(request=ask.question.request, code=code, message=message)
         self._moment.do(ToRoute(ask.route, refused))
 
     def _drop(self, ask: _Ask) -> None:
@@ -162,10 +165,6 @@ class Granting:
         if any(engine.ranks[r].incarnation != inc for r, inc in transfer.incarnations.items()):
             return _Obstacle(
                 Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
-            )
-        if not transfer.can_read(question.consumer):
-            return _Obstacle(
-                Code.NOT_ALLOWED, f"{what}: {transfer.num_readers} other engines read it; publish it for more"
             )
         if not self._source.is_ready(transfer, engine):
             unready = ", ".join(str(r) for r in engine.spec.ranks() if r not in transfer.ready)
@@ -240,7 +239,7 @@ class Granting:
     def give_back(self, route: bytes, question: ReturnGrant) -> None:
         """A pull that failed needs its grant no more."""
         if waiting := self._asks.get(question.grant):
-            self._drop(waiting)
+            self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
         self._source.end_grant(question.grant)
         self._moment.do(ToRoute(route, Done(request=question.request)))
 
@@ -249,8 +248,7 @@ class Granting:
         transfer = self._owned(question.ref)
         if transfer is not None:
             self._source.end_grant(question.grant)
-            if reader := transfer.reader(question.consumer):
-                reader.acknowledged.add(question.consumer.rank)
+            transfer.reader(question.consumer).acknowledged.add(question.consumer.rank)
             if transfer.is_read_by_all:
                 self._source.release(transfer, Code.COMPLETED)
         self._moment.do(ToRoute(route, Done(request=question.request)))
@@ -258,8 +256,8 @@ class Granting:
     def abandon(self, route: bytes, question: AbandonTransfer) -> None:
         """A consumer engine wants nothing more of the transfer."""
         transfer = self._owned(question.ref)
-        if transfer is not None and (reader := transfer.reader(question.consumer)):
-            reader.abandoned = True
+        if transfer is not None:
+            transfer.reader(question.consumer).abandoned = True
             if transfer.is_read_by_all:
                 self._source.release(transfer, Code.ABANDONED)
         self._moment.do(ToRoute(route, Done(request=question.request)))

@@ -49,8 +49,7 @@ class Handshakes:
         obstacle = self._obstacle(key, engine, question)
         name = (fetch.route, question.request)
         if obstacle is not None:
-            error, wait_s = obstacle
-            left_s = fetch.asked_at + wait_s - self._moment.now
+            left_s = fetch.asked_at + obstacle[1] - self._moment.now
             if left_s > 0:
                 self._moment.after(("fetch", *name), left_s, lambda: self._consider(fetch))
                 return
@@ -78,7 +77,7 @@ class Handshakes:
             text = f"{what}: it has been replaced by {self._registry.newest(key.engine_id)}; route anew"
             return KvxferdError(text, Code.GENERATION_STALE), 0.0
         if engine is None:
-            text = f"{what}: no rank of it is registered at {self._moment.endpoint}; check engine id and endpoint"
+            text = f"{what}: no rank of it is registered at {self._moment.endpoint}; check id and endpoint"
             return KvxferdError(text, Code.ENGINE_UNKNOWN), min(question.wait_s, settings.unknown_wait_s)
         if not self._registry.is_home(engine.spec):
             text = f"{what}: it is aggregated at its home, {engine.spec.home}; ask there"

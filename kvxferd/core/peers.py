@@ -195,6 +195,8 @@ class Peers:
     def _learnt(self, peer: Peer, key: EngineKey, outcome: RemoteEngine | Refusal, started: float) -> None:
         waiting = peer.learning.pop(key, [])
         if isinstance(outcome, RemoteEngine):
+            for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
+                del peer.engines[old]  # one generation at a time; a reader of the other asks again
             peer.engines[key] = outcome
         self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
         for on_learnt in waiting:

@@ -312,6 +312,7 @@ def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> Non
     given = {export.region: export.size_bytes for export in exports}
     if len(exports) > MAX_REGIONS or len(given) != len(exports) or given != wanted:
         raise EngineError(
-            f"cannot register: the layout names regions {wanted}, and {given} were exported (at most {MAX_REGIONS})",
+            f"cannot register: the layout names regions {wanted}, and {given} were exported; "
+            f"each once, and {MAX_REGIONS} at most",
             Code.REGION_INVALID,
         )

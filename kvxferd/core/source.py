@@ -79,7 +79,7 @@ class Source:
         for layout in layouts:
             check_blocks(layout, blocks, said.num_tokens)
         now = self._moment.now
-        lease_s = min(said.lease_s or self._moment.settings.lease_s, self._moment.settings.max_lease_s)
+        lease_s = said.lease_s or self._moment.settings.lease_s
         return Transfer(
             engine=engine_key,
             transfer_id=said.transfer_id,
@@ -101,6 +101,11 @@ class Source:
         if self._moment.draining:
             raise EngineError(
                 f"{what}: this daemon is draining; publish after it has restarted", Code.DRAINING
+            )
+        if not 0 <= said.lease_s <= self._moment.settings.max_lease_s:
+            raise EngineError(
+                f"{what}: a lease of {said.lease_s} s; "
+                f"give 0 (the default) to {self._moment.settings.max_lease_s:g}"
             )
         if engine is None:
             raise EngineError(

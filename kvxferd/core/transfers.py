@@ -67,18 +67,12 @@ class Transfer:
         """Whether every reader that was announced has all it needs."""
         return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
 
-    def can_read(self, consumer: Consumer) -> bool:
-        """Whether the consumer's engine is among the readers, or there is room for one more.
+    def reader(self, consumer: Consumer) -> Reader:
+        """The consumer's engine among the readers.
 
-        An engine counts as a reader once it acknowledged, not when it asks: a request that
-        failed on one decode engine may be sent to another.
+        Any holder of the reference may read while the transfer lives: a request that failed on one
+        decode engine may be sent to another, also when some ranks of the first have acknowledged.
         """
-        return _engine_of(consumer) in self.readers or len(self.readers) < self.num_readers
-
-    def reader(self, consumer: Consumer) -> Reader | None:
-        """The consumer's engine among the readers, added where there is room; None: there is none."""
-        if not self.can_read(consumer):
-            return None
         return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
 
     def snapshot(self, now: float, is_ready: bool) -> TransferSnapshot:

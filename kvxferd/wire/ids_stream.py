@@ -52,7 +52,8 @@ class IdsAssembly:
             front.clear()
         if part.offset != len(front):
             raise ProtocolError(
-                f"cannot place ids of group {part.group} at byte {part.offset}: {len(front)} bytes came before"
+                f"cannot place ids of group {part.group} at byte {part.offset}: "
+                f"{len(front)} bytes came before"
             )
         front.extend(part.ids)
 

@@ -32,7 +32,9 @@ def ask(world, host, question):
 
 
 def fetch(world, host, engine="prefill", generation="g1", wait_s=5.0, pp_aware=True):
-    question = FetchEngine(request=1, engine_id=engine, generation=generation, wait_s=wait_s, pp_aware=pp_aware)
+    question = FetchEngine(
+        request=1, engine_id=engine, generation=generation, wait_s=wait_s, pp_aware=pp_aware
+    )
     return ask(world, host, question)
 
 

@@ -32,7 +32,7 @@ class Mischief:
         self.refs: list = []
         self.pulls: list[tuple[Worker, int, list[int], str, float]] = []
         self.checked: set[tuple[int, int]] = set()
-        for name, layout in (("p", "HND"), ("d", "NHD")):
+        for name in ("p", "d"):
             self.world.host(name)
         self.start_engine("p", "HND")
         self.start_engine("d", "NHD")
@@ -80,7 +80,12 @@ class Mischief:
     def is_free(self, worker: Worker, ticket: int) -> bool:
         ended = worker.ended(ticket)
         quiet = any(q.ticket == ticket for q in worker.heard(wk.Quiesced))
-        return not worker.connected or isinstance(ended, wk.Delivered) or quiet or bool(ended and ended.safe_to_reuse)
+        return (
+            not worker.connected
+            or isinstance(ended, wk.Delivered)
+            or quiet
+            or bool(ended and ended.safe_to_reuse)
+        )
 
     def cancel(self) -> None:
         if self.pulls:

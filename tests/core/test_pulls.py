@@ -36,7 +36,7 @@ def mover_of(worker):
 
 
 def test_blocks_are_free_only_where_nothing_can_write():
-    unsafe = {phase for phase in Phase} - {Phase.DELIVERED, Phase.FAILED, Phase.QUIET}
+    unsafe = set(Phase) - {Phase.DELIVERED, Phase.FAILED, Phase.QUIET}
     assert unsafe == {Phase.HOLDING, Phase.POSTED, Phase.STOPPING, Phase.IN_DOUBT}
     # Once posted, only the mover's word (or its death) frees the blocks.
     for (phase, signal), target in MOVES.items():
@@ -129,7 +129,9 @@ def test_a_movers_death_fails_all_its_pulls_safely(world, source, sink):
     mover.hold = True
     tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(3)]
     mover.die()
-    assert [(sink.ended(t).code, sink.ended(t).safe_to_reuse) for t in tickets] == [(Code.MOVER_LOST, True)] * 3
+    assert [(sink.ended(t).code, sink.ended(t).safe_to_reuse) for t in tickets] == [
+        (Code.MOVER_LOST, True)
+    ] * 3
 
 
 def test_what_a_dead_mover_still_says_is_void(world, source, sink):
@@ -154,7 +156,9 @@ def test_what_a_dead_mover_still_says_is_void(world, source, sink):
         (SINK_IDS, TOKENS, float("nan"), Code.BLOCKS_INVALID),
     ],
 )
-def test_a_bad_pull_fails_with_a_sentence_and_the_session_goes_on(world, source, sink, ids, tokens, deadline_s, code):
+def test_a_bad_pull_fails_with_a_sentence_and_the_session_goes_on(
+    world, source, sink, ids, tokens, deadline_s, code
+):
     ref = source.publish("t1", IDS, TOKENS)
     bad = sink.pull(ref, ids, tokens, deadline_s)
     assert sink.ended(bad).code is code
@@ -183,7 +187,9 @@ def test_an_unknown_transfer_is_waited_for_a_moment_and_then_refused(world, sour
 def test_an_endpoint_that_is_none_is_refused(world, source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     for endpoint in ("ipc:///etc/passwd", "tcp://*:1", "tcp://p", "tcp://p:0", "tcp://a;tcp://b:1"):
-        ticket = sink.pull(type(ref)(endpoint, *[getattr(ref, f) for f in ref.__struct_fields__[1:]]), SINK_IDS, TOKENS)
+        ticket = sink.pull(
+            type(ref)(endpoint, *[getattr(ref, f) for f in ref.__struct_fields__[1:]]), SINK_IDS, TOKENS
+        )
         assert sink.ended(ticket).code is Code.ENDPOINT_INVALID
 
 

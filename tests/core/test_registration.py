@@ -84,7 +84,14 @@ def test_ranks_that_disagree_on_the_engine(world, change, named):
 
 @pytest.mark.parametrize(
     "change",
-    [{"tp_rank": 1}, {"tp_rank": -1}, {"pp_size": 0}, {"tp_size": 1 << 20}, {"engine_id": ""}, {"engine_id": "x" * 300}],
+    [
+        {"tp_rank": 1},
+        {"tp_rank": -1},
+        {"pp_size": 0},
+        {"tp_size": 1 << 20},
+        {"engine_id": ""},
+        {"engine_id": "x" * 300},
+    ],
 )
 def test_a_rank_that_cannot_be(world, change):
     worker = world.register(world.host("p"), spec_of("e"))
@@ -108,7 +115,9 @@ def test_strides_that_reach_outside_the_region(world):
 def test_regions_other_than_the_layouts(world):
     worker = world.connect(world.host("p"))
     spec = spec_of("e")
-    layout = attention_layout(spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND")
+    layout = attention_layout(
+        spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
     region = layout.regions[0]
     export = wk.RegionExport(region.region, region.size_bytes - 1, 0)
     worker.say(wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i"))
@@ -118,10 +127,14 @@ def test_regions_other_than_the_layouts(world):
 def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
     worker = world.connect(world.host("p"))
     spec = spec_of("e")
-    layout = attention_layout(spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND")
+    layout = attention_layout(
+        spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
     export = wk.RegionExport(layout.regions[0].region, layout.regions[0].size_bytes, 0)
     said = wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i")
-    world.feed(worker.host, ev.WorkerSaid(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it")))
+    world.feed(
+        worker.host, ev.WorkerSaid(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it"))
+    )
     assert refusal(worker) == wk.Refused(request=1, code=Code.REGION_UNSEALED, message="cannot use it")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from world import World, spec_of
+from world import World
 
 from kvxferd.core import Settings
 from kvxferd.errors import Code
@@ -190,6 +190,34 @@ def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
+def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    half = world.engine(world.host("d"), "decode", tp=2)
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(half[0].ended(half[0].pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    half[1].close()
+    other = world.engine(world.hosts["d"], "decode-2")[0]
+    assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_a_given_back_ask_is_answered_and_not_asked_again(world):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ticket = sink.pull(ranks[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    assert len(sink.host.node.questions) == 0
+
+
+@pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
+def test_a_lease_that_is_none_is_refused(world, lease_s):
+    source = world.engine(world.host("p"), "prefill")[0]
+    source.publish("t1", IDS, TOKENS, lease_s=lease_s)
+    assert [m.code for m in source.heard(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
+
+
 def test_the_publishers_death_voids_what_it_published(world):
     source, sink, ref = published(world)
     word = bytes(source.fence[:16])
@@ -216,7 +244,7 @@ def test_an_id_may_be_published_again_after_its_release_and_the_old_reference_is
 
 
 def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
-    source, sink, ref = published(world)
+    _, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.engine(world.hosts["p"], "prefill", generation="g2")
     other = world.engine(world.hosts["d"], "decode-2")[0]
@@ -226,7 +254,9 @@ def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
 
 def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(world):
     source, sink, ref = published(world)
-    assert isinstance(sink.ended(sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered)
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
     next(m for m in world.hosts["p"].movers.values() if m.worker is source).die()
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(1)

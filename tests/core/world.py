@@ -15,14 +15,27 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxferd.core import Node, Settings, effects as fx, events as ev
+from kvxferd.core import Node, Settings
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
 from kvxferd.core.snapshot import Record
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, Incarnation, MoverId, RegionId, SessionId
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    Generation,
+    Incarnation,
+    MoverId,
+    RegionId,
+    SessionId,
+)
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.plan import Expander, decode_plan
-from kvxferd.wire import mover as mv, worker as wk
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress, TransferRef
 from kvxferd.wire.ids_stream import IdsAssembly
@@ -74,12 +87,12 @@ class Worker:
         endpoint = Endpoint(spec.home or self.host.endpoint)
         return TransferRef(endpoint, spec.engine_id, spec.generation, transfer_id, nonce)
 
-    def pull(self, ref: TransferRef, ids: list[int], num_tokens: int, deadline_s: float = 5.0, first: int = 0) -> int:
+    def pull(
+        self, ref: TransferRef, ids: list[int], num_tokens: int, deadline_s: float = 5.0, first: int = 0
+    ) -> int:
         ticket = next(self.tickets)
         blocks = {"full": PackedBlocks(pack_ids(ids), first)}
-        self.say(
-            wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s)
-        )
+        self.say(wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s))
         return ticket
 
     def ended(self, ticket: int) -> Message | None:
@@ -203,7 +216,9 @@ class Mover:
             for local, remote, length in zip(*map(list, runs), strict=True):
                 content = self.world.read(agents[rank], int(remote), int(length))
                 if content is None:
-                    code = mv.PullOutcome(delivered=False, agent=agents[rank], message="gone", code=Code.TRANSPORT)
+                    code = mv.PullOutcome(
+                        delivered=False, agent=agents[rank], message="gone", code=Code.TRANSPORT
+                    )
                     self._done(start, code)
                     return
                 at = int(local) - self.base
@@ -220,7 +235,9 @@ class Mover:
         if word == start.fence.word or self.world.blind:
             self._done(start, mv.PullOutcome(delivered=True, bytes=1, runs=1))
         else:
-            self._done(start, mv.PullOutcome(delivered=False, code=Code.RELEASED, message="fence word changed"))
+            self._done(
+                start, mv.PullOutcome(delivered=False, code=Code.RELEASED, message="fence word changed")
+            )
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
         self.say(mv.PullDone(pull=start.pull, outcome=outcome))
@@ -374,7 +391,9 @@ class World:
                 self._run_later(host.movers[effect.mover].die)
             case fx.ToMover() | fx.BindMover():
                 mover = host.movers[effect.mover]
-                self._run_later(lambda: mover.hear(effect.message) if mover.alive and not mover.mute else None)
+                self._run_later(
+                    lambda: mover.hear(effect.message) if mover.alive and not mover.mute else None
+                )
             case fx.ShareFence():
                 mover = host.movers[effect.mover]
                 share = mv.MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
@@ -385,7 +404,9 @@ class World:
                 self._post(host.name, target, lambda m: ev.RouteSaid(route, m), effect.message)
             case fx.ToRoute():
                 endpoint = host.endpoint
-                self._post(host.name, effect.route.decode(), lambda m: ev.PeerSaid(endpoint, m), effect.message)
+                self._post(
+                    host.name, effect.route.decode(), lambda m: ev.PeerSaid(endpoint, m), effect.message
+                )
             case fx.Observed():
                 host.records.append(effect.record)
             case fx.AdoptRegions() | fx.ForgetPeer():
@@ -441,7 +462,9 @@ class World:
         """Let time pass, with every timer at its moment."""
         end = self.now + seconds
         while True:
-            due = [(d, h) for h in self.hosts.values() if (d := h.node.next_deadline()) is not None and d <= end]
+            due = [
+                (d, h) for h in self.hosts.values() if (d := h.node.next_deadline()) is not None and d <= end
+            ]
             if not due:
                 break
             deadline, host = min(due, key=lambda entry: entry[0])
@@ -452,8 +475,16 @@ class World:
             self.feed(host, ev.Tick())
 
 
-def spec_of(name: str, *, pp: int = 1, tp: int = 1, layers: int = 2, generation: str = "g1", **more: object) -> EngineSpec:
+def spec_of(
+    name: str, *, pp: int = 1, tp: int = 1, layers: int = 2, generation: str = "g1", **more: object
+) -> EngineSpec:
     """An engine's spec, as of rank (0, 0)."""
     return EngineSpec(
-        EngineId(name), Generation(generation), num_layers=layers, pp_size=pp, tp_size=tp, num_kv_heads=2, **more
+        EngineId(name),
+        Generation(generation),
+        num_layers=layers,
+        pp_size=pp,
+        tp_size=tp,
+        num_kv_heads=2,
+        **more,
     )

@@ -40,7 +40,15 @@ class DaemonUnderTest:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "daemon.log"
         self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-        self._command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-format", "json", *flags]
+        self._command += [
+            "--http-bind",
+            "",
+            "--peer-bind",
+            "tcp://127.0.0.1:0",
+            "--log-format",
+            "json",
+            *flags,
+        ]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | dict(environ)
         self.start()
 
@@ -134,7 +142,9 @@ class Fleet:
 
 def _children(pid: int) -> list[int]:
     with suppress(OSError):
-        return [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+        return [
+            int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()
+        ]
     return []
 
 

@@ -36,7 +36,9 @@ class Agent:
         self.bytes[:] = content.background(self.bytes.size)
         self.client = client.connect(socket)
         started = time.monotonic()
-        self.rank = self.client.register(engine=spec, layout=self.layout, regions={region.region: self.memory})
+        self.rank = self.client.register(
+            engine=spec, layout=self.layout, regions={region.region: self.memory}
+        )
         self.tickets: dict[int, client.PullTicket] = {}
         self.unread: list[client.Event] = []
         return time.monotonic() - started
@@ -84,7 +86,9 @@ class Agent:
         return type(event).__name__, fields
 
     def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
-        found = content.check(self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens))
+        found = content.check(
+            self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens)
+        )
         assert found.checked_items > 0
         return found.wrong_items
 

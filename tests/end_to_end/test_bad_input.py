@@ -1,8 +1,9 @@
-"""Bad input on both sockets of a real daemon: the sender gets a code and a sentence, everyone else goes on."""
+"""Bad input on both sockets: the sender gets a code and a sentence, everyone else goes on."""
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class Raw:
         """The next message, None at the end of the connection."""
         while not self.heard and not self.ended:
             self.socket.settimeout(WAIT_S)
-            ready, _, _ = __import__("select").select([self.link], [], [], WAIT_S)
+            ready, _, _ = select.select([self.link], [], [], WAIT_S)
             assert ready, "the daemon says nothing"
             try:
                 frames = self.link.receive()
@@ -173,14 +174,20 @@ def test_descriptors_that_no_message_wants_cost_the_connection(raw: Raw):
 
 
 def layout_for(spec: EngineSpec) -> RankLayout:
-    return attention_layout(spec=spec, num_kv_heads=8, head_dim=16, block_tokens=16, num_blocks=8, layout="HND")
+    return attention_layout(
+        spec=spec, num_kv_heads=8, head_dim=16, block_tokens=16, num_blocks=8, layout="HND"
+    )
 
 
-def register(raw: Raw, spec: EngineSpec, layout: RankLayout, *fds: int, size: int | None = None, **more) -> Message:
+def register(
+    raw: Raw, spec: EngineSpec, layout: RankLayout, *fds: int, size: int | None = None, **more
+) -> Message:
     region = layout.regions[0]
     export = worker.RegionExport(region.region, size or region.size_bytes, 0, **more)
     raw.say(
-        worker.Register(request=7, engine=spec, layout=layout, regions=(export,), incarnation=Incarnation("i")),
+        worker.Register(
+            request=7, engine=spec, layout=layout, regions=(export,), incarnation=Incarnation("i")
+        ),
         *fds,
     )
     return raw.next()

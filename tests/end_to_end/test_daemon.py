@@ -20,8 +20,14 @@ def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):
     daemon = fleet.daemon("node")
     mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
     assert not re.search(r"libtorch|nixl|libucp", mapped)
-    code = "import sys, kvxferd.daemon; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nixl', 'rixl')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, kvxferd.daemon; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nixl', 'rixl')])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 def test_the_client_imports_msgspec_and_the_standard_library_alone():
@@ -87,7 +93,9 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
         (blocked / name / "__init__.py").write_text("raise ImportError('blocked for a test')\n")
     daemon = DaemonUnderTest(tmp_path / "bare", {"PYTHONPATH": str(blocked)})
     try:
-        wait_until(lambda: daemon.control.socket_path and Path(daemon.worker_socket).exists(), "listening", 30)
+        wait_until(
+            lambda: daemon.control.socket_path and Path(daemon.worker_socket).exists(), "listening", 30
+        )
         rank = fleet.rank()
         with pytest.raises(RankError) as raised:
             rank.register(daemon.worker_socket, spec_of("prefill"), **FACTS)

@@ -122,7 +122,9 @@ def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
     daemon.process.kill()
     daemon.process.wait()
     daemon.start()
-    wait_until(lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0)
+    wait_until(
+        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
+    )
     # Another port after the restart: references are made anew.
     wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
     pull_and_check([sink], publish([source], 2), 2)
