@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ log = structlog.get_logger()
 MAX_QUEUED_BYTES = 32 << 20
 BACKLOG = 128
 FAREWELL_S = 0.5  # how long a closed session may take to read why
+_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
@@ -57,7 +59,8 @@ class _Connection:
     session: SessionId
     link: Link
     credentials: Credentials
-    pidfd: int  # of the worker's process; -1 where it cannot be had
+    death: int  # readable once the worker is dead: a pidfd where there is one
+    alive: int  # where `death` is a pipe, its other end; else -1
     fence: FencePage | None = None
     fence_fd: int = -1
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
@@ -71,7 +74,9 @@ class _Connection:
         self.link.close()
         if self.fence is not None:
             self.fence.close()
-        close_all([*self.offered, *self.adopted, *(fd for fd in (self.fence_fd, self.pidfd) if fd >= 0)])
+        close_all(
+            [*self.offered, *self.adopted, *(fd for fd in (self.fence_fd, self.death, self.alive) if fd >= 0)]
+        )
 
 
 class WorkerSocket:
@@ -138,7 +143,7 @@ class WorkerSocket:
             self._turn_away(link, credentials)
             return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, credentials, _pidfd_of(credentials.pid))
+        connection = _Connection(session, link, credentials, *_death_watch(accepted, credentials.pid))
         self._connections[session] = connection
         self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable, connection)
@@ -299,11 +304,11 @@ class WorkerSocket:
             connection.fence.overwrite(slot)
 
     def region_fds(self, session: SessionId) -> tuple[int, ...]:
-        """The registration's descriptors, then the worker's pidfd; () for a session that is gone."""
+        """The registration's descriptors, then one that is readable once the worker is dead."""
         connection = self._connections.get(session)
         if connection is None:
             return ()
-        return (*connection.adopted, *((connection.pidfd,) if connection.pidfd >= 0 else ()))
+        return (*connection.adopted, connection.death)
 
     def fence_fd(self, session: SessionId) -> int:
         """The descriptor of the session's fence page; -1 for a session that is gone."""
@@ -330,8 +335,16 @@ def _inspect(exports: tuple[RegionExport, ...], fds: tuple[int, ...]) -> Refusal
     return None
 
 
-def _pidfd_of(pid: int) -> int:
-    """Return a pidfd, -1 where there is none: another PID namespace, or gone already."""
+def _death_watch(accepted: socket.socket, pid: int) -> tuple[int, int]:
+    """Return a descriptor that is readable once the worker is dead, and one that keeps it from that.
+
+    The kernel's own pidfd of who connected is exact; a pidfd by number may be another process's
+    by now, which only means that the closing socket is noticed first. A worker in another PID
+    namespace has neither: a pipe stands in, whose other end goes with the session.
+    """
     with suppress(OSError):
-        return os.pidfd_open(pid) if pid > 0 else -1
-    return -1
+        return int.from_bytes(accepted.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder), -1
+    with suppress(OSError):
+        if pid > 0:
+            return os.pidfd_open(pid), -1
+    return os.pipe2(os.O_CLOEXEC)

@@ -12,7 +12,7 @@ from kvxferd.core.movers import Movers
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import GroupName, MoverId, PullId, Ticket
+from kvxferd.ids import AgentName, GroupName, MoverId, PullId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.common import Message, TransferRef
@@ -207,8 +207,8 @@ class Pulls:
             self._fail(pull, Signal.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
         elif pull.can(Signal.FAULT):
             self._fail(pull, Signal.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
-        if outcome.agent is not None:
-            self._distrust(pull, outcome)
+        if outcome.agent is not None and outcome.code is Code.TRANSPORT:
+            self._distrust(pull, outcome.agent)
 
     def quiet(self, pull_id: PullId, mover: MoverId) -> None:
         """The mover says that every handle of a pull in doubt is terminal now."""
@@ -329,12 +329,12 @@ class Pulls:
     def _tell(self, pull: Pull, message: Message) -> None:
         self._moment.do(ToWorker(pull.rank.session, message))
 
-    def _distrust(self, pull: Pull, outcome: PullOutcome) -> None:
+    def _distrust(self, pull: Pull, agent: AgentName) -> None:
         """A remote agent failed. What was loaded of it goes, unless others are reading from it."""
-        assert outcome.agent is not None and pull.mover is not None
+        assert pull.mover is not None
         self._holds.forget_engine(pull.hold)
         if not any(p.mover == pull.mover for p in self._pulls.values()):
-            self._movers.drop_remote(pull.mover, outcome.agent)
+            self._movers.drop_remote(pull.mover, agent)
 
     def _take_times(self, pull: Pull, outcome: PullOutcome) -> None:
         pull.phases_s |= {
