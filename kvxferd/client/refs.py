@@ -11,6 +11,8 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
+_MAX_CHARS = 2 * MAX_NAME_CHARS  # an endpoint has a scheme and a port beside its name
+
 
 class TransferRef(common.TransferRef, frozen=True, forbid_unknown_fields=True):
     """A published transfer, as plain JSON. Whoever holds it may read the transfer."""
@@ -32,8 +34,8 @@ def read_ref(ref: AnyRef) -> common.TransferRef:
     try:
         read = _read(ref)
         for name in (read.endpoint, read.engine_id, read.generation, read.transfer_id, read.nonce):
-            if len(name) > MAX_NAME_CHARS:
-                raise ValueError(f"{name:.80}... has {len(name)} characters, at most {MAX_NAME_CHARS} go")
+            if len(name) > _MAX_CHARS:
+                raise ValueError(f"{name:.80}... has {len(name)} characters, at most {_MAX_CHARS} go")
         return read
     except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise EngineError(

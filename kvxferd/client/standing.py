@@ -33,6 +33,7 @@ FINAL = frozenset(
         Code.LAYERS_MISSING,
         Code.UNEQUAL_STAGES,
         Code.NOT_HOME,
+        Code.ENDPOINT_INVALID,
         Code.GENERATION_STALE,
     }
 )
