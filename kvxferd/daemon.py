@@ -304,8 +304,11 @@ class Daemon:
         reasons = []
         if self._node.moment.draining:
             reasons.append("draining: nothing new is taken")
-        if unavailable := self._pool.describe().reason:
-            reasons.append(unavailable)
+        movers = self._pool.describe()
+        if movers.reason:
+            reasons.append(movers.reason)
+        elif not movers.library:
+            reasons.append("the movers' parent is still importing its library")
         return reasons
 
     def history(self) -> list[Record]:

@@ -98,7 +98,11 @@ class WorkerSocket:
         try:
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
                 raise ConfigError(f"cannot listen on {path}: it is there and is no socket; remove it")
-            # The run directory's lock is ours: whoever listened here before is dead.
+            if _is_answered(path):
+                raise ConfigError(
+                    f"cannot listen on {path}: another daemon does; give this one another worker.socket",
+                    Code.ALREADY_RUNNING,
+                )
             path.unlink(missing_ok=True)
             # Nobody connects between bind and chmod: listen comes after.
             listener.bind(os.fspath(path))
@@ -314,6 +318,18 @@ class WorkerSocket:
         """The descriptor of the session's fence page; -1 for a session that is gone."""
         connection = self._connections.get(session)
         return connection.fence_fd if connection is not None else -1
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether somebody listens there; a dead daemon's file is left behind and refuses."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            return True  # its backlog is full
+        return True
 
 
 def _inspect(exports: tuple[RegionExport, ...], fds: tuple[int, ...]) -> Refusal | None:

@@ -50,6 +50,23 @@ def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet, t
     assert daemon.is_ready
 
 
+def test_a_worker_socket_that_another_daemon_answers_is_left_alone(fleet: Fleet, tmp_path):
+    daemon = fleet.daemon("node")
+    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(tmp_path / "other")]
+    command += [
+        "--worker-socket",
+        daemon.worker_socket,
+        "--http-bind",
+        "",
+        "--peer-bind",
+        "tcp://127.0.0.1:0",
+    ]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert second.returncode != 0
+    assert "another daemon does" in second.stderr
+    assert isinstance(fleet.engine(daemon, spec_of("prefill")), list)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_0_and_removes_its_sockets(fleet: Fleet, number):
     daemon = fleet.daemon("node")
