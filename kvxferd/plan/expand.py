@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ from kvxferd.plan.structs import Lane, Plan
 # Equal or dividing block sizes have one shape or a few; 12 against 16 has six. Only sizes with a
 # huge common multiple have thousands, and they are cheap to work out again.
 MAX_CACHED_SHAPES = 1024
+# 24 MiB of arrays. Head by head and token by token (HND against NHD), one block of 80 layers has
+# 20,000 runs, and a long request a hundred million.
+MAX_RUNS = 1 << 20
 
 
 class Runs(NamedTuple):
@@ -33,6 +36,18 @@ class _Batch(NamedTuple):
     local_block: Int64s
     remote_block: Int64s
     grids: dict[GridKey, list[Cluster]]
+
+    @property
+    def num_rows(self) -> int:
+        """Runs before any merging along the blocks."""
+        per_block = sum(cluster.length.size for clusters in self.grids.values() for cluster in clusters)
+        return per_block * len(self.local_block)
+
+    def cut(self, start: int, stop: int) -> _Batch:
+        """Return some of the segments."""
+        return self._replace(
+            local_block=self.local_block[start:stop], remote_block=self.remote_block[start:stop]
+        )
 
 
 class Expander:
@@ -56,18 +71,40 @@ class Expander:
         read whole as far as both lists reach, so tokens past `num_tokens` in a last block may be
         copied too; no byte outside the listed local blocks is named. Bases are addresses.
         """
-        found: dict[Rank, dict[tuple[RegionId, RegionId], list[Rows]]] = {}
+        work = list(self._work(local, remote))
+        return _assembled(work, local_bases, remote_bases)
+
+    def parts(
+        self,
+        local: Mapping[GroupName, PackedBlocks],
+        remote: Mapping[GroupName, PackedBlocks],
+        num_tokens: int,
+        local_bases: Mapping[RegionId, int],
+        remote_bases: Mapping[Rank, Mapping[RegionId, int]],
+        max_runs: int = MAX_RUNS,
+    ) -> Iterator[dict[Rank, Runs]]:
+        """Yield what `expand` returns, in parts of about `max_runs` runs where it would be more.
+
+        Between two parts nothing is merged. A part is larger only if a single block is.
+        """
+        work = list(self._work(local, remote))
+        if sum(batch.num_rows for _, batches in work for batch in batches) <= max_runs:
+            yield _assembled(work, local_bases, remote_bases)
+            return
+        for lane, batches in work:
+            for batch in batches:
+                step = max(1, max_runs * len(batch.local_block) // batch.num_rows)
+                for start in range(0, len(batch.local_block), step):
+                    yield _assembled([(lane, [batch.cut(start, start + step)])], local_bases, remote_bases)
+
+    def _work(
+        self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
+    ) -> Iterator[tuple[Lane, list[_Batch]]]:
+        """Yield every lane in which something moves, with its segments."""
         for number, lane in enumerate(self.plan.lanes):
             segments = lane_segments(lane, local[lane.local.group], remote[lane.remote.group])
-            if len(segments.num_items) == 0:
-                continue
-            regions = found.setdefault(lane.rank, {})
-            for key, rows in _lane_rows(self._batches(number, lane, segments)):
-                regions.setdefault((key.local_region, key.remote_region), []).extend(rows)
-        return {
-            rank: _as_runs(regions, local_bases, remote_bases[rank])
-            for rank, regions in sorted(found.items())
-        }
+            if len(segments.num_items):
+                yield lane, self._batches(number, lane, segments)
 
     def _batches(self, number: int, lane: Lane, segments: Segments) -> list[_Batch]:
         """Group segments by shape, each in ascending order of its local blocks."""
@@ -161,6 +198,22 @@ def _in_order(parts: list[Rows]) -> Rows:
         order = np.argsort(local, kind="stable")
         local, remote, length = local[order], remote[order], length[order]
     return merge_touching(local, remote, length)
+
+
+def _assembled(
+    work: Iterable[tuple[Lane, list[_Batch]]],
+    local_bases: Mapping[RegionId, int],
+    remote_bases: Mapping[Rank, Mapping[RegionId, int]],
+) -> dict[Rank, Runs]:
+    """Return the runs of some lanes' segments, by remote rank."""
+    found: dict[Rank, dict[tuple[RegionId, RegionId], list[Rows]]] = {}
+    for lane, batches in work:
+        regions = found.setdefault(lane.rank, {})
+        for key, rows in _lane_rows(batches):
+            regions.setdefault((key.local_region, key.remote_region), []).extend(rows)
+    return {
+        rank: _as_runs(regions, local_bases, remote_bases[rank]) for rank, regions in sorted(found.items())
+    }
 
 
 def _as_runs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -97,42 +97,53 @@ def assign_units(
     Without a gap the fragments cover every local unit exactly once per token shard needed. All
     holdings must have the same shard count and interleave.
     """
-    spans = [span for holding in holdings for span in _spans(holding)]
+    cuts, covers = _covers([span for holding in holdings for span in _spans(holding)])
     needed = needed_shards(shard, holdings[0].shard) if holdings else (0,)
     fragments: list[Fragment] = []
     local_index = 0
     for held in units:
-        for start, stop in _elementary(held, spans):
+        for at in range(bisect.bisect_right(cuts, held.start) - 1, bisect.bisect_left(cuts, held.stop)):
+            start = max(held.start, cuts[at]) if at >= 0 else held.start
+            stop = min(held.stop, cuts[at + 1]) if at + 1 < len(cuts) else held.stop
+            over = covers[at] if 0 <= at < len(covers) else []
             for index in needed:
-                over = {s.holder.rank: s for s in spans if s.start <= start and stop <= s.stop}
-                over = {rank: s for rank, s in over.items() if s.holder.shard.index == index}
-                if not over:
-                    lacks = holdings[0].shard if holdings and holdings[0].shard.count > 1 else None
-                    return fragments, Gap(
-                        start, stop, lacks and TokenShard(lacks.count, index, lacks.interleave)
-                    )
-                span = over[choose_holder(over, preferred)]
+                holders = {span.holder.rank: span for span in over if span.holder.shard.index == index}
+                if not holders:
+                    return fragments, Gap(start, stop, _lacking(holdings, index))
+                span = holders[choose_holder(holders, preferred)]
                 position = span.position + start - span.start
                 fragments.append(Fragment(span.holder.rank, start, stop - start, local_index, position))
             local_index += stop - start
     return _joined(fragments), None
 
 
+def _lacking(holdings: tuple[Holding, ...], index: int) -> TokenShard | None:
+    """Return the token shard with this index; None where tokens are not sharded."""
+    if not holdings or holdings[0].shard.count == 1:
+        return None
+    return TokenShard(holdings[0].shard.count, index, holdings[0].shard.interleave)
+
+
 def _spans(holding: Holding) -> Iterator[_Span]:
     """Yield the ranges of a holding with their positions."""
-    index = 0
+    position = 0
     for held in holding.units:
-        yield _Span(held.start, held.stop, index, holding)
-        index += held.stop - held.start
+        yield _Span(held.start, held.stop, position, holding)
+        position += held.stop - held.start
 
 
-def _elementary(held: UnitRange, spans: list[_Span]) -> Iterator[tuple[int, int]]:
-    """Cut a local range wherever some holder's range begins or ends."""
-    cuts = {held.start, held.stop}
-    for span in spans:
-        cuts.update(end for end in (span.start, span.stop) if held.start < end < held.stop)
-    ordered = sorted(cuts)
-    return itertools.pairwise(ordered)
+def _covers(spans: list[_Span]) -> tuple[list[int], list[list[_Span]]]:
+    """Return where any span begins or ends, and for each stretch between two such cuts who covers it."""
+    cuts = sorted({end for span in spans for end in (span.start, span.stop)})
+    covers: list[list[_Span]] = []
+    active: list[_Span] = []
+    waiting = sorted(spans, key=lambda span: span.start, reverse=True)
+    for cut in cuts[:-1]:
+        active = [span for span in active if span.stop > cut]
+        while waiting and waiting[-1].start == cut:
+            active.append(waiting.pop())
+        covers.append(active.copy())
+    return cuts, covers
 
 
 def _joined(fragments: list[Fragment]) -> list[Fragment]:

@@ -9,7 +9,7 @@ from cases import KV, blocks, engine, expand, listed, plan_between
 
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import Expander, Plan
+from kvxferd.plan import Expander, Plan, Runs
 
 # One layer, one head of 4 bytes per token, blocks of 4 tokens: 16 bytes a block, 16 blocks, so
 # K is [0, 256) and V is [256, 512).
@@ -182,3 +182,29 @@ def test_expansion_is_the_same_every_time() -> None:
     for mine, theirs in zip(first, second, strict=True):
         assert np.array_equal(mine, theirs)
         assert mine.dtype == np.uint64
+
+
+@pytest.mark.parametrize(
+    ("sink", "source"), [("NHD", "HND"), ("HND", "HND"), ("NHD-cross-layer", "HND-packed")]
+)
+@pytest.mark.parametrize("max_runs", [1, 7, 100, 10_000])
+def test_parts_move_the_same_bytes(sink: str, source: str, max_runs: int) -> None:
+    """A long request comes in parts; together they name every byte once, in bounds."""
+    plan = plan_between(engine(layout=sink, block_tokens=8), engine(layout=source, tp=2))
+    at = ({KV: 0}, {rank: {KV: 0} for rank in plan.sources})
+    lists = (blocks([3, 1, 2]), blocks([4, 5, 6, 7, 9, 0]))
+    parts = list(Expander(plan).parts(*lists, 24, *at, max_runs=max_runs))
+    whole = Expander(plan).expand(*lists, 24, *at)
+    assert len(parts) == 1 or all(len(r.local) <= max(max_runs, 128) for part in parts for r in part.values())
+    for rank, runs in whole.items():
+        named = [pair for part in parts if rank in part for pair in bytes_named(part[rank])]
+        assert sorted(bytes_named(runs)) == sorted(named)
+
+
+def bytes_named(runs: Runs) -> list[tuple[int, int]]:
+    """Return every (local, remote) byte."""
+    return [
+        (local + i, remote + i)
+        for local, remote, length in zip(*(column.tolist() for column in runs), strict=True)
+        for i in range(length)
+    ]
