@@ -48,7 +48,7 @@ class Pull:
     fence_posted_at: float | None = None
     num_bytes: int = 0
     num_runs: int = 0
-    expanded_at: float = 0.0
+    expanded_at: float | None = None
     expand_s: float = 0.0
     post_s: float = 0.0
     first_post_at: float | None = None
@@ -78,8 +78,8 @@ class Pull:
     def outcome(self, now: float) -> PullOutcome:
         """Say how it ended, at `now`."""
         fault = self.fault
-        expanded_at = self.expanded_at or now
-        data_done_at = self.data_done_at or now
+        expanded_at = now if self.expanded_at is None else self.expanded_at
+        data_done_at = now if self.data_done_at is None else self.data_done_at
         return PullOutcome(
             delivered=fault is None,
             started=self.started,

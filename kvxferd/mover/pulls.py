@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import msgspec
 import numpy as np
 
 from kvxferd.errors import Code, KvxferdError
@@ -73,8 +74,8 @@ class PullEngine:
         """Keep a plan. One that cannot be decoded is unknown to the pulls that name it."""
         try:
             self._plans[digest] = Expander(decode_plan(encoded))
-        except KvxferdError as error:
-            _LOG.error("cannot load plan %s: %s", digest, error.message)
+        except (KvxferdError, msgspec.DecodeError) as error:
+            _LOG.error("cannot load plan %s: %s", digest, error)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` will come of it."""
@@ -260,7 +261,7 @@ class PullEngine:
         """Nothing is under way, and nothing more will be."""
         if pull.fault is not None:
             return True
-        if not pull.expanded_at or pull.sources:
+        if pull.expanded_at is None or pull.sources:
             return False
         return pull.fence_posted_at is not None or not pull.num_runs
 

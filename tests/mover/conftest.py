@@ -14,19 +14,6 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def marked_processes() -> list[str]:
-    """Command lines of living processes that a rig of this run has started."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                if rig.MARK.encode() in (process / "environ").read_bytes():
-                    found.append((process / "comm").read_text().strip())
-            except OSError:  # it went while we looked
-                continue
-    return found
-
-
 def orphaned_directories() -> list[str]:
     """Shared memory directories whose owner is gone."""
     return [
@@ -40,7 +27,7 @@ def orphaned_directories() -> list[str]:
 def nothing_left() -> Iterator[None]:
     before = num_descriptors()
     yield
-    assert marked_processes() == []
+    assert rig.marked_processes() == []
     assert num_descriptors() == before
     assert orphaned_directories() == []
 

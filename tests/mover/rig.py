@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +45,19 @@ MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
 GROUP = GroupName("full")
 T = TypeVar("T")
 _NUMBERS = itertools.count(1)
+
+
+def marked_processes() -> list[str]:
+    """Names of living processes that a rig of this run has started."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                if MARK.encode() in (process / "environ").read_bytes():
+                    found.append((process / "comm").read_text().strip())
+            except OSError:  # it went while we looked
+                continue
+    return found
 
 
 class Node:
