@@ -146,7 +146,7 @@ def test_long_lists_cost_the_caller_next_to_nothing(stage: Stage) -> None:
     rank = stage.rank()
     ids = np.arange(65_536, dtype=np.int32)  # a million tokens
     best = min(_seconds_of_a_pull(rank, ids) for _ in range(20))
-    assert best < 0.001
+    assert best < 0.005
     assert len(stage.side.expect(worker.Pull).blocks["full"]) == len(ids)
 
 
