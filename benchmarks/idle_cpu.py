@@ -109,8 +109,8 @@ def main() -> None:
         print(
             f"{NUM_RANKS} ranks registered, one peer known, idle for {elapsed:.0f} s, {len(pids)} processes"
         )
-        print(f"  daemon           {100 * used[daemon.pid] / elapsed:.2f} % of a core")
-        print(f"  daemon + movers  {100 * sum(used.values()) / elapsed:.2f} % of a core")
+        print(f"  daemon           {100 * used[daemon.pid] / elapsed:.3f} % of a core")
+        print(f"  daemon + movers  {100 * sum(used.values()) / elapsed:.3f} % of a core")
         print(f"  daemon RSS       {memory_mib(daemon.pid, 'Rss'):.0f} MiB")
         parent, *movers = pids[1:]
         print(f"  movers' parent   {memory_mib(parent, 'Rss'):.0f} MiB RSS")
