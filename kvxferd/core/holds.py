@@ -9,10 +9,11 @@ from enum import StrEnum
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.peers import Peers, RemoteEngine
+from kvxferd.core.planning import Planning
 from kvxferd.core.registry import LocalRank
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, GrantId
-from kvxferd.plan import Plan, PlanCache, require_pp_aware
+from kvxferd.plan import Plan
 from kvxferd.wire.common import Refusal, TransferRef
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -72,7 +73,7 @@ class Holds:
         self._moment = moment
         self._peers = peers
         self._movers = movers
-        self._plans = PlanCache()
+        self._planning = Planning(moment)
         self._held: dict[Endpoint, dict[GrantId, Hold]] = {}
 
     def num_grants(self) -> dict[Endpoint, int]:
@@ -105,9 +106,7 @@ class Holds:
             return
         hold.remote = outcome
         try:
-            if not hold.rank.spec.pp_aware:
-                require_pp_aware(outcome.ranks, f"engine {hold.rank.spec.key}")
-            hold.plan = self._plans.get(hold.rank.spec, hold.rank.layout, outcome.spec, outcome.layouts())
+            hold.plan = self._planning.plan(hold.rank, outcome)
         except KvxferdError as error:
             self._settle(hold, Refusal(error.code, error.message))
             return

@@ -19,7 +19,7 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import check_engine, check_same_engine
+from kvxferd.plan import Plan, TransferTopology, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
@@ -51,6 +51,11 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
+    planned: dict[EngineId, tuple[object, Plan]] = field(default_factory=dict)  # by what was learnt
+    topology: TransferTopology = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.topology = TransferTopology(self.spec, self.layout)
 
     @property
     def is_readable(self) -> bool:

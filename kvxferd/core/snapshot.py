@@ -48,7 +48,17 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float
 
 
-Record = PullRecord | HandshakeRecord | ReleaseRecord
+class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A local rank knows one stage of a remote engine now, and what it reads of it."""
+
+    sink: EngineId
+    rank: Rank
+    source: EngineId
+    stage: int
+    text: str  # TransferTopology.describe
+
+
+Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord
 
 
 class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord
+from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord, TopologyRecord
 
 # A record is under 1 KiB, so this is 1 MiB at most: some minutes of a busy node.
 MAX_RECORDS = 1024
@@ -16,6 +16,7 @@ _KINDS: dict[str, type[Record]] = {
     "pull": PullRecord,
     "handshake": HandshakeRecord,
     "release": ReleaseRecord,
+    "topology": TopologyRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -36,7 +37,7 @@ class History:
 
 
 def kind_of(record: Record) -> str:
-    """Return "pull", "handshake" or "release"."""
+    """Return "pull", "handshake", "release" or "topology"."""
     return _NAMES[type(record)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO, assert_never
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord
+from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord, TopologyRecord
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -75,6 +75,10 @@ def log_record(record: Record) -> None:
                 engine=record.engine_id,
                 why=record.why.value,
                 held_s=round(record.held_s, 6),
+            )
+        case TopologyRecord():
+            log.info(
+                "topology", sink=record.sink, rank=str(record.rank), source=record.source, text=record.text
             )
         case _:
             assert_never(record)

@@ -14,7 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 import kvxferd
-from kvxferd.core.snapshot import PHASES, HandshakeRecord, NodeSnapshot, PullRecord, Record, ReleaseRecord
+from kvxferd.core.snapshot import (
+    PHASES,
+    HandshakeRecord,
+    NodeSnapshot,
+    PullRecord,
+    Record,
+    ReleaseRecord,
+    TopologyRecord,
+)
 from kvxferd.observe.gauges import gauges_of
 
 # From a few blocks read from the same node to a pull that waits for its deadline; about three to a decade.
@@ -93,6 +101,8 @@ class Metrics:
             case ReleaseRecord():
                 self._releases.labels(record.why.value).inc()
                 self._held_seconds.observe(record.held_s)
+            case TopologyRecord():
+                pass  # once for each rank and remote engine: it is for the log
             case _:
                 assert_never(record)
 
