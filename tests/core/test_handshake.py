@@ -7,6 +7,7 @@ import pytest
 from world import World, spec_of
 
 from kvxferd.core import Settings
+from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
@@ -169,3 +170,26 @@ def test_layouts_that_cannot_agree_are_refused_field_by_field(world):
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert sink.ended(ticket).code in (Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE)
     assert "layer" in sink.ended(ticket).message
+
+
+def test_the_ranks_topology_knows_every_stage_and_says_so_once(world):
+    sources = world.engine(world.host("p"), "prefill", pp=2, tp=2, layers=4)
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    for number in range(2):
+        ref = sources[0].publish(f"t{number}", IDS, TOKENS)
+        for source in sources[1:]:
+            source.say(wk.Ready(transfer_id=f"t{number}"))
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    topology = sink.host.node.sessions[sink.session].rank.topology
+    infos = [topology.get_engine_info("prefill", stage) for stage in range(2)]
+    assert [(i.remote_pp_rank, i.start_layer, i.end_layer) for i in infos] == [(0, 0, 2), (1, 2, 4)]
+    assert [i.remote_tp_size for i in infos] == [2, 2]
+    said = [r for r in sink.host.records if isinstance(r, TopologyRecord)]
+    assert [(r.source, r.stage) for r in said] == [("prefill", 0), ("prefill", 1)]
+    assert "remote_pp=1" in said[1].text
+
+
+def test_a_rank_does_not_read_its_own_engine(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    ticket = source.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert source.ended(ticket).code is Code.NOT_ALLOWED
