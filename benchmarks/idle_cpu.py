@@ -115,9 +115,8 @@ def main() -> None:
         parent, *movers = pids[1:]
         print(f"  movers' parent   {memory_mib(parent, 'Rss'):.0f} MiB RSS")
         private = [memory_mib(p, "Private_Dirty") for p in movers]
-        print(
-            f"  each mover       {min(private):.1f} to {max(private):.1f} MiB private dirty, {len(private)} of them"
-        )
+        spread = f"{min(private):.1f} to {max(private):.1f}"
+        print(f"  each mover       {spread} MiB private dirty, {len(private)} of them")
 
 
 if __name__ == "__main__":
