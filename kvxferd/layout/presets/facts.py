@@ -1,0 +1,116 @@
+"""What a layout preset needs to know of a model: what each layer caches, in which dtype, divided by what."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+
+class LayerKind(StrEnum):
+    """What a layer caches."""
+
+    FULL = "full"  # every token
+    SLIDING = "sliding"  # tokens inside the window; earlier ones are not needed again
+    STATE = "state"  # one state per request (Mamba, GDN)
+    NONE = "none"  # nothing (a layer of experts or of a plain MLP)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenComponent:
+    """Cached for every token: a key, a value, a latent, an indexer's key, a scale."""
+
+    name: str
+    num_heads: int
+    head_bytes: int
+    dtype: str = "bfloat16"
+    itemsize: int = 2
+    is_replicated: bool = False  # every rank holds all of it, as an MLA latent
+    granule_tokens: int = 1  # tokens that share one value
+
+
+@dataclasses.dataclass(frozen=True)
+class StateComponent:
+    """Cached once per request: a convolution's last inputs, a recurrent state.
+
+    A unit's content is `rows` rows of `row_bytes` each. Where a convolution state is kept row by
+    row over all channels (SD), the rows of a unit are chunks; else (DS) they lie together.
+    """
+
+    name: str
+    num_units: int  # heads, groups or channels: what tensor parallelism divides
+    row_bytes: int
+    rows: int = 1
+    dtype: str = "bfloat16"
+    itemsize: int = 2
+    is_convolution: bool = False
+
+    @property
+    def unit_bytes(self) -> int:
+        """One unit's content."""
+        return self.rows * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """A model as far as its cache goes."""
+
+    name: str
+    num_kv_heads: int  # 0 where nothing is divided by heads
+    kinds: tuple[LayerKind, ...]  # layer by layer
+    # Components of one tuple have heads of one size and share an array: K beside V.
+    token_arrays: tuple[tuple[TokenComponent, ...], ...] = ()
+    states: tuple[StateComponent, ...] = ()  # in the order in which they lie in a page
+    sliding_window: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model, those that cache nothing included."""
+        return len(self.kinds)
+
+
+def key_and_value(
+    num_heads: int, head_dim: int, dtype: str = "bfloat16", itemsize: int = 2, scale_bytes: int = 0
+) -> tuple[tuple[TokenComponent, ...], ...]:
+    """Return plain attention's cache; `scale_bytes` lie behind each head's content (quantised, inline)."""
+    content = head_dim * itemsize + scale_bytes
+    return (tuple(TokenComponent(name, num_heads, content, dtype, itemsize) for name in ("k", "v")),)
+
+
+def mamba2_states(
+    num_heads: int,
+    head_dim: int,
+    num_groups: int,
+    state_size: int,
+    rows: int = 3,
+    ssm_dtype: str = "bfloat16",
+) -> tuple[StateComponent, ...]:
+    """Return a Mamba2 layer's states: conv x by head, conv B and C by group, ssm by head."""
+    ssm_item = 4 if ssm_dtype == "float32" else 2
+    return (
+        StateComponent("conv.x", num_heads, head_dim * 2, rows, is_convolution=True),
+        StateComponent("conv.B", num_groups, state_size * 2, rows, is_convolution=True),
+        StateComponent("conv.C", num_groups, state_size * 2, rows, is_convolution=True),
+        StateComponent(
+            "ssm", num_heads, head_dim * state_size * ssm_item, dtype=ssm_dtype, itemsize=ssm_item
+        ),
+    )
+
+
+def mamba1_states(num_channels: int, state_size: int, rows: int = 3) -> tuple[StateComponent, ...]:
+    """Return a Mamba1 layer's states: x only, by channel."""
+    return (
+        StateComponent("conv.x", num_channels, 2, rows, is_convolution=True),
+        StateComponent("ssm", num_channels, state_size * 2),
+    )
+
+
+def gdn_states(
+    num_key_heads: int, key_dim: int, num_value_heads: int, value_dim: int, rows: int = 3
+) -> tuple[StateComponent, ...]:
+    """Return a gated delta net's states: conv Q and K by key head, V by value head, and the state."""
+    return (
+        StateComponent("conv.Q", num_key_heads, key_dim * 2, rows, is_convolution=True),
+        StateComponent("conv.K", num_key_heads, key_dim * 2, rows, is_convolution=True),
+        StateComponent("conv.V", num_value_heads, value_dim * 2, rows, is_convolution=True),
+        StateComponent("ssm", num_value_heads, value_dim * key_dim * 4, dtype="float32", itemsize=4),
+    )
