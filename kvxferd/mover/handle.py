@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -47,8 +48,12 @@ class MoverHandle:
 
     @property
     def is_alive(self) -> bool:
-        """It runs, as far as the daemon has heard."""
-        return self.pidfd >= 0
+        """It runs; False may be ahead of `on_exit`."""
+        if self.pidfd < 0:
+            return False
+        poller = select.poll()  # select would fail in a daemon of more than 1,024 descriptors
+        poller.register(self.pidfd, select.POLLIN)
+        return not poller.poll(0)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""

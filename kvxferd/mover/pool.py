@@ -158,7 +158,7 @@ class MoverPool:
         self._parent = None
         self._library = ""
         # Movers that it had not told of: their pidfds never came, and they die with it.
-        for mover in [m for m in self._starting.values() if not m.is_alive]:
+        for mover in [m for m in self._starting.values() if m.pidfd < 0]:
             del self._starting[mover.mover_id]
             mover.discard()
         if not self._is_stopping and not self._reason:

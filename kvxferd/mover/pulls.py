@@ -179,7 +179,7 @@ class PullEngine:
         return True
 
     def _post(self, pull: Pull, agent: AgentName, runs: Runs, was_full: bool) -> None:
-        if problem := self.remotes.problem(agent):
+        if problem := self.remotes.prepare(agent):
             pull.fail(Fault(Code.TRANSPORT, problem, self._clock(), agent))
             return
         began = self._clock()

@@ -15,37 +15,40 @@ class Remotes:
     """Loads, drops and repairs remote agents. Nothing is unloaded under a read that is under way.
 
     A lost connection to a living agent stays dead in the library until the agent is dropped and
-    loaded again; that happens here, from the metadata seen, once the last read has ended.
+    loaded again. That is done here, from the metadata kept, before the next read that wants it.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
-        self._reload: set[AgentName] = set()  # drop, and load again what is in _metadata, once idle
+        self._spoilt: set[AgentName] = set()  # to be dropped from the library once nothing is under way
         self._problems: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
-        """Get to know an agent or more of it. What goes wrong is said by `problem`."""
+        """Get to know an agent or more of it. What goes wrong is said by `prepare`."""
         known = self._metadata.setdefault(agent, [])
         if metadata in known:
             return
         known.append(metadata)
-        if agent not in self._reload:
+        if agent not in self._spoilt:
             self._load_one(agent, metadata)
 
     def drop(self, agent: AgentName) -> None:
         """Forget an agent as soon as nothing is read from it."""
         if self._metadata.pop(agent, None) is not None:
-            self._reload.add(agent)
-            self._settle(agent)
+            self._spoilt.add(agent)
+            self._drop_if_idle(agent)
 
-    def problem(self, agent: AgentName) -> str:
-        """Say why the agent cannot be read, "" if it can."""
+    def prepare(self, agent: AgentName) -> str:
+        """Make sure that the agent can be read; return why it cannot be, "" if it can."""
         if agent not in self._metadata:
             return f"cannot read from agent {agent}: it is not known here"
-        if agent in self._reload:
-            return f"cannot read from agent {agent}: its connection is lost"
+        if agent in self._spoilt:
+            if not self._drop_if_idle(agent):
+                return f"cannot read from agent {agent}: its connection is lost"
+            for metadata in self._metadata[agent]:
+                self._load_one(agent, metadata)
         return self._problems.get(agent, "")
 
     def began(self, agent: AgentName) -> None:
@@ -55,32 +58,33 @@ class Remotes:
     def ended(self, agent: AgentName, lost: bool = False) -> None:
         """That read is terminal; `lost`: its connection is dead."""
         self._in_flight[agent] -= 1
-        if lost:
-            self._reload.add(agent)
-        if agent in self._reload:
-            self._settle(agent)
-        elif not self._in_flight[agent]:
+        if not self._in_flight[agent]:
             del self._in_flight[agent]
+        if lost:
+            self._spoilt.add(agent)
+        if agent in self._spoilt and agent not in self._metadata:
+            self._drop_if_idle(agent)
 
-    def _settle(self, agent: AgentName) -> None:
-        if self._in_flight[agent]:
-            return
-        del self._in_flight[agent]
-        self._reload.discard(agent)
+    def _drop_if_idle(self, agent: AgentName) -> bool:
+        if agent in self._in_flight:
+            return False
+        self._spoilt.discard(agent)
         self._problems.pop(agent, None)
         try:
             self._transport.drop_remote(agent)
         except TransportError as error:
             _LOG.warning("%s", error.message)
-        for metadata in self._metadata.get(agent, ()):
-            self._load_one(agent, metadata)
+        return True
 
     def _load_one(self, agent: AgentName, metadata: bytes) -> None:
         try:
             name = self._transport.load_remote(metadata)
         except TransportError as error:
             self._problems[agent] = error.message
+            # The peer may only be away: the next read tries again.
+            self._spoilt.add(agent)
             return
         if name != agent:
             self._problems[agent] = f"cannot load agent {agent}: its metadata is that of {name}"
-            self._transport.drop_remote(name)
+            if name not in self._metadata:
+                self._transport.drop_remote(name)

@@ -120,6 +120,9 @@ async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(node: Nod
     parent = int(Path(f"/proc/{mover.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     os.kill(parent, signal.SIGKILL)
     await node.gone(mover)
+    async with asyncio.timeout(DEADLINE_S):
+        while node.pool.describe().num_warm:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     again, _ = await bind(node, rank)
     assert again.agent != mover.agent
     assert node.exits == [mover.mover_id]

@@ -255,7 +255,7 @@ def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
     number = bench.start(scattered(8))
     bench.run()
     bench.engine.remotes.drop(bench.agents[agent])
-    assert bench.engine.remotes.problem(bench.agents[agent])
+    assert bench.engine.remotes.prepare(bench.agents[agent])
     bench.fabric.stalled.clear()
     bench.run()
     # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
