@@ -28,15 +28,18 @@ class Bindings:
         if not exports:
             raise EngineError("cannot bind a rank without regions", Code.REGION_INVALID)
         mapped: list[Mapping] = []
+        registered: list[Span] = []
         try:
             for export in exports:
                 mapped.append(_map(export, fds))
                 self._transport.register(_span(mapped[-1]))
-            metadata = self._transport.metadata([_span(mapping) for mapping in mapped])
+                registered.append(_span(mapped[-1]))
+            metadata = self._transport.metadata(registered)
         except KvxferdError:
-            # What was registered goes with the agent: a mover whose binding was refused is not used again.
+            for span in registered:
+                self._transport.deregister(span)
             for mapping in mapped:
-                mapping.blank()
+                mapping.unmap()
             raise
         self.regions = tuple(
             RegionAddress(export.region, mapping.address, mapping.size_bytes)
