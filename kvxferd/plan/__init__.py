@@ -7,33 +7,65 @@ from kvxferd.plan.aggregation import (
     set_xfer_handshake_metadata_pp_aware,
 )
 from kvxferd.plan.cache import PlanCache
+from kvxferd.plan.conv import (
+    MambaConvSplitInfo,
+    compute_physical_blocks_per_logical,
+    derive_mamba_conv_split,
+    logical_to_remote_block_ids,
+)
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.expand import Expander, Runs
+from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
+from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, plan_reads
+from kvxferd.plan.regions import (
+    CacheProperties,
+    TransferRegion,
+    cache_properties,
+    cache_properties_of_shapes,
+    expand_region,
+    get_transfer_cache_regions,
+)
 from kvxferd.plan.requests import check_blocks, check_request
+from kvxferd.plan.sender import SendPart, sender_plan
 from kvxferd.plan.structs import Plan, decode_plan, encode_plan
-from kvxferd.plan.topology import EngineTransferInfo, TransferTopology, stage_infos
+from kvxferd.plan.topology import TransferTopology
 
 __all__ = [
+    "CacheProperties",
     "Difference",
     "EngineTransferInfo",
     "Expander",
+    "HybridReads",
+    "MambaConvSplitInfo",
+    "MambaEngineTransferInfo",
     "Plan",
     "PlanCache",
     "Read",
     "Runs",
+    "SendPart",
+    "TransferRegion",
     "TransferTopology",
+    "attention_descriptor_bytes",
+    "cache_properties",
+    "cache_properties_of_shapes",
     "check_blocks",
     "check_engine",
     "check_request",
     "check_same_engine",
+    "compute_physical_blocks_per_logical",
     "decode_plan",
+    "derive_mamba_conv_split",
     "encode_plan",
+    "expand_region",
     "find_differences",
+    "get_transfer_cache_regions",
+    "logical_to_remote_block_ids",
     "make_plan",
     "plan_reads",
     "require_pp_aware",
+    "sender_plan",
     "set_xfer_handshake_metadata_pp_aware",
     "stage_infos",
 ]

@@ -8,56 +8,28 @@ arithmetic that planning never uses; what is read comes from a plan, or, for an 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import EngineId, Generation, Rank
+from kvxferd.ids import EngineId, Generation, Rank, RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
 from kvxferd.layout.presets import shard_units
 from kvxferd.plan.holders import Holding, assign_units, preferred_rank
+from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
+from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.planner import make_plan
+from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
 from kvxferd.plan.structs import Plan
 
 UNSTATED = Generation("")  # of facts built by hand
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineTransferInfo:
-    """Facts of one pipeline stage of a remote engine."""
+class _Known(NamedTuple):
+    """What is read of an engine whose layouts are known."""
 
-    remote_tp_size: int
-    remote_block_len: int  # bytes from one block to the next, of its first layer
-    remote_block_size: int  # tokens per kernel block
-    remote_physical_blocks_per_logical: int = 1
-    remote_pp_rank: int = 0
-    start_layer: int = 0
-    end_layer: int = 0
-
-
-def stage_infos(spec: EngineSpec, ranks: Mapping[Rank, RankLayout]) -> dict[int, EngineTransferInfo]:
-    """Return the facts of every stage of an engine, from the layout of its lowest rank, by pp_rank."""
-    infos: dict[int, EngineTransferInfo] = {}
-    for rank in sorted(ranks):
-        if rank.pp_rank not in infos:
-            infos[rank.pp_rank] = _stage_info(spec, rank.pp_rank, ranks[rank])
-    return infos
-
-
-def _stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTransferInfo:
-    groups = {group.name: group for group in layout.groups}
-    tensors = sorted(layout.tensors, key=lambda t: (groups[t.group].kind, t.layer, t.offset))
-    first = tensors[0] if tensors else None  # attention before state, where a stage has both
-    group = groups[first.group] if first is not None else None
-    per_logical = 1 if group is None else group.physical_blocks_per_logical
-    return EngineTransferInfo(
-        remote_tp_size=spec.tp_size,
-        remote_block_len=0 if first is None else first.block_stride,
-        remote_block_size=0 if group is None else group.block_tokens // per_logical,
-        remote_physical_blocks_per_logical=per_logical,
-        remote_pp_rank=pp_rank,
-        start_layer=layout.start_layer,
-        end_layer=layout.end_layer,
-    )
+    plan: Plan
+    stages: dict[int, HybridReads]  # those that keep states, by pp_rank
 
 
 class TransferTopology:
@@ -70,7 +42,7 @@ class TransferTopology:
         self._attention = [t for t in layout.tensors if self._groups[t.group].kind is GroupKind.ATTENTION]
         self._infos: dict[tuple[EngineId, int], EngineTransferInfo] = {}
         self._generations: dict[EngineId, Generation] = {}
-        self._plans: dict[EngineId, Plan] = {}
+        self._reads: dict[EngineId, _Known] = {}
 
     # --- this rank
 
@@ -82,7 +54,7 @@ class TransferTopology:
     @property
     def block_size(self) -> int:
         """Tokens per kernel block of the first attention layer; 0 without attention."""
-        return _stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
+        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
 
     @property
     def local_physical_heads(self) -> int:
@@ -93,6 +65,25 @@ class TransferTopology:
     def local_replicates_kv_cache(self) -> bool:
         """Whether another rank of this engine holds a copy of this one's attention cache."""
         return self.is_mla or self.spec.tp_size > self.spec.num_kv_heads
+
+    @property
+    def is_kv_layout_blocks_first(self) -> bool:
+        """Whether K and V of a block lie in one page."""
+        return cache_properties(self.layout).is_kv_layout_blocks_first
+
+    @property
+    def cross_layers_blocks(self) -> bool:
+        """Whether all layers of a block lie in one page."""
+        return cache_properties(self.layout).cross_layers_blocks
+
+    @property
+    def split_k_and_v(self) -> bool:
+        """Whether K and V are registered as two regions."""
+        return cache_properties(self.layout).split_k_and_v
+
+    def get_transfer_cache_regions(self, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
+        """Return every attention tensor as a region, given the addresses of the exported ones."""
+        return get_transfer_cache_regions(self.layout, bases)
 
     # --- remote engines
 
@@ -127,15 +118,20 @@ class TransferTopology:
         The plan is made here unless given. Raises what `register_remote_engine` and `make_plan` raise.
         """
         made = make_plan(self.spec, self.layout, remote_spec, ranks) if plan is None else plan
-        for info in stage_infos(remote_spec, ranks).values():
-            self.register_remote_engine(remote_spec.engine_id, info, remote_spec.generation)
-        self._plans[remote_spec.engine_id] = made
+        stages = {}
+        for pp_rank, info in stage_infos(remote_spec, ranks).items():
+            own = {rank: layout for rank, layout in ranks.items() if rank.pp_rank == pp_rank}
+            if any(_has_states(layout) for layout in own.values()):
+                stages[pp_rank] = HybridReads(self.spec, self.layout, made, own)
+            facts = stages[pp_rank].info(info) if pp_rank in stages else info
+            self.register_remote_engine(remote_spec.engine_id, facts, remote_spec.generation)
+        self._reads[remote_spec.engine_id] = _Known(made, stages)
         return made
 
     def unregister_remote_engine(self, engine_id: EngineId) -> None:
         """Forget an engine, all its stages."""
         self._generations.pop(engine_id, None)
-        self._plans.pop(engine_id, None)
+        self._reads.pop(engine_id, None)
         for key in [key for key in self._infos if key[0] == engine_id]:
             del self._infos[key]
 
@@ -193,9 +189,9 @@ class TransferTopology:
     def target_remote_ranks(self, engine_id: EngineId, remote_pp_rank: int = 0) -> list[int]:
         """Return the tp_ranks of a remote stage that this rank reads, ascending."""
         info = self.get_engine_info(engine_id, remote_pp_rank)
-        plan = self._plans.get(engine_id)
-        if plan is not None:
-            return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
+        known = self._reads.get(engine_id)
+        if known is not None:
+            return sorted({rank.tp_rank for rank in known.plan.sources if rank.pp_rank == remote_pp_rank})
         heads, wide = self.spec.num_kv_heads, info.remote_tp_size
         whole = (UnitRange(0, 1),)  # without heads every rank holds all there is
         held = self._attention[0].units if heads and self._attention else whole
@@ -207,6 +203,61 @@ class TransferTopology:
         fragments, _ = assign_units(held, TokenShard(), holdings, preferred)
         return sorted({fragment.rank.tp_rank for fragment in fragments})
 
+    def hybrid(self, engine_id: EngineId, remote_pp_rank: int = 0) -> HybridReads:
+        """Return what is read of a stage that keeps states.
+
+        Raises EngineError (layout-incompatible) for a stage without any, or one known by hand only.
+        """
+        self.get_engine_info(engine_id, remote_pp_rank)
+        known = self._reads.get(engine_id)
+        if known is None or remote_pp_rank not in known.stages:
+            raise EngineError(
+                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: it has "
+                "no state layers",
+                Code.LAYOUT_INCOMPATIBLE,
+            )
+        return known.stages[remote_pp_rank]
+
+    def should_skip_fa(self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0) -> bool:
+        """See `HybridReads.should_skip_fa`; this and the next five raise what `hybrid` raises."""
+        return self.hybrid(engine_id, remote_pp_rank).should_skip_fa(remote_rank)
+
+    def fa_head_slot(self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0) -> int:
+        """See `HybridReads.fa_head_slot`."""
+        return self.hybrid(engine_id, remote_pp_rank).fa_head_slot(remote_rank)
+
+    def fa_rank_offset(self, engine_id: EngineId, remote_kv_block_len: int, remote_pp_rank: int = 0) -> int:
+        """See `HybridReads.fa_rank_offset`."""
+        return self.hybrid(engine_id, remote_pp_rank).fa_rank_offset(remote_kv_block_len)
+
+    def needs_split_handles(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+        """See `HybridReads.needs_split_handles`."""
+        return self.hybrid(engine_id, remote_pp_rank).needs_split_handles()
+
+    def compute_split_handle_data(
+        self,
+        engine_id: EngineId,
+        attention: Sequence[Descriptor],
+        states: Sequence[Descriptor],
+        remote_pp_rank: int = 0,
+    ) -> dict[int, list[Descriptor]]:
+        """See `HybridReads.compute_split_handle_data`."""
+        return self.hybrid(engine_id, remote_pp_rank).compute_split_handle_data(attention, states)
+
+    def filter_block_ids_for_rank(
+        self,
+        engine_id: EngineId,
+        remote_rank: int,
+        *,
+        local: Sequence[Ids],
+        remote: Sequence[Ids],
+        is_state_group: Sequence[bool],
+        remote_pp_rank: int = 0,
+    ) -> tuple[list[Ids | list[int]], list[Ids | list[int]]]:
+        """See `HybridReads.filter_block_ids_for_rank`."""
+        reads = self.hybrid(engine_id, remote_pp_rank)
+        return reads.filter_block_ids_for_rank(remote_rank, local, remote, is_state_group)
+
     def describe(self, engine_id: EngineId, remote_pp_rank: int = 0) -> str:
         """Return one line for the log: sizes, ranks, and what is read."""
         info = self.get_engine_info(engine_id, remote_pp_rank)
@@ -214,13 +265,26 @@ class TransferTopology:
             ratio = str(self.tp_ratio(info.remote_tp_size))
         except ValueError:
             ratio = f"{self.spec.tp_size}:{info.remote_tp_size}"
-        return (
+        text = (
             f"TransferTopology(engine={engine_id}, tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
             f"local_tp={self.spec.tp_size}, remote_tp={info.remote_tp_size}, local_rank={self.spec.rank}, "
             f"remote_pp={remote_pp_rank}, layers=[{info.start_layer}, {info.end_layer}), "
             f"reads={self.target_remote_ranks(engine_id, remote_pp_rank)}, "
-            f"remote_block_len={info.remote_block_len}, remote_block_size={info.remote_block_size})"
+            f"remote_block_len={info.remote_block_len}, remote_block_size={info.remote_block_size}"
         )
+        if isinstance(info, MambaEngineTransferInfo):
+            text += (
+                f", fa_reads={info.remote_num_fa_reads}, mamba_reads={info.remote_num_mamba_reads}, "
+                f"fa_sources={list(info.remote_fa_source_ranks)}, "
+                f"all_sources={list(info.remote_all_source_ranks)}, "
+                f"fa_descriptor_bytes={info.remote_fa_descriptor_bytes}"
+            )
+        return text + ")"
+
+
+def _has_states(layout: RankLayout) -> bool:
+    kinds = {group.name: group.kind for group in layout.groups}
+    return any(kinds[tensor.group] is GroupKind.STATE for tensor in layout.tensors)
 
 
 def _require_same_facts(engine_id: EngineId, known: EngineTransferInfo, new: EngineTransferInfo) -> None:
