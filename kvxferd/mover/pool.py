@@ -133,6 +133,7 @@ class MoverPool:
             )
         except OSError as error:
             _LOG.error("cannot start the movers' parent: %s", error)
+            self._refuse_waiters(MoverError(f"cannot start the movers' parent: {error}", Code.MOVER_LOST))
             self._restart_later()
 
     def _parent_said(self, said: Said, pidfd: int) -> None:

@@ -190,6 +190,25 @@ async def test_without_a_library_the_reason_is_told(tmp_path: Path, broken: str)
         assert node.pool.describe().reason == raised.value.message
 
 
+async def test_a_parent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = sys.executable
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    async with Node("here", size=0) as node:
+        taking = asyncio.ensure_future(node.pool.take())
+        with pytest.raises(MoverError) as raised:
+            await asyncio.wait_for(taking, DEADLINE_S)
+        assert raised.value.code is Code.MOVER_LOST
+        monkeypatch.setattr(sys, "executable", python)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    mover = await node.pool.take()
+                    break
+                except MoverError:
+                    continue
+        assert mover.is_alive
+
+
 async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> None:
     async with Node("here", environment={"HOME": "/nonexistent"}) as node:
         await bind(node, make_worker("E"))
