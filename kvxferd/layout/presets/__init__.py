@@ -1,23 +1,30 @@
 """Layouts built from what engines know: heads, head_dim, dtype, parallel sizes, block size, layout name."""
 
 from kvxferd.layout.presets.attention import LAYOUT_NAMES, attention_layout
-from kvxferd.layout.presets.build import blocks_per_logical, model_layout, model_ranks, model_spec
-from kvxferd.layout.presets.facts import LayerKind, ModelFacts, StateComponent, TokenComponent
-from kvxferd.layout.presets.models import MODELS
+from kvxferd.layout.presets.build import blocks_per_logical, model_layout
+from kvxferd.layout.presets.choices import Choices
+from kvxferd.layout.presets.deploy import deploy, deployed, model_ranks, with_kv_dtype
+from kvxferd.layout.presets.facts import LayerKind, ModelFacts, StateComponent, TokenComponent, key_and_value
+from kvxferd.layout.presets.models import MODELS, find_model
 from kvxferd.layout.presets.sharding import shard_units, stage_layers
 
 __all__ = [
     "LAYOUT_NAMES",
     "MODELS",
+    "Choices",
     "LayerKind",
     "ModelFacts",
     "StateComponent",
     "TokenComponent",
     "attention_layout",
     "blocks_per_logical",
+    "deploy",
+    "deployed",
+    "find_model",
+    "key_and_value",
     "model_layout",
     "model_ranks",
-    "model_spec",
     "shard_units",
     "stage_layers",
+    "with_kv_dtype",
 ]

@@ -57,7 +57,8 @@ class ModelFacts:
     name: str
     num_kv_heads: int  # 0 where nothing is divided by heads
     kinds: tuple[LayerKind, ...]  # layer by layer
-    # Components of one tuple have heads of one size and share an array: K beside V.
+    # Components of one tuple share an array: of one size K beside V, of unlike sizes one behind the
+    # other in each block.
     token_arrays: tuple[tuple[TokenComponent, ...], ...] = ()
     states: tuple[StateComponent, ...] = ()  # in the order in which they lie in a page
     sliding_window: int | None = None

@@ -18,19 +18,22 @@ _FULL, _SLIDING, _STATE, _NONE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.ST
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _NEMOTRON_KINDS = {"M": _STATE, "*": _FULL, "-": _NONE}
 
-# 512 of the compressed latent and 64 of the rotary key, in bfloat16: the same on every rank.
+# kv_lora_rank 512 of the compressed latent and qk_rope_head_dim 64 of the rotary key, in bfloat16: the
+# same on every rank.
 _MLA_LATENT = TokenComponent("latent", 1, (512 + 64) * 2, is_replicated=True)
-# DeepSeek-V3.2's sparse attention: 128 bytes of fp8 key and one float32 scale per token.
+# DeepSeek-V3.2's sparse attention: index_head_dim 128 of fp8 key and one float32 scale per token.
 _INDEXER_KEY = TokenComponent("indexer.k", 1, 128, "float8_e4m3fn", 1, is_replicated=True)
 _INDEXER_SCALE = TokenComponent("indexer.scale", 1, 4, "float32", 4, is_replicated=True)
 
 _ALL = (
+    # num_key_value_heads, num_hidden_layers and head_dim of each config.json, in bfloat16.
     ModelFacts("llama-3-8b", 8, (_FULL,) * 32, key_and_value(8, 128)),
     ModelFacts("llama-3-70b", 8, (_FULL,) * 80, key_and_value(8, 128)),
     ModelFacts("qwen3-8b", 8, (_FULL,) * 36, key_and_value(8, 128)),
     ModelFacts("deepseek-v3", 0, (_FULL,) * 61, ((_MLA_LATENT,),)),
-    ModelFacts("deepseek-v3.2", 0, (_FULL,) * 61, ((_MLA_LATENT,), (_INDEXER_KEY,), (_INDEXER_SCALE,))),
-    # Five layers of 1,024 tokens, then one of all.
+    # In each block of the indexer's cache all keys, then all scales (as vLLM and SGLang keep them).
+    ModelFacts("deepseek-v3.2", 0, (_FULL,) * 61, ((_MLA_LATENT,), (_INDEXER_KEY, _INDEXER_SCALE))),
+    # sliding_window_pattern 6: five layers of 1,024 tokens, then one of all.
     ModelFacts(
         "gemma-3-27b",
         16,
@@ -38,6 +41,7 @@ _ALL = (
         key_and_value(16, 128),
         sliding_window=1024,
     ),
+    # layer_types alternate, beginning with sliding_attention of 128 tokens.
     ModelFacts(
         "gpt-oss-20b",
         8,
@@ -52,6 +56,7 @@ _ALL = (
         key_and_value(8, 64),
         sliding_window=128,
     ),
+    # mamba_num_heads 128, mamba_head_dim 64, n_groups 8, ssm_state_size 128, conv_kernel 4: 3 rows.
     ModelFacts(
         "nemotron-h-8b",
         8,
@@ -59,7 +64,9 @@ _ALL = (
         key_and_value(8, 128),
         mamba2_states(num_heads=128, head_dim=64, num_groups=8, state_size=128),
     ),
-    # Three gated delta nets, then one attention.
+    # full_attention_interval 4: three gated delta nets, then one attention. linear_num_key_heads 16,
+    # linear_num_value_heads 32, heads of 128, linear_conv_kernel_dim 4: 3 rows. The recurrent state is
+    # float32, as SGLang keeps it and vLLM is told to (vllm#34489); vLLM's own default is bfloat16.
     ModelFacts(
         "qwen3-next-80b",
         2,
@@ -70,4 +77,49 @@ _ALL = (
     ModelFacts("falcon-mamba-7b", 0, (_STATE,) * 64, states=mamba1_states(8192, 16)),
 )
 
-MODELS: dict[str, ModelFacts] = {model.name: model for model in _ALL}
+# For tests and examples: every kind of cache in a few bytes.
+_TINY = (
+    ModelFacts("tiny-dense", 4, (_FULL,) * 4, key_and_value(4, 8)),
+    ModelFacts("tiny-quantised", 4, (_FULL,) * 2, key_and_value(4, 4, "int8", 1, scale_bytes=4)),
+    ModelFacts(
+        "tiny-mla",
+        0,
+        (_FULL,) * 3,
+        (
+            (TokenComponent("latent", 1, 6, is_replicated=True),),
+            (
+                TokenComponent("indexer.k", 1, 3, "float8_e4m3fn", 1, is_replicated=True),
+                TokenComponent("indexer.scale", 1, 4, "float32", 4, is_replicated=True),
+            ),
+        ),
+    ),
+    ModelFacts("tiny-sliding", 2, (_SLIDING, _SLIDING, _FULL) * 2, key_and_value(2, 2), sliding_window=6),
+    ModelFacts(
+        "tiny-mamba2",
+        2,
+        (_STATE, _NONE, _FULL, _STATE, _STATE, _NONE, _FULL),
+        key_and_value(2, 2),
+        mamba2_states(num_heads=6, head_dim=2, num_groups=2, state_size=2),
+    ),
+    ModelFacts("tiny-mamba1", 0, (_STATE,) * 3, states=mamba1_states(6, 2)),
+    ModelFacts("tiny-gdn", 2, (_STATE, _FULL, _STATE), key_and_value(2, 2), gdn_states(2, 2, 4, 1)),
+)
+
+MODELS: dict[str, ModelFacts] = {model.name: model for model in (*_ALL, *_TINY)}
+
+# Families by the member that is meant where none is named.
+SYNONYMS: dict[str, str] = {
+    "qwen3-next": "qwen3-next-80b",
+    "gemma-3": "gemma-3-27b",
+    "gpt-oss": "gpt-oss-120b",
+    "nemotron-h": "nemotron-h-8b",
+}
+
+
+def find_model(name: str) -> ModelFacts:
+    """Return a model by its name or its family's, in any case; raises ValueError with the names there are."""
+    wanted = name.lower()
+    found = MODELS.get(SYNONYMS.get(wanted, wanted))
+    if found is None:
+        raise ValueError(f"cannot find a model called {name!r}: the names are {', '.join(sorted(MODELS))}")
+    return found
