@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import brute_force
 from deployments import Engine, Model, engines, lists, models
@@ -16,7 +17,8 @@ from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_request, decode_plan, encode_plan, make_plan
 
 BUDGET = settings(
-    max_examples=400,
+    # A nightly run sets RANDOM_PAIRS to thousands.
+    max_examples=int(os.environ.get("RANDOM_PAIRS", "400")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
