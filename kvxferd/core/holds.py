@@ -15,6 +15,7 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_METADATA_BYTES, MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     Acknowledge,
     Answer,
@@ -28,6 +29,9 @@ from kvxferd.wire.peer import (
     ReturnGrant,
 )
 
+# Shorter ones would be renewed all the time; longer ones are no leases.
+MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
+MAX_ADDRESS = (1 << 64) - 1
 MAX_STALE_BINDINGS = 3  # a source whose movers change faster than we can ask is not readable
 
 
@@ -133,6 +137,10 @@ class Holds:
                 self._return(hold)  # nobody wants it any more
             return
         if isinstance(answer, Granted):
+            if problem := _nonsense(answer):
+                self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's grant: {problem}"))
+                self._return(hold)
+                return
             self._hold(hold, answer)
         elif isinstance(answer, PeerRefused):
             if answer.code is Code.BINDING_STALE and hold.num_stale < MAX_STALE_BINDINGS:
@@ -246,3 +254,18 @@ class Holds:
             self._moment.settings.acknowledge_for_s,
             lambda answer: on_answer(not isinstance(answer, PeerRefused)),
         )
+
+
+def _nonsense(granted: Granted) -> str:
+    """What is wrong with a grant. A timer or a mover would choke on it."""
+    if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
+        return f"a lease of {granted.lease_s} s"
+    if len(granted.fence_word) != FENCE_WORD_BYTES:
+        return f"a fence word of {len(granted.fence_word)} bytes"
+    if not 0 < granted.fence_address <= MAX_ADDRESS - FENCE_WORD_BYTES:
+        return f"a fence word at address {granted.fence_address}"
+    if not 0 < len(granted.fence_agent) <= MAX_NAME_CHARS:
+        return f"an agent's name of {len(granted.fence_agent)} characters"
+    if len(granted.fence_metadata) > MAX_METADATA_BYTES:
+        return f"{len(granted.fence_metadata)} bytes of metadata"
+    return ""

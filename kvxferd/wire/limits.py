@@ -23,6 +23,10 @@ MAX_OPEN_ASSEMBLIES = 8
 MAX_REGIONS = 1024
 MAX_FDS_PER_FRAME = 253
 
+# NIXL's metadata of one mover's regions, or of one fence page: about 100 bytes a region, and at most
+# a thousand of those. It is handed to movers in frames.
+MAX_METADATA_BYTES = 1 << 20
+
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
 MAX_RANKS = 4096  # pp_size * tp_size: larger than any engine known today by two orders
 
