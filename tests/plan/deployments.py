@@ -93,6 +93,11 @@ def _units(draw: st.DrawFn, component: Component, tp_size: int) -> list[tuple[Un
     return [tuple(UnitRange(u, u + 1) for u in share) for share in shares]
 
 
+def _divisors(content_bytes: int) -> list[int]:
+    """Return into how many chunks a content can be cut: plain, vectorised, column-major."""
+    return [number for number in range(1, content_bytes + 1) if content_bytes % number == 0]
+
+
 @dataclass
 class _Array:
     """An array of one component in one rank: its axes outermost first, each with length and stride."""
@@ -128,7 +133,7 @@ def engines(draw: st.DrawFn, model: Model, name: str) -> Engine:
         groups,
         group_of,
         orders={c.name: draw(st.permutations("Lbtuc")) for c in model.components},
-        chunks={c.name: draw(st.sampled_from([1, 1, 2])) for c in model.components},
+        chunks={c.name: draw(st.sampled_from(_divisors(c.content_bytes))) for c in model.components},
         pads={c.name: draw(st.sampled_from([0, 0, 0, 5])) for c in model.components},
         in_pages=draw(st.booleans()),
         page_bytes=draw(st.sampled_from([0, 0, 128])),
