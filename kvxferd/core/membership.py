@@ -100,7 +100,11 @@ class Member:
     # --- what the home says
 
     def attend(self, home: Endpoint, said: AttendRank) -> None:
-        """A rank's mover must poll, or need not any more."""
+        """A rank's mover must poll, or need not any more. Only the rank's home may say so."""
+        if said.on and self._rank_of(said.agent, home) is None:
+            text = f"cannot have agent {said.agent[:80]} poll: it is no mover's of a rank with home {home}"
+            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
+            return
         if said.on:
             self._attendance.attend(said.agent, ("home", home))
             self._waiting.append((home, said))
@@ -108,6 +112,19 @@ class Member:
         else:
             self._attendance.leave(said.agent, ("home", home))
             self._moment.do(ToPeer(home, Done(request=said.request)))
+
+    def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
+        """The rank here that the agent serves and that has its home there."""
+        for engine in self._registry:
+            if engine.spec.home == home:
+                for record in engine.ranks.values():
+                    if isinstance(record, LocalRank) and record.agent == agent:
+                        return record
+        return None
+
+    def mover_gone(self, agent: AgentName) -> None:
+        """The mover is dead: what its home asked of it will not happen."""
+        self._waiting = [(home, said) for home, said in self._waiting if said.agent != agent]
 
     def reconsider(self) -> None:
         """A mover has said that it polls: so its home may know."""
@@ -121,8 +138,15 @@ class Member:
         self._waiting = list({(home, said.agent): (home, said) for home, said in still}.values())
 
     def released(self, home: Endpoint, said: TransferReleased) -> None:
-        """The home has released a transfer: this node's ranks of the engine may know."""
+        """The home has released a transfer: this node's ranks of the engine may know.
+
+        From anybody else it is a lie: a rank that believed it would reuse blocks that are still read.
+        """
         engine = self._registry.get(EngineKey(said.engine_id, said.generation))
+        if engine is not None and engine.spec.home != home:
+            text = f"cannot release transfers of engine {engine.key}: its home is not {home}"
+            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
+            return
         for session in sorted(engine.sessions()) if engine else []:
             self._moment.do(ToWorker(session, Released(transfer_id=said.transfer_id, why=said.why)))
         self._moment.do(ToPeer(home, Done(request=said.request)))

@@ -256,6 +256,7 @@ class Node:
         self.pulls.mover_died(mover.mover)
         self.fences.mover_gone(mover.mover)
         self.attendance.forget(mover.agent)
+        self.member.mover_gone(mover.agent)
         self.ranks.mover_died(self.sessions.get(mover.session), mover.mover)
         self._something_changed()
 

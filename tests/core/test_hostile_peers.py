@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from world import Host, Worker, World
+from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import (
-    Granted,
-)
+from kvxferd.wire.peer import AttendRank, Granted, TransferReleased
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -75,3 +73,56 @@ def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, sour
     assert isinstance(sink.ended(good), wk.Delivered)
     world.advance(100)
     assert source.host.node.is_idle
+
+
+# --- engines that span nodes
+
+
+@pytest.fixture
+def stages(world) -> list[Worker]:
+    """Two stages on two hosts, the first of which is the home."""
+    home, other = world.host("p0"), world.host("p1")
+    spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
+    return [world.register(home, spec), world.register(other, msgspec.structs.replace(spec, pp_rank=1))]
+
+
+def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
+    """A message on the connection that the host opened to that endpoint."""
+    world.feed(host, ev.PeerSaid(endpoint, message))
+
+
+def released(transfer_id: str, engine: str = "prefill") -> TransferReleased:
+    return TransferReleased(
+        request=7, engine_id=engine, generation="g1", transfer_id=transfer_id, why=Code.COMPLETED
+    )
+
+
+def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, stages):
+    source.publish("t1", IDS, TOKENS)
+    hear(world, source.host, "tcp://evil:9441", released("t1"))
+    assert not source.heard(wk.Released)
+    hear(world, stages[1].host, "tcp://evil:9441", released("t1", "spread"))
+    assert not stages[1].heard(wk.Released)
+    hear(world, stages[1].host, stages[0].host.endpoint, released("t1", "spread"))
+    assert stages[1].heard(wk.Released)
+
+
+def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
+    for host, worker in ((source.host, source), (stages[1].host, stages[1])):
+        (mover,) = [m for m in host.movers.values() if m.worker is worker]
+        hear(world, host, "tcp://evil:9441", AttendRank(request=7, agent=mover.agent, on=True))
+        assert not mover.attended
+        assert not host.node.member._waiting
+
+
+def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
+    host = stages[1].host
+    (mover,) = host.movers.values()
+    mover.mute = True
+    home = stages[0].host.endpoint
+    hear(world, host, home, AttendRank(request=7, agent=mover.agent, on=True))
+    assert len(host.node.member._waiting) == 1
+    mover.die()
+    hear(world, host, home, AttendRank(request=8, agent=mover.agent, on=True))
+    assert not host.node.member._waiting
+    assert not host.node.attendance._attendants
