@@ -87,8 +87,6 @@ def _check_lane(
 def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: int) -> None:
     """Check one group's list by itself."""
     _check_ids(group.name, group.num_blocks, listed)
-    if listed.first_token < 0:
-        raise _invalid(f"cannot use first_token {listed.first_token} of group {group.name!r}: it is negative")
     if not listed.ids:
         return
     if group.kind is GroupKind.STATE:
@@ -113,7 +111,9 @@ def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: in
 
 
 def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
-    """Check that the ids are whole int32 and in range."""
+    """Check that a list begins at a token, and that its ids are whole int32 and in range."""
+    if listed.first_token < 0:
+        raise _invalid(f"cannot use first_token {listed.first_token} of group {name!r}: it is negative")
     if len(listed.ids) % 4:
         raise _invalid(
             f"cannot read the ids of group {name!r}: {len(listed.ids)} bytes are no whole number of int32"

@@ -64,7 +64,7 @@ class TransferTopology:
     @property
     def local_replicates_kv_cache(self) -> bool:
         """Whether another rank of this engine holds a copy of this one's attention cache."""
-        return self.is_mla or self.spec.tp_size > self.spec.num_kv_heads
+        return self.is_mla or 0 < self.spec.num_kv_heads < self.spec.tp_size
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
@@ -153,9 +153,9 @@ class TransferTopology:
         Raises ValueError naming both sizes where neither divides the other.
         """
         mine = self.spec.tp_size
-        if mine % remote_tp_size == 0:
+        if remote_tp_size > 0 and mine % remote_tp_size == 0:
             return mine // remote_tp_size
-        if remote_tp_size % mine == 0:
+        if remote_tp_size > 0 and remote_tp_size % mine == 0:
             return -(remote_tp_size // mine)
         raise ValueError(f"cannot give a ratio: local TP {mine} and remote TP {remote_tp_size} do not divide")
 
@@ -290,11 +290,13 @@ def _has_states(layout: RankLayout) -> bool:
 def _require_same_facts(engine_id: EngineId, known: EngineTransferInfo, new: EngineTransferInfo) -> None:
     """Refuse other facts about a stage than those kept, field by field."""
     differing = [
-        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name)}"
+        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name, None)}"
         for field in dataclasses.fields(known)
-        if getattr(known, field.name) != getattr(new, field.name)
+        if getattr(known, field.name) != getattr(new, field.name, None)
     ]
-    if differing or type(known) is not type(new):
+    if type(known) is not type(new):
+        differing.append(f"the facts were {type(known).__name__} and are {type(new).__name__}")
+    if differing:
         raise EngineError(
             f"cannot register other facts for engine {engine_id!r}, stage {known.remote_pp_rank}, under one "
             f"generation: {'; '.join(differing)}",

@@ -152,6 +152,8 @@ def test_the_sources_ids_are_checked_too() -> None:
     with pytest.raises(EngineError, match="block 16") as caught:
         check_request(plan, blocks([0]), blocks([16]), 4)
     assert caught.value.code is Code.BLOCKS_INVALID
+    with pytest.raises(EngineError, match="first_token -4"):
+        check_request(plan, blocks([0]), blocks([0, 1], first_token=-4), 4)
 
 
 def test_a_state_elsewhere_is_not_published() -> None:

@@ -9,7 +9,13 @@ from cases import engine, layout_of, plan_between, spec
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, Generation, Rank
 from kvxferd.layout.presets import shard_units
-from kvxferd.plan import EngineTransferInfo, TransferTopology, plan_reads, stage_infos
+from kvxferd.plan import (
+    EngineTransferInfo,
+    MambaEngineTransferInfo,
+    TransferTopology,
+    plan_reads,
+    stage_infos,
+)
 
 REMOTE = EngineId("remote")
 
@@ -140,6 +146,26 @@ def test_registering_is_idempotent_and_strict() -> None:
     with pytest.raises(EngineError) as caught:
         made.get_engine_info(REMOTE)
     assert caught.value.code is Code.ENGINE_UNKNOWN
+
+
+def test_facts_of_another_kind_are_refused() -> None:
+    """A hybrid's facts for an engine that was registered without states."""
+    made = topology(2)
+    made.register_remote_engine(REMOTE, info(4))
+    with pytest.raises(EngineError, match="were EngineTransferInfo and are MambaEngineTransferInfo"):
+        made.register_remote_engine(REMOTE, MambaEngineTransferInfo(4, 1024, 16))
+
+
+def test_a_remote_without_ranks_has_no_ratio() -> None:
+    """Nonsense is a ValueError too."""
+    with pytest.raises(ValueError, match="remote TP 0"):
+        topology(2).tp_ratio(0)
+
+
+@pytest.mark.parametrize(("tp", "heads", "want"), [(2, 2, False), (4, 2, True), (2, 8, False)])
+def test_local_replicas(tp: int, heads: int, want: bool) -> None:
+    """Strictly more ranks than heads."""
+    assert topology(tp, heads=heads).local_replicates_kv_cache is want
 
 
 def test_a_rank_does_not_register_its_own_engine() -> None:
