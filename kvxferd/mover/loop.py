@@ -13,7 +13,7 @@ import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.mover.binding import Bindings
-from kvxferd.mover.pacing import WORKED_S, Pacer
+from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.pulls import PullEngine
 from kvxferd.mover.stream import FrameStream
 from kvxferd.mover.transport import Transport
@@ -79,9 +79,10 @@ class Mover:
         moved = self._engine.step() if self._engine.is_busy else False
         if not self._engine.num_flights:  # polling a flight drives the library as well
             self._transport.progress()
-        # Serving a reader is invisible but for the time that it takes.
-        if moved or time.perf_counter() - began > WORKED_S:
+        if moved:
             self._pacer.moved()
+        else:
+            self._pacer.worked(time.perf_counter() - began)
 
     def _wait(self) -> bool:
         """Return whether there is something to take, after a pause if it is time for one."""

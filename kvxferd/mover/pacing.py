@@ -12,9 +12,10 @@ MIN_PAUSE_S = 50e-6
 READING_PAUSE_S = 500e-6  # the longest while a read is under way here
 ATTENDING_PAUSE_S = 1e-3  # the longest while others may read from here
 RESTING_PAUSE_S = 2e-3  # and when nobody has for a second
-# A call into the library that has nothing to do takes 1 us, 8 us with cold caches after a sleep; one
-# that serves a reader takes longer. There is no other sign of being read.
-WORKED_S = 16e-6
+# A call into the library that has nothing to do takes 1 us, with cold caches after a sleep up to 30;
+# one that serves a reader takes longer. There is no other sign of being read.
+WORKED_S = 12e-6
+WORKED_COLD_S = 40e-6
 
 
 class Pacer:
@@ -23,6 +24,12 @@ class Pacer:
     def __init__(self, is_crowded: Callable[[], bool]) -> None:
         self._is_crowded = is_crowded
         self._moved_at = time.perf_counter()
+        self._has_paused = False
+
+    def worked(self, elapsed_s: float) -> None:
+        """A call into the library took so long: was there something to do for it?"""
+        if elapsed_s > (WORKED_COLD_S if self._has_paused else WORKED_S):
+            self.moved()
 
     def moved(self) -> None:
         """Something happened: look again at once."""
@@ -31,6 +38,7 @@ class Pacer:
     def pause_s(self, is_reading: bool) -> float:
         """Return how long to wait now; 0 after it has given the core away where that is due."""
         idle = time.perf_counter() - self._moved_at
+        self._has_paused = idle >= YIELD_S
         if idle < YIELD_S:
             if idle > SPIN_S or self._is_crowded():
                 os.sched_yield()

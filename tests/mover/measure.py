@@ -63,7 +63,8 @@ async def registrations() -> None:
         print("memory of one, KiB:", private_kib(movers[0].pid))
         movers[0].send(Attend(on=True, token=1))
         await node.heard(movers[0], Attending)
-        print(f"one attended and not read: {await cpu_share(movers[:1], 3):.2f} % of a core")
+        print(f"one attended and not read, first second: {await cpu_share(movers[:1], 1):.1f} % of a core")
+        print(f"one attended and not read, later: {await cpu_share(movers[:1], 10):.2f} % of a core")
         for one in (rank, *ranks):
             one.close()
     async with Node("m", size=0) as node:
@@ -85,6 +86,9 @@ async def pulls(head_dim: int, num_blocks: int, label: str) -> None:
         word = os.urandom(16)
         source.page.write(0, word)
         half = num_blocks // 2
+        await asyncio.sleep(1.5)  # the source rests as long as it ever does
+        first = await reader.outcome(reader.start([source], source.place(0, word), [0], [0]))
+        print(f"{label}, first read of 1 block, connecting: {1e3 * (first.wire_s + first.fence_s):.1f} ms")
         best = None
         for shuffled in (False, True):
             theirs = list(range(half))
