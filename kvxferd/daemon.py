@@ -139,7 +139,7 @@ class Daemon:
         if self._config.peer.advertise:
             host, port = split_endpoint(self._config.peer.advertise)
             _, bound = split_endpoint(self._peers.bound)
-            return Endpoint(f"tcp://{host}:{port or bound}")
+            return Endpoint(f"tcp://{host.lower()}:{port or bound}")
         return Endpoint(self._peers.bound)
 
     def _make_pool(self, lock_fd: int) -> MoverPool:

@@ -9,11 +9,10 @@ from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
-from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
+from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry, check_manifest
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Rank, TransferId
-from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
     Answer,
@@ -173,15 +172,14 @@ class Home:
     def join(self, route: bytes, said: JoinRank) -> None:
         """A member says a rank, for the first time or again."""
         spec = said.manifest.spec
-        record = MemberRank(said.manifest, route, said.boot, self._moment.now)
         try:
-            if not self._registry.is_home(spec):
+            record = MemberRank(check_manifest(said.manifest), route, said.boot, self._moment.now)
+            if record.spec.home != self._moment.endpoint:
                 raise EngineError(
-                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is {spec.home}, "
+                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is {spec.home or 'its own node'}, "
                     f"and this is {self._moment.endpoint}",
                     Code.NOT_HOME,
                 )
-            validate_layout(spec, said.manifest.layout)
             present = self._present(spec.key, spec.rank)
             self._registry.claim(record)
         except KvxferdError as error:

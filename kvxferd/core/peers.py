@@ -10,11 +10,11 @@ import msgspec
 from kvxferd.core.effects import ForgetPeer, Observed
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
+from kvxferd.core.registry import check_manifest
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import check_engine, require_pp_aware
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
 from kvxferd.wire.ids_stream import IdsAssembly
@@ -177,15 +177,16 @@ class Peers:
         if not isinstance(answer, EngineManifest):
             refused = _as_refusal(answer)
             return Refusal(refused.code, refused.message)
-        ranks = {manifest.rank: manifest for manifest in answer.ranks}
-        if not ranks or any(manifest.spec.key != key for manifest in answer.ranks):
+        if not answer.ranks or any(manifest.spec.key != key for manifest in answer.ranks):
             return Refusal(
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
             )
         try:
-            for manifest in answer.ranks:
-                validate_layout(manifest.spec, manifest.layout)
+            ranks = {manifest.rank: check_manifest(manifest) for manifest in answer.ranks}
             check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
+            if sorted(ranks) != answer.ranks[0].spec.ranks():
+                text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
+                raise EngineError(text, Code.ENGINE_INCOMPLETE)
             if not self._moment.settings.pp_aware:
                 require_pp_aware(ranks, "this node")
         except KvxferdError as error:

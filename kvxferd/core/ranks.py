@@ -8,7 +8,7 @@ from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.pulls import Pulls
-from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.registry import LocalRank, RankState, Registry, check_spec
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -16,7 +16,7 @@ from kvxferd.ids import EngineKey, MoverId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
+from kvxferd.wire.limits import MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound
 from kvxferd.wire.worker import (
     Attach,
@@ -64,12 +64,10 @@ class Ranks:
                 return
             _check_problem(problem)
             self._check_admission(session)
-            _check_spec(said)
-            validate_layout(said.engine, said.layout)
+            spec = check_spec(said.engine, said.incarnation)
+            validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
-            rank = LocalRank(
-                session.session, said.engine, said.layout, said.regions, said.incarnation, said.request
-            )
+            rank = LocalRank(session.session, spec, said.layout, said.regions, said.incarnation, said.request)
             self._registry.claim(rank)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message)
@@ -284,27 +282,6 @@ class Ranks:
 def _check_problem(problem: Refusal | None) -> None:
     if problem is not None:
         raise EngineError(problem.message, problem.code)
-
-
-def _check_spec(said: Register) -> None:
-    spec = said.engine
-    for name in (spec.engine_id, spec.generation, said.incarnation):
-        if not 0 < len(name) <= MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot register: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
-                Code.RANK_INVALID,
-            )
-    if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
-        raise EngineError(
-            f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "
-            f"{MAX_RANKS} ranks at most",
-            Code.RANK_INVALID,
-        )
-    if not (0 <= spec.pp_rank < spec.pp_size and 0 <= spec.tp_rank < spec.tp_size):
-        raise EngineError(
-            f"cannot register: rank {spec.rank} is outside pp_size {spec.pp_size}, tp_size {spec.tp_size}",
-            Code.RANK_INVALID,
-        )
 
 
 def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:

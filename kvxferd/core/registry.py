@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -19,8 +21,11 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Plan, TransferTopology, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
+from kvxferd.wire.endpoint import parse_endpoint
+from kvxferd.wire.limits import MAX_METADATA_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
 from kvxferd.wire.worker import RegionExport
 
 
@@ -233,3 +238,50 @@ def _replaces(new: RankRecord, present: RankRecord) -> bool:
     if not (isinstance(new, MemberRank) and isinstance(present, MemberRank)):
         return False
     return new.boot == present.boot or new.incarnation == present.incarnation
+
+
+def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
+    """Return the spec with its home in the one spelling of endpoints; EngineError for one that cannot be.
+
+    Asked before anything counts the engine's ranks: two large numbers make a list that fits nowhere.
+    """
+    for name in (spec.engine_id, spec.generation, incarnation):
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot register: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
+                Code.RANK_INVALID,
+            )
+    if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
+        raise EngineError(
+            f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "
+            f"{MAX_RANKS} ranks at most",
+            Code.RANK_INVALID,
+        )
+    if not (0 <= spec.pp_rank < spec.pp_size and 0 <= spec.tp_rank < spec.tp_size):
+        raise EngineError(
+            f"cannot register: rank {spec.rank} is outside pp_size {spec.pp_size}, tp_size {spec.tp_size}",
+            Code.RANK_INVALID,
+        )
+    return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
+
+
+def check_manifest(manifest: RankManifest) -> RankManifest:
+    """Return a rank's statement that came from another daemon, checked as a registration is."""
+    spec = check_spec(manifest.spec, manifest.binding.incarnation)
+    validate_layout(spec, manifest.layout)
+    binding = manifest.binding
+    bound = {region.region: region.size_bytes for region in binding.regions}
+    if len(binding.regions) > MAX_REGIONS or bound != {
+        r.region: r.size_bytes for r in manifest.layout.regions
+    }:
+        raise EngineError(
+            f"cannot use rank {spec.rank} of engine {spec.key}: its binding names other regions than its layout",
+            Code.REGION_INVALID,
+        )
+    if not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
+        raise EngineError(
+            f"cannot use rank {spec.rank} of engine {spec.key}: an agent's name of {len(binding.agent)} "
+            f"characters, {len(binding.metadata)} bytes of metadata",
+            Code.REGION_INVALID,
+        )
+    return msgspec.structs.replace(manifest, spec=spec)

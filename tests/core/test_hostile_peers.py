@@ -11,7 +11,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import AttendRank, Granted, TransferReleased
+from kvxferd.wire.peer import AttendRank, EngineManifest, Granted, JoinRank, TransferReleased
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -126,3 +126,50 @@ def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
     hear(world, host, home, AttendRank(request=8, agent=mover.agent, on=True))
     assert not host.node.member._waiting
     assert not host.node.attendance._attendants
+
+
+def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
+    """What the worker's daemon says of its rank, changed."""
+    rank = worker.host.node.sessions[worker.session].rank
+    assert rank is not None
+    spec = msgspec.structs.replace(rank.spec, **changes)
+    manifest = msgspec.structs.replace(rank.manifest(), spec=spec)
+    return JoinRank(request=7, boot=worker.host.node.moment.boot, manifest=manifest)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"engine_id": "new", "pp_size": 1 << 20, "tp_size": 1 << 20}, Code.RANK_INVALID),
+        ({"engine_id": "x" * 300}, Code.RANK_INVALID),
+        ({"engine_id": "new", "home": ""}, Code.NOT_HOME),
+        ({"engine_id": "new", "home": "tcp://elsewhere:1"}, Code.NOT_HOME),
+        ({"engine_id": "new", "home": "ipc:///tmp/x"}, Code.ENDPOINT_INVALID),
+    ],
+)
+def test_a_rank_that_cannot_be_is_not_joined(world, stages, changes, code):
+    home = stages[0].host
+    (refused,) = ask(world, home, joining(world, stages[1], **changes))
+    assert refused.code is code
+    assert len(list(home.node.registry)) == 1
+
+
+def test_a_binding_of_other_regions_than_the_layouts_is_not_joined(world, stages):
+    question = joining(world, stages[1])
+    binding = msgspec.structs.replace(question.manifest.binding, regions=())
+    manifest = msgspec.structs.replace(question.manifest, binding=binding)
+    (refused,) = ask(world, stages[0].host, msgspec.structs.replace(question, manifest=manifest))
+    assert refused.code is Code.REGION_INVALID
+
+
+@pytest.mark.parametrize("changes", [{"engine_id": "other"}, {"tp_size": 2}, {"pp_size": 1 << 62}])
+def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, changes):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    rank = source.host.node.sessions[source.session].rank
+    manifest = msgspec.structs.replace(
+        rank.manifest(), spec=msgspec.structs.replace(rank.manifest().spec, **changes)
+    )
+    tamper(world, EngineManifest, ranks=(manifest,))
+    assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)

@@ -210,3 +210,15 @@ def test_when_a_worker_goes_its_mover_is_killed_and_its_engine_forgotten(world):
     worker.close()
     assert not [m for m in host.movers.values() if m.alive]
     assert host.node.snapshot().engines == ()
+
+
+@pytest.mark.parametrize("home", ["nonsense", "ipc:///tmp/x", "tcp://*:1", "tcp://p0"])
+def test_a_home_that_is_no_endpoint(world, home):
+    worker = world.register(world.host("p"), spec_of("e", home=home))
+    assert refusal(worker).code is Code.ENDPOINT_INVALID
+
+
+def test_a_home_in_another_spelling_is_the_same(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e", home="tcp://P:9441"))
+    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
