@@ -176,8 +176,8 @@ class Home:
             record = MemberRank(check_manifest(said.manifest), route, said.boot, self._moment.now)
             if record.spec.home != self._moment.endpoint:
                 raise EngineError(
-                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is {spec.home or 'its own node'}, "
-                    f"and this is {self._moment.endpoint}",
+                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
+                    f"{spec.home or 'elsewhere'}, and this is {self._moment.endpoint}",
                     Code.NOT_HOME,
                 )
             present = self._present(spec.key, spec.rank)

@@ -18,6 +18,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
 from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.limits import MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     Answer,
@@ -134,7 +135,10 @@ class Peers:
                 # Put together before it is known whether anybody waits: a duplicate's parts go too.
                 blocks = peer.assembly.complete(message.blocks, message.stream)
                 self._questions.answered(endpoint, msgspec.structs.replace(message, blocks=blocks))
-            case Greeting() | EngineManifest() | GrantsRenewed() | Done() | PeerRefused():
+            case PeerRefused():
+                clipped = message.message[:MAX_SENTENCE_CHARS]
+                self._questions.answered(endpoint, msgspec.structs.replace(message, message=clipped))
+            case Greeting() | EngineManifest() | GrantsRenewed() | Done():
                 self._questions.answered(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)

@@ -177,7 +177,9 @@ class Pulls:
         # Two lists travel, each of which may need parts: one stream each.
         stream = 2 * pull.pull
         local_parts, local = split_ids(pull.blocks, stream)
-        remote_parts, remote = split_ids(hold.granted.blocks, stream + 1)
+        read = {lane.remote.group for lane in hold.plan.lanes}
+        granted = {name: packed for name, packed in hold.granted.blocks.items() if name in read}
+        remote_parts, remote = split_ids(granted, stream + 1)
         for part in (*local_parts, *remote_parts):
             self._moment.do(ToMover(mover, part))
         start = StartPull(

@@ -275,7 +275,7 @@ def check_manifest(manifest: RankManifest) -> RankManifest:
         r.region: r.size_bytes for r in manifest.layout.regions
     }:
         raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: its binding names other regions than its layout",
+            f"cannot use rank {spec.rank} of engine {spec.key}: it binds other regions than its layout's",
             Code.REGION_INVALID,
         )
     if not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:

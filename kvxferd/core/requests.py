@@ -125,6 +125,8 @@ class Requests:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
+        if len(said.transfer_id) > MAX_NAME_CHARS:
+            return  # no publish can have that name
         if self._registry.is_home(rank.spec):
             self._source.ready(rank.spec.key, rank.spec.rank, said.transfer_id)
         else:
@@ -173,6 +175,13 @@ class Requests:
 
     def _clean(self, ref: TransferRef) -> TransferRef:
         """The reference came over a router: its endpoint is parsed and rebuilt."""
+        for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
+            if len(name) > MAX_NAME_CHARS:
+                raise EngineError(
+                    f"cannot use a reference that has a name of {len(name)} characters: "
+                    f"{MAX_NAME_CHARS} is the limit",
+                    Code.TRANSFER_UNKNOWN,
+                )
         return msgspec.structs.replace(ref, endpoint=parse_endpoint(ref.endpoint))
 
     def _prepared(self, session: Session, ref: TransferRef) -> Hold | None:

@@ -28,6 +28,7 @@ MAX_FDS_PER_FRAME = 253
 MAX_METADATA_BYTES = 1 << 20
 
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
+MAX_SENTENCE_CHARS = 2000  # of what a peer says went wrong: it is handed on to workers
 MAX_RANKS = 4096  # pp_size * tp_size: larger than any engine known today by two orders
 
 FENCE_WORD_BYTES = 16

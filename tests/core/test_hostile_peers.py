@@ -8,10 +8,12 @@ from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
+from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import AttendRank, EngineManifest, Granted, JoinRank, TransferReleased
+from kvxferd.wire.limits import MAX_FRAME_BYTES
+from kvxferd.wire.peer import AttendRank, EngineManifest, Granted, JoinRank, PeerRefused, TransferReleased
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -173,3 +175,25 @@ def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, chan
     )
     tamper(world, EngineManifest, ranks=(manifest,))
     assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
+
+
+def test_a_refusal_as_long_as_a_message_may_be_is_handed_on_in_short(world, source, sink):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS, num_readers=3), SINK_IDS, TOKENS)
+    world.advance(1)
+    questions = [PEER_MESSAGES.decode(e.payload) for e in world.network]
+    world.network.clear()
+    long = PeerRefused(request=questions[0].request, code=Code.INTERNAL, message="x" * (8 << 20))
+    hear(world, sink.host, source.host.endpoint, long)
+    assert sink.ended(ticket).code is Code.INTERNAL
+    assert len(encode(sink.ended(ticket))) < MAX_FRAME_BYTES
+
+
+def test_blocks_of_groups_that_nobody_reads_do_not_reach_the_mover(world, source, sink):
+    mover = next(iter(sink.host.movers.values()))
+    mover.hold = True
+    world.hold_network = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    many = {f"{n}" * 100: PackedBlocks(b"") for n in range(100)}
+    tamper(world, Granted, blocks=many | {"full": PackedBlocks(pack_ids(IDS))})
+    assert [set(start.remote) for start in mover.started] == [{"full"}]

@@ -259,3 +259,16 @@ def test_long_block_lists_travel_in_parts(world):
             want = source.memory[there.offset + ids[token] * there.block_stride :][: there.chunk_bytes]
             got = sink.memory[here.offset + token * here.block_stride :][: here.chunk_bytes]
             assert got == want
+
+
+def test_a_reference_of_endless_names_fails_with_a_short_sentence(world, source, sink):
+    import msgspec
+
+    ref = source.publish("t1", IDS, TOKENS)
+    for field in ("engine_id", "generation", "transfer_id", "nonce"):
+        long = msgspec.structs.replace(ref, **{field: "x" * (2 << 20)})
+        ticket = sink.pull(long, SINK_IDS, TOKENS)
+        assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
+        assert len(sink.ended(ticket).message) < 500
+        sink.say(wk.Prepare(ref=long))
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
