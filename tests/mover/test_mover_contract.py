@@ -107,6 +107,7 @@ class World:
     def __init__(self, transport: Transport, make_peer: Callable[[AgentName], Peer]) -> None:
         self.transport = transport
         self._make_peer = make_peer
+        self._idle: list[Peer] = []
         self._peers: list[Peer] = []
         self._page = mmap.mmap(-1, PAGE)
         self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), PAGE)
@@ -120,8 +121,14 @@ class World:
         self._page[:] = bytes(PAGE)
 
     def peer(self) -> Peer:
-        self._peers.append(self._make_peer(AgentName(f"peer/{os.getpid()}-{next(_NUMBERS)}")))
+        """Return a peer that nobody else uses; one of an earlier test, if it lives."""
+        name = AgentName(f"peer/{os.getpid()}-{next(_NUMBERS)}")
+        self._peers.append(self._idle.pop() if self._idle else self._make_peer(name))
         return self._peers[-1]
+
+    def kill(self, peer: Peer) -> None:
+        self._peers.remove(peer)
+        peer.kill()
 
     def read(self, agent: AgentName, *runs: tuple[int, int, int]) -> None:
         """Read (local offset, remote address, length) to the end."""
@@ -135,25 +142,32 @@ class World:
         assert handle.done
         self.transport.release(handle)
 
-    def end(self) -> None:
+    def forget(self) -> None:
+        """A test is over."""
         for peer in self._peers:
-            peer.kill()
             self.transport.drop_remote(peer.agent)
+        self._idle += self._peers
         self._peers.clear()
+
+    def end(self) -> None:
+        for peer in self._idle:
+            peer.kill()
+        self.transport.close()
+        assert marked_processes() == []
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """The reader's agent lives in this process and connects as it likes: only processes count here."""
-    yield
-    assert marked_processes() == []
+def nothing_left() -> None:
+    """The reader's agent lives in this process and connects as it likes; peers go with the module."""
 
 
 @pytest.fixture(scope="module", params=["memory", "cma", "tcp"])
 def built(request: pytest.FixtureRequest) -> Iterator[World]:
     if request.param == "memory":
         fabric = Fabric()
-        yield World(MemoryTransport(fabric, AgentName("reader")), lambda name: MemoryPeer(fabric, name))
+        made = World(MemoryTransport(fabric, AgentName("reader")), lambda name: MemoryPeer(fabric, name))
+        yield made
+        made.end()
         return
     environment = {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
     patch = pytest.MonkeyPatch()
@@ -161,15 +175,16 @@ def built(request: pytest.FixtureRequest) -> Iterator[World]:
         patch.setenv(name, value)
     transport = NixlTransport(import_library(), AgentName(f"reader/{request.param}-{os.getpid()}"))
     patch.undo()
-    yield World(transport, lambda name: NixlPeer(name, environment))
-    transport.close()
+    made = World(transport, lambda name: NixlPeer(name, environment))
+    yield made
+    made.end()
 
 
 @pytest.fixture
 def world(built: World) -> Iterator[World]:
     built.clear()
     yield built
-    built.end()
+    built.forget()
 
 
 def test_a_read_lands_these_bytes_and_no_others(world: World) -> None:
@@ -258,7 +273,7 @@ def test_a_peer_that_dies_is_lost_and_another_is_read(world: World) -> None:
     for one, span in ((peer, there), (other, elsewhere)):
         world.transport.load_remote(one.describe(span))
         world.read(one.agent, (0, span.address, 16))
-    peer.kill()
+    world.kill(peer)
     for _ in range(2):
         with pytest.raises(TransportError) as raised:
             world.read(peer.agent, (0, there.address, 16))
@@ -274,7 +289,7 @@ def test_a_peer_that_died_before_the_first_read(world: World) -> None:
     peer = world.peer()
     there = peer.allocate(PAGE)
     world.transport.load_remote(peer.describe(there))
-    peer.kill()
+    world.kill(peer)
     with pytest.raises(TransportError) as raised:
         world.read(peer.agent, (0, there.address, 16))
     assert raised.value.settled
