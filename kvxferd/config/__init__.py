@@ -1,0 +1,41 @@
+"""What the operator may set: one frozen `Config`, read once from file, environment and flags.
+
+A later source wins: defaults, then the TOML file, then `KVXFERD_SECTION_KEY` in the environment,
+then flags. Whatever is not known or not in range is refused with the name of the key, where it
+came from and what would be right; nothing is guessed and nothing is ignored.
+"""
+
+from kvxferd.config.kinds import split_endpoint, split_host_port
+from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
+from kvxferd.config.sections import (
+    Config,
+    ControlConfig,
+    DrainConfig,
+    HttpConfig,
+    LogConfig,
+    MoverConfig,
+    NodeConfig,
+    PeerConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "CONFIG_PATH_VARIABLE",
+    "SETTINGS",
+    "Config",
+    "ControlConfig",
+    "DrainConfig",
+    "HttpConfig",
+    "LogConfig",
+    "MoverConfig",
+    "NodeConfig",
+    "PeerConfig",
+    "Setting",
+    "TransferConfig",
+    "WorkerConfig",
+    "flag_name",
+    "load_config",
+    "split_endpoint",
+    "split_host_port",
+]

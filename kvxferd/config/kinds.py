@@ -1,0 +1,51 @@
+"""The kinds of value that a setting may have, each with what a right one looks like."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
+_HOST_PORT = rf"(\[[0-9a-fA-F:.%]+\]|[^\s\[\]:/]+):{_PORT}"
+
+# `title` is what a right value looks like: it ends refusals and stands in `serve --help`.
+Seconds = Annotated[float, msgspec.Meta(ge=0.01, le=86_400, title="seconds, 0.01 to 86400")]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=86_400, title="seconds, 0 to 86400")]
+Directory = Annotated[str, msgspec.Meta(pattern="^/", title="an absolute path")]
+SocketPath = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or "" for run_dir')]
+FileMode = Annotated[int, msgspec.Meta(ge=0, le=0o777, title="an octal file mode such as 0o660")]
+Ids = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(title="a list of numeric ids")]
+TcpEndpoint = Annotated[
+    str, msgspec.Meta(pattern=rf"^tcp://{_HOST_PORT}\Z", title="tcp://host:port; port 0 takes any free one")
+]
+Advertised = Annotated[
+    str,
+    msgspec.Meta(pattern=rf"^(tcp://{_HOST_PORT})?\Z", title='tcp://host:port that other nodes reach, or ""'),
+]
+HostPort = Annotated[
+    str,
+    msgspec.Meta(pattern=rf"^({_HOST_PORT})?\Z", title='host:port; port 0 takes any free one; "" is off'),
+]
+PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
+Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
+MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], msgspec.Meta(title="debug, info, warning or error")
+]
+LogFormat = Annotated[Literal["auto", "console", "json"], msgspec.Meta(title="auto, console or json")]
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host (an IPv6 one in its brackets) and port of ``tcp://host:port``. Raises ValueError."""
+    match = re.fullmatch(rf"tcp://{_HOST_PORT}", endpoint)
+    if match is None:
+        raise ValueError(f"not of the form tcp://host:port: {endpoint!r}")
+    return match[1], int(match[2])
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Return host (an IPv6 one without brackets) and port of ``host:port``. Raises ValueError."""
+    host, port = split_endpoint(f"tcp://{text}")
+    return host.strip("[]"), port

@@ -1,0 +1,158 @@
+"""Reads the configuration once: defaults, then file, environment and flags, a later source winning."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from kvxferd.config.kinds import Environment, FileMode, Ids
+from kvxferd.config.sections import Config
+from kvxferd.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVXFERD_"
+# Names the file itself, for `kvxferd serve`; the only KVXFERD_ name that is no setting.
+CONFIG_PATH_VARIABLE = "KVXFERD_CONFIG"
+# Kubernetes puts these into every container beside a Service called kvxferd or kvxferd-something.
+_SERVICE_LINK = re.compile(
+    r"KVXFERD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
+    r"|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+class Setting(NamedTuple):
+    """One key of the configuration, as file, environment and flags name it."""
+
+    section: str
+    field: str
+    type: Any
+    default: Any
+
+    @property
+    def key(self) -> str:
+        """As it is named in messages: ``transfer.lease_s``."""
+        return f"{self.section}.{self.field}"
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return f"{ENVIRONMENT_PREFIX}{self.section}_{self.field}".upper()
+
+    @property
+    def wanted(self) -> str:
+        """What a right value looks like."""
+        return next(m.title for m in self.type.__metadata__ if isinstance(m, msgspec.Meta) and m.title)
+
+
+def _settings() -> Iterator[Setting]:
+    for section in msgspec.structs.fields(Config):
+        # Not `section.type`'s own fields: msgspec strips the annotations that carry `title`.
+        types = get_type_hints(section.type, include_extras=True)
+        for field in msgspec.structs.fields(section.type):
+            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+            yield Setting(section.name, field.name, types[field.name], default)
+
+
+SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings()}
+
+
+def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
+    """Return the configuration of file, environment and flags, the later winning.
+
+    `flags` is keyed as in messages (``{"transfer.lease_s": "20"}``). Raises ConfigError.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    given = [*_from_file(path)] if path is not None else []
+    given += _from_environment(environ)
+    given += _from_flags(flags)
+    for key, value, source in given:
+        setting = _setting(key, source)
+        values.setdefault(setting.section, {})[setting.field] = _checked(setting, value, source)
+    return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
+
+
+def flag_name(key: str) -> str:
+    """Return the flag of `kvxferd serve` that sets a key: ``--transfer-lease-s``."""
+    return "--" + key.replace(".", "-").replace("_", "-")
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, Any, str]]:
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
+    sections = {key.partition(".")[0] for key in SETTINGS}
+    for section, table in document.items():
+        if section not in sections or not isinstance(table, dict):
+            raise ConfigError(
+                f"cannot use {section} of {path}: the tables there are {', '.join(sorted(sections))}"
+            )
+        for field, value in table.items():
+            yield f"{section}.{field}", value, str(path)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    keys = {setting.variable: setting.key for setting in SETTINGS.values()}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_PATH_VARIABLE:
+            continue
+        if name in keys:
+            yield keys[name], _parse_text(keys[name], text, name), name
+        elif not _SERVICE_LINK.fullmatch(name):
+            raise ConfigError(
+                f"cannot use {name} from the environment: no setting has that name; "
+                f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
+            )
+
+
+def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    for key, text in flags.items():
+        yield key, _parse_text(key, text, f"flag {flag_name(key)}"), f"flag {flag_name(key)}"
+
+
+def _setting(key: str, source: str) -> Setting:
+    """Return the setting of that key. Raises ConfigError naming the section's real keys."""
+    if key in SETTINGS:
+        return SETTINGS[key]
+    section = key.partition(".")[0]
+    known = [s.field for s in SETTINGS.values() if s.section == section]
+    raise ConfigError(
+        f"cannot use {key} from {source}: no setting has that name; [{section}] has {', '.join(known)}"
+    )
+
+
+def _parse_text(key: str, text: str, source: str) -> Any:
+    """Return the text of a variable or flag as the value that a TOML file would hold."""
+    setting = _setting(key, source)
+    try:
+        if setting.type is FileMode:
+            return int(text, 8)  # "660", "0660" and "0o660" alike
+        if setting.type is Ids:
+            return [int(part) for part in text.split(",") if part.strip()]
+        if setting.type is Environment:
+            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+            if any(not separator for _, separator, _ in pairs):
+                raise ValueError("a pair without '='")
+            return {name.strip(): value for name, _, value in pairs}
+        return msgspec.convert(text, setting.type, strict=False)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise _refusal(setting, text, source) from error
+
+
+def _checked(setting: Setting, value: Any, source: str) -> Any:
+    """Return the value as the setting's type. Raises ConfigError naming key, source and a right value."""
+    try:
+        return msgspec.convert(value, setting.type)
+    except msgspec.ValidationError as error:
+        raise _refusal(setting, value, source) from error
+
+
+def _refusal(setting: Setting, value: object, source: str) -> ConfigError:
+    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {setting.wanted}")
