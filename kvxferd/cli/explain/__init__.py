@@ -1,0 +1,1 @@
+"""`kvxferd explain`: what would happen between two engines, computed without either."""

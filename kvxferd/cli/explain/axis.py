@@ -1,0 +1,90 @@
+"""The ranks along one side of the matrix: their stages, their layers, and which heads each holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvxferd.cli.explain.descriptions import Engine
+from kvxferd.cli.explain.wording import spans
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind, RankLayout, UnitRange
+
+# Which component speaks for a rank's share: the first of these that it holds.
+_TELLING = {
+    GroupKind.ATTENTION: ("k", "kv", "latent"),
+    GroupKind.STATE: ("ssm", "conv.x"),
+}
+_WORDS = {"k": "heads", "kv": "heads", "latent": "latent", "ssm": "state heads", "conv.x": "channels"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Track:
+    """Which part of one axis of units every rank holds: what draws the staircase of shares."""
+
+    kind: GroupKind
+    word: str
+    total: int
+    held: dict[Rank, tuple[UnitRange, ...]]
+
+    def label(self, rank: Rank) -> str:
+        """Return the units of a rank: ``0-3``."""
+        return spans(unit for r in self.held.get(rank, ()) for unit in range(r.start, r.stop))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: some neighbouring ranks of the axis."""
+
+    pp_rank: int
+    first: int  # index of its first rank on the axis
+    size: int
+    start_layer: int
+    end_layer: int
+
+    def variants(self) -> tuple[str, ...]:
+        """Return what to call it, the longest first."""
+        layers = f"{self.start_layer}-{self.end_layer - 1}" if self.end_layer > self.start_layer else "none"
+        return (
+            f"stage {self.pp_rank}: layers {layers}",
+            f"pp{self.pp_rank}: L{layers}",
+            f"L{layers}",
+            f"pp{self.pp_rank}",
+            str(self.pp_rank),
+        )
+
+
+def stages(engine: Engine) -> list[Stage]:
+    """Return an engine's stages in the order of its ranks."""
+    ranks = sorted(engine.ranks)
+    found = []
+    for pp_rank in sorted({rank.pp_rank for rank in ranks}):
+        own = [index for index, rank in enumerate(ranks) if rank.pp_rank == pp_rank]
+        layout = engine.ranks[ranks[own[0]]][1]
+        found.append(Stage(pp_rank, own[0], len(own), layout.start_layer, layout.end_layer))
+    return found
+
+
+def tracks(engine: Engine, kinds: Sequence[GroupKind]) -> list[Track]:
+    """Return the axes of units by which an engine's cache is divided, one for each kind it has."""
+    found = []
+    for kind in kinds:
+        layouts = {rank: layout for rank, (_, layout) in engine.ranks.items()}
+        name = next(
+            (n for n in _TELLING[kind] if any(_holds(layout, n) for layout in layouts.values())), None
+        )
+        if name is None:
+            continue
+        held = {rank: _units(layout, name) for rank, layout in layouts.items()}
+        total = max((r.stop for ranges in held.values() for r in ranges), default=0)
+        if total:
+            found.append(Track(kind, _WORDS[name], total, held))
+    return found
+
+
+def _holds(layout: RankLayout, component: str) -> bool:
+    return any(tensor.component == component for tensor in layout.tensors)
+
+
+def _units(layout: RankLayout, component: str) -> tuple[UnitRange, ...]:
+    return next((tensor.units for tensor in layout.tensors if tensor.component == component), ())

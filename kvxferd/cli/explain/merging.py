@@ -1,0 +1,124 @@
+"""In words: how long the runs are that a read falls into, and why no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.cli.showing import in_bytes
+from kvxferd.layout import GroupKind
+from kvxferd.plan.structs import Lane, Strip
+
+Lengths = npt.NDArray[np.uint64]
+
+
+class _Content(NamedTuple):
+    """What one strip moves of one component of one layer in one stretch of tokens."""
+
+    unit_bytes: int
+    num_units: int
+    num_items: int
+    unit: str  # the word for one: a head, a channel
+
+    @property
+    def total(self) -> int:
+        return self.unit_bytes * self.num_units * self.num_items
+
+
+def what_merges(lanes: Sequence[Lane], scattered: Lengths, in_a_row: Lengths) -> str:
+    """Return a sentence on the runs of lanes, given their lengths for ids apart and for ids in a row."""
+    lengths, counts = np.unique(scattered, return_counts=True)
+    contents = [_content(lane, strip) for lane in lanes for strip in lane.strips]
+    usual = sorted(zip(counts.tolist(), lengths.tolist(), strict=True), reverse=True)[:4]
+    is_state = lanes[0].local.kind is GroupKind.STATE
+    parts = [f"{in_bytes(length)} = {_named(length, contents, is_state)}" for _, length in usual]
+    if len(lengths) > len(usual):
+        parts.append(f"{len(lengths) - len(usual)} more lengths up to {in_bytes(int(lengths[-1]))}")
+    sentence = "runs of " + ", ".join(parts)
+    if is_state:
+        return sentence
+    grown = in_a_row.mean() / scattered.mean()
+    if grown > 1.01:
+        sentence += f"; blocks in a row merge, up to {in_bytes(int(in_a_row.max()))}"
+    else:
+        sentence += "; blocks in a row do not merge"
+    return sentence + _why_short(lanes)
+
+
+def _content(lane: Lane, strip: Strip) -> _Content:
+    unit_bytes = strip.local.num_chunks * strip.local.chunk_bytes
+    if lane.local.kind is GroupKind.STATE:
+        return _Content(unit_bytes, strip.num_units, 1, "unit")
+    word = "head" if {piece.component for piece in strip.pieces} & {"k", "v", "kv"} else "unit"
+    stretch = min(lane.local.block_tokens, lane.remote.block_tokens)
+    return _Content(unit_bytes, strip.num_units, stretch // lane.granule_tokens, word)
+
+
+def _named(length: int, contents: Sequence[_Content], is_state: bool) -> str:
+    """Return what a run of this length holds, by the first reading that fits."""
+    for c in contents:
+        heads = f"{c.num_units} {c.unit}s" if c.num_units > 1 else f"1 {c.unit}"
+        tokens = f"{c.num_items} tokens" if c.num_items > 1 else "1 token"
+        if is_state and length == c.total:
+            return f"{heads} of a state"
+        if length == c.total:
+            return f"{heads} x {tokens}"
+        if length == c.unit_bytes * c.num_items:
+            return f"1 {c.unit} x {tokens}"
+        if length == c.unit_bytes * c.num_units:
+            return f"{heads} x 1 token"
+        if length == c.unit_bytes:
+            return f"1 {c.unit} x 1 token"
+    for c in contents:
+        if c.total and length % c.total == 0:
+            heads = f"{c.num_units} {c.unit}s" if c.num_units > 1 else f"1 {c.unit}"
+            of_state = "" if is_state else f" x {c.num_items} tokens"
+            return f"{length // c.total} components or layers x {heads}{of_state}"
+    for c in contents:
+        if c.unit_bytes and length % c.unit_bytes == 0:
+            return f"{length // c.unit_bytes} x {in_bytes(c.unit_bytes)} side by side"
+    return "a part of one unit's content" if length < min(c.unit_bytes for c in contents) else "mixed content"
+
+
+def _why_short(lanes: Sequence[Lane]) -> str:
+    """Return what keeps runs short inside a block: the order of axes, or chunks."""
+    strips = [(lane, strip) for lane in lanes for strip in lane.strips]
+    sides = [
+        side
+        for side, at in (("prefill", 1), ("decode", 0))
+        if any(_has_others_between_tokens(lane, strip, at) for lane, strip in strips)
+    ]
+    reasons = []
+    if any(_is_transposed(lane, strip) for lane, strip in strips):
+        reasons.append("heads and tokens lie in a different order on the two sides")
+    elif sides:
+        reasons.append(f"between two tokens of a head lie other bytes at {' and at '.join(sides)}")
+    if any(_chunks(strip) for _, strip in strips):
+        reasons.append("a head's content lies in chunks")
+    return f" ({', and '.join(reasons)})" if reasons else ""
+
+
+def _items(lane: Lane) -> int:
+    return min(lane.local.block_tokens, lane.remote.block_tokens) // lane.granule_tokens
+
+
+def _is_transposed(lane: Lane, strip: Strip) -> bool:
+    """Whether one side has tokens inside heads and the other heads inside tokens, both more than one."""
+    if strip.num_units < 2 or _items(lane) < 2:
+        return False
+    return (strip.local.unit < strip.local.token) != (strip.remote.unit < strip.remote.token)
+
+
+def _has_others_between_tokens(lane: Lane, strip: Strip, at: int) -> bool:
+    """Whether, on the local (0) or the remote side (1), what is read of a token ends before the next begins."""
+    side = (strip.local, strip.remote)[at]
+    content = side.num_chunks * side.chunk_bytes
+    read = content * strip.num_units if side.unit == content or strip.num_units == 1 else content
+    return _items(lane) > 1 and side.token > read
+
+
+def _chunks(strip: Strip) -> bool:
+    return max(strip.local.num_chunks, strip.remote.num_chunks) > 1

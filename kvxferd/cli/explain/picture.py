@@ -1,0 +1,330 @@
+"""The explanation as a picture: decode ranks against prefill ranks, coloured by bytes."""
+
+from __future__ import annotations
+
+from kvxferd.cli.explain.axis import Stage, Track, stages, tracks
+from kvxferd.cli.explain.canvas import (
+    ALARM,
+    BLUE,
+    FAINT,
+    INK,
+    ORANGE,
+    RULE,
+    Canvas,
+    Scale,
+    fitting,
+    shade,
+    text_width,
+)
+from kvxferd.cli.explain.reckoning import TOKENS, Explanation, RankRead, RankReads
+from kvxferd.cli.explain.wording import engine_in_short, heads_in_short, spans, units_in_short
+from kvxferd.cli.showing import in_bytes
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind
+
+MARGIN = 28.0
+SCALES: dict[GroupKind, Scale] = {GroupKind.ATTENTION: BLUE, GroupKind.STATE: ORANGE}
+TRACK = 46.0  # pixels of a staircase of shares
+BAND = 24.0  # of a stage's band above the matrix
+SIDE_BAND = 118.0  # beside it
+BARS = 150.0  # of the longest bar
+NOT_READ = "#f4f5f7"
+# (ranks on the longer side, cell width, cell height)
+_CELLS = ((4, 128.0, 58.0), (8, 96.0, 54.0), (16, 66.0, 46.0), (32, 32.0, 26.0), (64, 17.0, 17.0))
+
+
+def draw(explanation: Explanation) -> str:
+    """Return an SVG document: the matrix, or what is refused."""
+    canvas = Canvas()
+    y = _heading(canvas, explanation)
+    if explanation.refused:
+        _Refusals(canvas, explanation).draw(y)
+    else:
+        _Matrix(canvas, explanation).draw(y)
+    return canvas.svg(f"{explanation.decode.label} reads {explanation.prefill.label}", MARGIN)
+
+
+def _heading(canvas: Canvas, explanation: Explanation) -> float:
+    """Draw the title and who the two engines are; returns where to go on."""
+    y = MARGIN + 16
+    if explanation.refused:
+        canvas.text(MARGIN, y, "Refused: decode cannot read prefill", size=22, fill=ALARM, bold=True)
+    else:
+        reads = sum(len(rank.reads) for rank in explanation.ranks)
+        runs = sum(rank.num_runs for rank in explanation.ranks)
+        canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
+        y += 24
+        told = (
+            f"A request of {TOKENS:,} tokens moves {in_bytes(explanation.num_bytes)} in {reads:,} reads: "
+            f"{runs:,} runs of {in_bytes(explanation.num_bytes / max(1, runs))} on average"
+        )
+        canvas.text(MARGIN, y, told, size=14)
+    for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
+        y += 20
+        canvas.text(MARGIN, y, role, size=12, bold=True)
+        canvas.text(MARGIN + 52, y, f"{engine.label}  ({engine_in_short(engine)})", size=12, fill=FAINT)
+    return y + 24
+
+
+class _Matrix:
+    """The matrix with everything around it; positions are worked out once."""
+
+    def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
+        self.canvas = canvas
+        self.explanation = explanation
+        kinds = {read.kind for rank in explanation.ranks for read in rank.reads}
+        self.kinds = [kind for kind in GroupKind if kind in kinds] or [GroupKind.ATTENTION]
+        self.columns = sorted(explanation.prefill.ranks)
+        self.rows = list(explanation.ranks)
+        self.width, self.height = _cell(max(len(self.columns), len(self.rows)))
+        self.column_tracks = tracks(explanation.prefill, self.kinds)
+        self.row_tracks = tracks(explanation.decode, self.kinds)
+        self.most = {kind: max(self._sizes(kind), default=1) or 1 for kind in self.kinds}
+        self.left = MARGIN + SIDE_BAND + 34 + TRACK * len(self.row_tracks) + 10
+        self.top = 0.0
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width * len(self.columns)
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height * len(self.rows)
+
+    def draw(self, y: float) -> None:
+        self.top = y + 20 + BAND + 18 + TRACK * len(self.column_tracks) + 10
+        self.canvas.text(
+            self.left, y + 10, "prefill ranks, by pipeline stage and tp rank", size=12, bold=True
+        )
+        self.canvas.text(MARGIN, self.top - 8, "decode ranks", size=12, bold=True)
+        self._column_heads(y + 20)
+        self._row_heads()
+        for index, row in enumerate(self.rows):
+            self._row(index, row)
+        self._stage_lines()
+        self._row_bars()
+        y = self._column_bars(self.bottom + 14)
+        y = self._legend(y + 18)
+        self._sentences(y + 8)
+
+    def _sizes(self, kind: GroupKind) -> list[int]:
+        return [read.num_bytes for rank in self.rows for read in rank.reads if read.kind is kind]
+
+    # --- around the matrix
+
+    def _column_heads(self, y: float) -> None:
+        for stage in stages(self.explanation.prefill):
+            x, width = self.left + stage.first * self.width, stage.size * self.width
+            self.canvas.rect(x + 1, y, width - 2, BAND - 4, "#e8ebf0")
+            label = fitting(stage.variants(), width - 6, 11)
+            self.canvas.text(x + width / 2, y + 14, label, size=11, anchor="middle")
+        size = min(11.0, self.width * 0.55)
+        for index, rank in enumerate(self.columns):
+            x = self.left + (index + 0.5) * self.width
+            name = f"tp {rank.tp_rank}" if self.width >= 40 else str(rank.tp_rank)
+            self.canvas.text(x, y + BAND + 10, name, size=size, anchor="middle", fill=FAINT)
+        y += BAND + 18
+        for track in self.column_tracks:
+            self._track_name(track, self.left - 6, y)
+            for index, rank in enumerate(self.columns):
+                self._share_below(track, rank, self.left + index * self.width, y)
+            y += TRACK
+
+    def _track_name(self, track: Track, x: float, y: float) -> None:
+        for offset, text in ((6, f"{track.word} 0"), (TRACK - 8, f"{track.total - 1}")):
+            if offset == 6 or track.total > 1:
+                self.canvas.text(x, y + offset + 3, text, size=10, fill=FAINT, anchor="end")
+
+    def _share_below(self, track: Track, rank: Rank, x: float, y: float) -> None:
+        """Draw which part of the units a prefill rank holds: a step of the staircase."""
+        height = TRACK - 6
+        self.canvas.rect(x + 1, y, self.width - 2, height, NOT_READ)
+        fill = shade(SCALES[track.kind], 0.45)
+        for held in track.held.get(rank, ()):
+            start, stop = (at / track.total * height for at in (held.start, held.stop))
+            title = f"prefill {rank} holds {track.word} {track.label(rank)}"
+            self.canvas.rect(x + 1, y + start, self.width - 2, max(2.0, stop - start), fill, title=title)
+
+    def _row_heads(self) -> None:
+        for stage in stages(self.explanation.decode):
+            y, height = self.top + stage.first * self.height, stage.size * self.height
+            self.canvas.rect(MARGIN, y + 1, SIDE_BAND - 4, height - 2, "#e8ebf0")
+            self._side_name(stage, y + height / 2)
+        size = min(11.0, self.height * 0.62)
+        x = MARGIN + SIDE_BAND
+        for index, row in enumerate(self.rows):
+            y = self.top + (index + 0.5) * self.height
+            name = f"tp {row.rank.tp_rank}" if self.height >= 17 else str(row.rank.tp_rank)
+            self.canvas.text(x + 28, y + size * 0.35, name, size=size, anchor="end", fill=FAINT)
+            for number, track in enumerate(self.row_tracks):
+                self._share_beside(track, row.rank, x + 36 + number * TRACK, y - self.height / 2)
+        for number, track in enumerate(self.row_tracks):
+            middle = x + 36 + (number + 0.5) * TRACK - 3
+            self.canvas.text(middle, self.bottom + 12, track.word, size=9, fill=FAINT, anchor="middle")
+
+    def _side_name(self, stage: Stage, y: float) -> None:
+        label = fitting(stage.variants(), SIDE_BAND - 8, 11)
+        if stage.size * self.height >= 10:
+            self.canvas.text(MARGIN + SIDE_BAND / 2 - 2, y + 4, label, size=11, anchor="middle")
+
+    def _share_beside(self, track: Track, rank: Rank, x: float, y: float) -> None:
+        width = TRACK - 6
+        self.canvas.rect(x, y + 1, width, self.height - 2, NOT_READ)
+        fill = shade(SCALES[track.kind], 0.45)
+        for held in track.held.get(rank, ()):
+            start, stop = (at / track.total * width for at in (held.start, held.stop))
+            title = f"decode {rank} holds {track.word} {track.label(rank)}"
+            self.canvas.rect(x + start, y + 1, max(2.0, stop - start), self.height - 2, fill, title=title)
+
+    # --- the matrix
+
+    def _row(self, index: int, row: RankReads) -> None:
+        y = self.top + index * self.height
+        part = (self.height - 2) / len(self.kinds)
+        for column, source in enumerate(self.columns):
+            x = self.left + column * self.width
+            title = f"decode {row.rank} does not read prefill {source}"
+            self.canvas.rect(x + 1, y + 1, self.width - 2, self.height - 2, NOT_READ, title=title)
+            for number, kind in enumerate(self.kinds):
+                for read in row.reads:
+                    if (read.source, read.kind) == (source, kind):
+                        self._cell(row.rank, read, x + 1, y + 1 + number * part, part)
+
+    def _cell(self, rank: Rank, read: RankRead, x: float, y: float, height: float) -> None:
+        """Draw one read; it says its layers and heads as far as there is room."""
+        fraction = 0.12 + 0.88 * read.num_bytes / self.most[read.kind]
+        title = (
+            f"decode {rank} reads prefill {read.source} for {read.kind.value}: layers {spans(read.layers)}, "
+            f"{units_in_short(read.units)}, {in_bytes(read.num_bytes)} in {read.num_runs:,} runs of "
+            f"{in_bytes(read.mean_run_bytes)} per {TOKENS:,} tokens"
+        )
+        self.canvas.rect(x, y, self.width - 2, height, shade(SCALES[read.kind], fraction), title=title)
+        ink = "#ffffff" if fraction > 0.5 else INK
+        layers, heads = f"L{spans(read.layers)}", heads_in_short(read.units)
+        lines = [in_bytes(read.num_bytes), f"{layers}, {heads}"]
+        if text_width(lines[1], 10) > self.width - 6:
+            lines = [lines[0], layers, heads]
+        room = self.width - 6
+        lines = [line for line in lines if text_width(line, 10) <= room][: int((height - 4) // 12)]
+        middle = y + height / 2 - (len(lines) - 1) * 6.5 + 3.5
+        for number, line in enumerate(lines):
+            self.canvas.text(
+                x + self.width / 2 - 1,
+                middle + number * 13,
+                line,
+                size=10,
+                fill=ink,
+                anchor="middle",
+                bold=number == 0,
+            )
+
+    def _stage_lines(self) -> None:
+        """Set the stages apart."""
+        for stage in stages(self.explanation.prefill)[1:]:
+            x = self.left + stage.first * self.width
+            self.canvas.line(x, self.top - 4, x, self.bottom + 4, INK, 1.5)
+        for stage in stages(self.explanation.decode)[1:]:
+            y = self.top + stage.first * self.height
+            self.canvas.line(self.left - 4, y, self.right + 4, y, INK, 1.5)
+
+    # --- beside and below it
+
+    def _row_bars(self) -> None:
+        """Draw how much each decode rank reads."""
+        most = max((row.num_bytes for row in self.rows), default=0) or 1
+        x = self.right + 18
+        self.canvas.text(x, self.top - 8, "each decode rank reads", size=12, bold=True)
+        size = min(11.0, self.height * 0.62)
+        for index, row in enumerate(self.rows):
+            y = self.top + index * self.height
+            inset = self.height * 0.22
+            at = x
+            for kind in self.kinds:
+                width = BARS * sum(r.num_bytes for r in row.reads if r.kind is kind) / most
+                self.canvas.rect(at, y + inset, width, self.height - 2 * inset, shade(SCALES[kind], 0.6))
+                at += width
+            ranks = len({read.source for read in row.reads})
+            told = f"{in_bytes(row.num_bytes)} from {ranks} rank{'s' * (ranks != 1)}, {row.num_runs:,} runs"
+            self.canvas.text(x + BARS + 8, y + self.height / 2 + size * 0.35, told, size=size)
+
+    def _column_bars(self, y: float) -> float:
+        """Draw how much each prefill rank gives; returns where to go on."""
+        served = self.explanation.served()
+        most = max(served.values()) or 1
+        height = 44.0
+        self.canvas.text(self.left - 8, y + 22, "each prefill rank gives", size=12, bold=True, anchor="end")
+        self.canvas.text(
+            self.left - 8, y + 37, f"at most {in_bytes(most)}", size=11, fill=FAINT, anchor="end"
+        )
+        for index, source in enumerate(self.columns):
+            x = self.left + index * self.width
+            length = height * served[source] / most
+            title = f"prefill {source} gives {in_bytes(served[source])}"
+            self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), "#8b96a5", title=title)
+            label = fitting((in_bytes(served[source]) if served[source] else "idle",), self.width, 10)
+            self.canvas.text(x + self.width / 2, y + height + 13, label, size=10, fill=FAINT, anchor="middle")
+        self.canvas.line(self.left, y, self.right, y, RULE)
+        return y + height + 18
+
+    def _legend(self, y: float) -> float:
+        """Draw what the colours mean; returns where to go on."""
+        self.canvas.rect(MARGIN, y, 18, 14, NOT_READ, edge=RULE)
+        self.canvas.text(MARGIN + 24, y + 11, "not read", size=12)
+        x = MARGIN + 100
+        for kind in self.kinds:
+            for step in range(10):
+                self.canvas.rect(x + step * 14, y, 14.5, 14, shade(SCALES[kind], 0.12 + 0.88 * step / 9))
+            told = f"{kind.value}: up to {in_bytes(self.most[kind])} a read"
+            self.canvas.text(x + 148, y + 11, told, size=12)
+            x += 164 + text_width(told, 12)
+        y += 30
+        told = "bytes for one request of 1,000 tokens; L: layers, h: KV heads; steps beside the ranks show the share held"
+        if GroupKind.STATE in self.kinds:
+            told += "; a cell's upper part is attention, its lower part state (once per request)"
+        if len(self.kinds) == 1:
+            told = told.replace("; a cell's upper part is attention, its lower part state", "")
+        return self.canvas.paragraph(MARGIN, y + 4, told, width=self.right - MARGIN + BARS, fill=FAINT)
+
+    def _sentences(self, y: float) -> None:
+        """Draw what merges, and the notes."""
+        found = dict.fromkeys(
+            f"{read.kind.value}: {read.merges}" for rank in self.rows for read in rank.reads
+        )
+        for told in [*list(found)[:4], *self.explanation.notes]:
+            y = self.canvas.paragraph(MARGIN, y, told, width=self.right - MARGIN + BARS)
+
+
+class _Refusals:
+    """What is refused, field by field with both values."""
+
+    COLUMNS = (("field", 190.0), ("prefill", 210.0), ("decode", 210.0), ("why", 420.0))
+
+    def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
+        self._canvas = canvas
+        self._explanation = explanation
+
+    def draw(self, y: float) -> None:
+        right = MARGIN + sum(width for _, width in self.COLUMNS)
+        self._cells(y, [name for name, _ in self.COLUMNS], FAINT)
+        y += 10
+        for refusal in self._explanation.refused[:40]:
+            self._canvas.line(MARGIN, y, right, y)
+            values = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
+            y = self._cells(y + 20, [str(value) for value in values], INK)
+        if len(self._explanation.refused) > 40:
+            self._canvas.text(MARGIN, y + 16, f"and {len(self._explanation.refused) - 40} more")
+
+    def _cells(self, y: float, texts: list[str], fill: str) -> float:
+        x, end = MARGIN, y
+        for text, (_, width) in zip(texts, self.COLUMNS, strict=True):
+            end = max(end, self._canvas.paragraph(x, y, text, width=width - 16, size=13, fill=fill))
+            x += width
+        return end
+
+
+def _cell(ranks: int) -> tuple[float, float]:
+    """Return a cell's width and height for a matrix with so many ranks on its longer side."""
+    for limit, width, height in _CELLS:
+        if ranks <= limit:
+            return width, height
+    return max(6.0, 1088 / ranks), max(6.0, 1088 / ranks)

@@ -1,0 +1,221 @@
+"""What each decode rank would read, in numbers: from the planner and the expander themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvxferd.cli.explain.descriptions import Engine
+from kvxferd.cli.explain.merging import what_merges
+from kvxferd.errors import PlanError
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
+from kvxferd.plan import Expander, Plan, Runs, find_differences, make_plan, plan_reads
+from kvxferd.plan.structs import BlockSide, Lane
+
+TOKENS = 1000  # of the request that is reckoned with
+# Runs are counted over whole blocks of both sides where that is no more than so many tokens.
+MAX_SAMPLE_TOKENS = 8192
+
+
+class Refusal(NamedTuple):
+    """Why nothing can be read: a fact that the engines state differently, or what nobody holds."""
+
+    field: str
+    prefill: object
+    decode: object
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRead:
+    """What one decode rank reads from one prefill rank, of one kind, for a request of 1,000 tokens.
+
+    Attention moves in proportion to the tokens, of a sliding window at most its own; a state moves
+    once. `num_runs` is for block ids that are nowhere neighbours, `fewest_runs` for ids in a row.
+    """
+
+    source: Rank
+    kind: GroupKind
+    layers: tuple[int, ...]
+    units: Mapping[str, tuple[UnitRange, ...]]
+    num_bytes: int
+    num_runs: int
+    fewest_runs: int
+    merges: str
+
+    @property
+    def mean_run_bytes(self) -> float:
+        """Bytes of a run, block ids being scattered."""
+        return self.num_bytes / self.num_runs
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReads:
+    """Everything that one decode rank reads."""
+
+    rank: Rank
+    layers: tuple[int, int]
+    plan: Plan
+    reads: tuple[RankRead, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a request of 1,000 tokens."""
+        return sum(read.num_bytes for read in self.reads)
+
+    @property
+    def num_runs(self) -> int:
+        """Of a request of 1,000 tokens."""
+        return sum(read.num_runs for read in self.reads)
+
+    def sources(self, kind: GroupKind) -> list[Rank]:
+        """Return the prefill ranks read for attention, or for state."""
+        return [read.source for read in self.reads if read.kind is kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would happen between two engines: `ranks`, or why not: `refused`."""
+
+    prefill: Engine
+    decode: Engine
+    ranks: tuple[RankReads, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a request of 1,000 tokens, into all decode ranks."""
+        return sum(rank.num_bytes for rank in self.ranks)
+
+    def served(self) -> dict[Rank, int]:
+        """Return the bytes that each prefill rank gives away, 0 where it is not read."""
+        given = dict.fromkeys(sorted(self.prefill.ranks), 0)
+        for rank in self.ranks:
+            for read in rank.reads:
+                given[read.source] += read.num_bytes
+        return given
+
+
+def explain_pair(prefill: Engine, decode: Engine) -> Explanation:
+    """Return what every rank of `decode` would read from `prefill`, or why it cannot."""
+    remote = prefill.layouts()
+    ranks: list[RankReads] = []
+    refused: dict[Refusal, None] = {}  # in order, each once
+    for rank in sorted(decode.ranks):
+        spec, layout = decode.ranks[rank]
+        try:
+            plan = make_plan(spec, layout, prefill.spec, remote)
+        except PlanError as error:
+            refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
+            continue
+        ranks.append(RankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
+    if refused:
+        return Explanation(prefill, decode, refused=tuple(refused))
+    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)))
+
+
+def _refusals(prefill: Engine, decode: Engine, rank: Rank, error: PlanError) -> Iterator[Refusal]:
+    """Yield every difference that one decode rank meets, else what the planner says."""
+    spec, layout = decode.ranks[rank]
+    differences = find_differences(spec, layout, prefill.spec, prefill.layouts())
+    for difference in differences:
+        message = (
+            f"{difference.field} of {difference.where} is {difference.remote!r} at prefill and "
+            f"{difference.local!r} at decode"
+        )
+        yield Refusal(difference.field, difference.remote, difference.local, message)
+    if not differences:
+        yield Refusal(error.code.value, prefill.label, f"{decode.label} {rank}", error.message)
+
+
+def _reads(plan: Plan) -> Iterator[RankRead]:
+    """Yield a plan's reads, source by source, attention before state."""
+    for read in plan_reads(plan):
+        lanes = [lane for lane in plan.lanes if (lane.rank, lane.local.kind) == (read.source, read.kind)]
+        num_bytes = scattered = in_a_row = 0.0
+        sentences: dict[str, None] = {}
+        for tokens, alike in _by_tokens(lanes).items():
+            part = msgspec.structs.replace(plan, lanes=tuple(alike))
+            (whole,) = plan_reads(part)
+            size = whole.bytes_per_token * tokens + whole.bytes_per_state
+            apart, together = (_lengths(part, stride) for stride in (2, 1))
+            num_bytes += size
+            scattered += size / apart.mean()
+            in_a_row += size / together.mean()
+            sentences[what_merges(alike, apart, together)] = None
+        yield RankRead(
+            read.source,
+            read.kind,
+            read.layers,
+            read.units,
+            round(num_bytes),
+            max(1, round(scattered)),
+            max(1, round(in_a_row)),
+            "; ".join(sentences),
+        )
+
+
+def _by_tokens(lanes: list[Lane]) -> dict[int, list[Lane]]:
+    """Return lanes by how many of the request's tokens they move: a sliding window only its own."""
+    found: dict[int, list[Lane]] = {}
+    for lane in lanes:
+        window = lane.local.sliding_window
+        found.setdefault(TOKENS if window is None else min(TOKENS, window), []).append(lane)
+    return found
+
+
+def _lengths(plan: Plan, stride: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Return the run lengths of a request whose ids are `stride` apart on both sides."""
+    tokens = _sample_tokens(plan.lanes)
+    local = {lane.local.group: _ids(lane.local, tokens, stride) for lane in plan.lanes}
+    remote = {lane.remote.group: _ids(lane.remote, tokens, stride) for lane in plan.lanes}
+    mine = dict.fromkeys((s.local.region for lane in plan.lanes for s in lane.strips), 0)
+    theirs = dict.fromkeys((s.remote.region for lane in plan.lanes for s in lane.strips), 0)
+    found: dict[Rank, Runs] = Expander(plan).expand(
+        local, remote, tokens, mine, {lane.rank: theirs for lane in plan.lanes}
+    )
+    return np.concatenate([runs.length for runs in found.values()])
+
+
+def _sample_tokens(lanes: tuple[Lane, ...]) -> int:
+    """Return a number of tokens, TOKENS at least, that fills whole blocks on both sides if it can be."""
+    spans = [side.id_tokens for lane in lanes for side in (lane.local, lane.remote) if side.id_tokens]
+    if not spans:
+        return 1
+    step = math.lcm(*spans)
+    if step > MAX_SAMPLE_TOKENS:
+        step = max(spans)
+    return -(-TOKENS // step) * step
+
+
+def _ids(side: BlockSide, tokens: int, stride: int) -> PackedBlocks:
+    """Return a made-up block list; its ids need not exist, as nothing is read."""
+    if side.kind is GroupKind.STATE:
+        return PackedBlocks(pack_ids([0]), state_at=tokens)
+    return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))
+
+
+def _notes(ranks: list[RankReads]) -> Iterator[str]:
+    """Yield what is possible and still worth knowing."""
+    lanes = [lane for rank in ranks for lane in rank.plan.lanes]
+    pairs = {(lane.local.group, lane.local.sliding_window, lane.remote.sliding_window) for lane in lanes}
+    for group, mine, theirs in sorted(pairs, key=str):
+        if theirs is not None and (mine is None or mine > theirs):
+            wanted = "all tokens" if mine is None else f"the last {mine:,} tokens"
+            yield (
+                f"decode group {group!r} needs {wanted} and prefill keeps the last {theirs:,} only: longer "
+                "requests are refused (tokens-not-published) unless prefill still holds them"
+            )
+    if any(lane.local.sliding_window is not None for lane in lanes):
+        windows = sorted({lane.local.sliding_window for lane in lanes if lane.local.sliding_window})
+        listed = ", ".join(f"{window:,}" for window in windows)
+        yield f"sliding windows: of those layers only the last {listed} tokens move"
+    if any(lane.local.kind is GroupKind.STATE for lane in lanes):
+        yield "states move once per request, whatever its length"

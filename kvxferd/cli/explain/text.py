@@ -1,0 +1,208 @@
+"""The explanation for people: a matrix of ranks, a table of reads, what merges, or what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvxferd.cli.explain.ranges import Alike, ByteRanges, in_steps
+from kvxferd.cli.explain.reckoning import Explanation, RankRead, RankReads
+from kvxferd.cli.explain.wording import engine_in_short, ranks_in_short, spans, units_in_short
+from kvxferd.cli.showing import in_bytes, plain
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind
+
+SHADES = " ░▒▓█"
+# Layers that lie in no equal steps take a row each.
+MAX_RANGES = 48
+
+
+def print_explanation(console: Console, explanation: Explanation) -> None:
+    """Print everything but byte ranges."""
+    for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
+        console.print(plain(f"{role:8}{engine.label}: {engine_in_short(engine)}"), soft_wrap=True)
+    console.print()
+    if explanation.refused:
+        _print_refused(console, explanation)
+        return
+    _print_matrix(console, explanation)
+    console.print()
+    console.print(_reads_table(explanation))
+    console.print()
+    for sentence, count in _merges(explanation).items():
+        console.print(plain(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
+    for note in explanation.notes:
+        console.print(plain(f"note: {note}"), soft_wrap=True)
+    _print_load(console, explanation)
+
+
+def _print_refused(console: Console, explanation: Explanation) -> None:
+    console.print(Text("Refused: decode cannot read prefill.", style="bold red"))
+    table = Table("field", "prefill", "decode", "why")
+    for refusal in explanation.refused:
+        cells = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
+        table.add_row(*(plain(cell) for cell in cells))
+    console.print(table)
+
+
+def _print_matrix(console: Console, explanation: Explanation) -> None:
+    """Print decode ranks against prefill ranks, shaded by bytes."""
+    prefill = sorted(explanation.prefill.ranks)
+    given = [{s: _bytes_from(rank, s) for s in prefill} for rank in explanation.ranks]
+    most = max((size for row in given for size in row.values()), default=0) or 1
+    names = [str(rank.rank) for rank in explanation.ranks]
+    margin = max(map(len, names)) + 1
+    width = 2 if margin + 2 * len(prefill) + 14 <= console.width else 1
+    console.print(plain("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:"))
+    for line in _column_heads(prefill, margin, width):
+        console.print(plain(line), soft_wrap=True)
+    for name, rank, row in zip(names, explanation.ranks, given, strict=True):
+        cells = "".join(_shade(row[source], most) * width for source in prefill)
+        console.print(plain(f"{name:{margin}}|{cells}| {in_bytes(rank.num_bytes)}"), soft_wrap=True)
+    console.print(plain(_legend(most, margin)))
+
+
+def _shade(size: float, most: float) -> str:
+    """Return a character for a size; anything that is read at all shows."""
+    if not size:
+        return "·"
+    return SHADES[max(1, round(size / most * (len(SHADES) - 1)))]
+
+
+def _legend(most: int, margin: int) -> str:
+    steps = [f"{SHADES[i]} {in_bytes(most * i / (len(SHADES) - 1))}" for i in range(1, len(SHADES))]
+    return " " * margin + " · not read   " + "   ".join(steps)
+
+
+def _column_heads(prefill: list[Rank], margin: int, width: int) -> Iterator[str]:
+    """Yield the stage of each column where it begins, then each tp_rank, its digits from top to bottom."""
+    stages = ""
+    for pp_rank in sorted({rank.pp_rank for rank in prefill}):
+        columns = sum(rank.pp_rank == pp_rank for rank in prefill) * width
+        stages += f"pp{pp_rank}"[:columns].ljust(columns)
+    yield " " * (margin + 1) + stages
+    digits = max(len(str(rank.tp_rank)) for rank in prefill)
+    for place in range(digits):
+        numbers = (str(rank.tp_rank).rjust(digits)[place] for rank in prefill)
+        yield (
+            ("tp" if place == digits - 1 else "").rjust(margin)
+            + " "
+            + "".join(n.ljust(width) for n in numbers)
+        )
+
+
+def _bytes_from(rank: RankReads, source: Rank) -> int:
+    return sum(read.num_bytes for read in rank.reads if read.source == source)
+
+
+def _reads_table(explanation: Explanation) -> Table:
+    """One row per read, and one per decode rank that has several."""
+    table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
+    for head in ("decode", "prefill", "for", "layers", "what"):
+        table.add_column(head)
+    for head in ("bytes", "runs", "average run", "runs, blocks in a row"):
+        table.add_column(head, justify="right")
+    for rank in explanation.ranks:
+        several = len(rank.reads) != 1
+        if several:
+            table.add_row(*(Text(cell, style="bold") for cell in _total_row(rank)))
+        for read in rank.reads:
+            table.add_row(*(plain(cell) for cell in _read_row("" if several else str(rank.rank), read)))
+    return table
+
+
+def _total_row(rank: RankReads) -> tuple[str, ...]:
+    """Return a decode rank's own row: whom it reads, and how much in all."""
+    attention, state = (ranks_in_short(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
+    if not rank.reads:
+        return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0")
+    whom = attention if state in ("-", attention) else f"{attention}; state {state}"
+    return (
+        str(rank.rank),
+        whom if attention != "-" else state,
+        f"{len(rank.reads)} reads",
+        spans(range(*rank.layers)),
+        "",
+        in_bytes(rank.num_bytes),
+        f"{rank.num_runs:,}",
+        in_bytes(rank.num_bytes / rank.num_runs),
+        f"{sum(read.fewest_runs for read in rank.reads):,}",
+    )
+
+
+def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
+    return (
+        name,
+        str(read.source),
+        read.kind.value,
+        spans(read.layers),
+        units_in_short(read.units),
+        in_bytes(read.num_bytes),
+        f"{read.num_runs:,}",
+        in_bytes(read.mean_run_bytes),
+        f"{read.fewest_runs:,}",
+    )
+
+
+def _merges(explanation: Explanation) -> dict[str, int]:
+    """Return what is said of runs, and of how many reads."""
+    found: dict[str, int] = {}
+    for rank in explanation.ranks:
+        for read in rank.reads:
+            sentence = f"{read.kind.value}: {read.merges}"
+            found[sentence] = found.get(sentence, 0) + 1
+    return found
+
+
+def _print_load(console: Console, explanation: Explanation) -> None:
+    """Print what each prefill rank gives, where that is not even."""
+    served = explanation.served()
+    idle = [rank for rank, given in served.items() if not given]
+    busiest = max(served, key=lambda rank: served[rank])
+    console.print(
+        plain(
+            f"in all {in_bytes(explanation.num_bytes)}; the busiest prefill rank is {busiest} with "
+            f"{in_bytes(served[busiest])}" + (f"; not read at all: {ranks_in_short(idle)}" if idle else "")
+        ),
+        soft_wrap=True,
+    )
+
+
+def print_ranges(console: Console, rank: RankReads, ranges: list[ByteRanges]) -> None:
+    """Print the byte ranges of block 0 on both sides, layers in equal steps together."""
+    console.print()
+    table = Table(
+        title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's block 0, of the first layer listed",
+        title_justify="left",
+    )
+    for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):
+        table.add_column(head)
+    for head in ("runs", "next layer", "next block"):
+        table.add_column(head, justify="right")
+    rows = in_steps(ranges)
+    for row in rows[:MAX_RANGES]:
+        table.add_row(*(plain(cell) for cell in _range_row(row)))
+    console.print(table)
+    console.print(plain("steps are bytes at decode / at prefill; --json has every range of every layer"))
+    if len(rows) > MAX_RANGES:
+        console.print(plain(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
+
+
+def _range_row(row: Alike) -> tuple[str, ...]:
+    item = row.first
+    local, remote, length = item.runs[0]
+    count = len(item.runs)
+    return (
+        str(item.source),
+        spans(row.layers),
+        item.component,
+        spans(range(item.units.start, item.units.stop)),
+        f"{item.decode_region} [{local}, {local + length})",
+        f"{item.prefill_region} [{remote}, {remote + length})",
+        f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",
+        f"{row.decode_step} / {row.prefill_step}" if len(row.layers) > 1 else "-",
+        f"{item.decode_block_stride} / {item.prefill_block_stride}",
+    )

@@ -1,0 +1,94 @@
+"""`kvxferd explain`: its arguments and its exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import console, json_option, print_json
+from kvxferd.errors import ConfigError
+from kvxferd.ids import Rank
+
+if TYPE_CHECKING:
+    from kvxferd.cli.explain.reckoning import Explanation, RankReads
+
+REFUSED = 1
+
+
+@click.command()
+@click.argument("prefill")
+@click.argument("decode")
+@click.option("--rank", "rank", metavar="PP,TP", help="Show the byte ranges of this decode rank too.")
+@click.option(
+    "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
+)
+@json_option
+@asks_daemon
+@click.pass_context
+def explain(
+    ctx: click.Context,
+    daemon: Daemon,
+    prefill: str,
+    decode: str,
+    rank: str | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Tell what DECODE would read from PREFILL: which ranks, layers, heads, bytes and runs, or why not.
+
+    Each is PRESET[,key=value...] (keys tp, pp, block_tokens, layout, num_blocks and more), a .json or
+    .toml file, or @ENGINE_ID for an engine that is live in the daemon. No GPU is needed, and a
+    daemon only for @ENGINE_ID. Exits with 1 if the two cannot be read from one another.
+    """
+    # numpy is loaded for this verb alone.
+    from kvxferd.cli.explain.descriptions import read_description
+    from kvxferd.cli.explain.picture import draw
+    from kvxferd.cli.explain.ranges import byte_ranges
+    from kvxferd.cli.explain.reckoning import explain_pair
+    from kvxferd.cli.explain.report import as_json as report
+    from kvxferd.cli.explain.text import print_explanation, print_ranges
+
+    asked = _rank(rank)
+    engines = [read_description(text, lambda: daemon) for text in (prefill, decode)]
+    explanation = explain_pair(*engines)
+    chosen = _chosen(explanation, asked)
+    ranges = None if chosen is None else byte_ranges(chosen)
+    if svg is not None:
+        try:
+            svg.write_text(draw(explanation), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
+    if as_json:
+        print_json(report(explanation, ranges))
+    else:
+        out = console()
+        print_explanation(out, explanation)
+        if chosen is not None and ranges is not None:
+            print_ranges(out, chosen, ranges)
+    ctx.exit(REFUSED if explanation.refused else 0)
+
+
+def _rank(text: str | None) -> Rank | None:
+    if text is None:
+        return None
+    try:
+        pp_rank, tp_rank = map(int, text.split(","))
+    except ValueError:
+        raise ConfigError(f"cannot use --rank {text}: write pp_rank,tp_rank, as in 0,3") from None
+    return Rank(pp_rank, tp_rank)
+
+
+def _chosen(explanation: Explanation, rank: Rank | None) -> RankReads | None:
+    """Return the reads of the rank asked for; nothing where all is refused."""
+    if rank is None:
+        return None
+    if rank not in explanation.decode.ranks:
+        spec = explanation.decode.spec
+        raise ConfigError(
+            f"cannot use --rank {rank.pp_rank},{rank.tp_rank}: decode's ranks are 0 to {spec.pp_size - 1},"
+            f"0 to {spec.tp_size - 1}"
+        )
+    return next((reads for reads in explanation.ranks if reads.rank == rank), None)
