@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import signal
 import time
@@ -194,14 +195,27 @@ class Daemon:
         if self._pumping:
             return
         self._pumping = True
-        try:
-            while self._events:
-                # Not the loop's clock: uvloop's has steps of a millisecond, a small pull takes less.
-                for effect in self._node.feed(self._events.popleft(), time.monotonic()):
-                    self._do(effect)
-        finally:
-            self._pumping = False
+        while self._events:
+            for effect in self._feed(self._events.popleft()):
+                self._try(effect)
+        self._pumping = False
         self._after_events()
+
+    def _feed(self, event: Event) -> list[Effect]:
+        """What the core raises is our own bug. It is neither the sender's fault nor the other events'."""
+        try:
+            # Not the loop's clock: uvloop's has steps of a millisecond, a small pull takes less.
+            return self._node.feed(event, time.monotonic())
+        except Exception:
+            log.exception("cannot deal with an event", kind=type(event).__name__)
+            return self._node.moment.take_effects()
+
+    def _try(self, effect: Effect) -> None:
+        """One effect that cannot be done keeps no other from being done, least of all a fence's."""
+        try:
+            self._do(effect)
+        except Exception:
+            log.exception("cannot do what was decided", kind=type(effect).__name__)
 
     def _after_events(self) -> None:
         if self._timer is not None:
@@ -228,6 +242,12 @@ class Daemon:
         except KvxferdError as error:
             log.warning("no mover", session=session, code=error.code, reason=error.message)
             self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
+            return
+        except OSError as error:  # no descriptors left, most likely: the rank must not wait for ever
+            log.exception("no mover", session=session)
+            self._on_event(
+                MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
+            )
             return
         self._handles[handle.mover_id] = handle
         self._on_event(MoverTaken(session, handle.mover_id, handle.agent, handle.library))
@@ -324,6 +344,9 @@ class Daemon:
 
 def serve(config: Config) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
+    # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     async def run() -> int:
         return await Daemon(config).run()

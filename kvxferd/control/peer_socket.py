@@ -25,6 +25,7 @@ log = structlog.get_logger()
 # Messages waiting for one peer. Questions are few (a handful per pull); one that is lost because
 # its peer takes none is asked again, or given up by its own deadline.
 HIGH_WATER = 10_000
+MAX_PEERS = 16_384  # connected at a time; libzmq would stop at 1,023
 MESSAGES_PER_TURN = 64  # then the loop's other sockets have theirs
 # A dead peer's TCP connection is noticed in this time also where nothing is sent.
 HEARTBEAT_MS = 2_000
@@ -47,6 +48,7 @@ class PeerSocket:
         self._bind = bind
         self._on_event = on_event
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_PEERS)
         self._router: _Watched | None = None
         self._dealers: dict[Endpoint, _Watched] = {}
         self.bound = ""  # what was bound, with its real port
@@ -138,18 +140,31 @@ class PeerSocket:
 
     def send(self, endpoint: Endpoint, message: Message) -> None:
         """Send to a peer, connecting first where there is no connection."""
-        watched = self._dealers.get(endpoint)
+        watched = self._dealers.get(endpoint) or self._connect(endpoint)
         if watched is None:
-            dealer = self._socket(zmq.DEALER, endpoint)
-            dealer.connect(endpoint)
-            watched = self._watch(dealer, lambda parts: self._answered(endpoint, parts))
-            self._dealers[endpoint] = watched
+            return
         try:
             watched.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("peer message not sent", endpoint=endpoint, reason=error.strerror)
         # Sending may have eaten the edge that announced an arrival.
         self._later(watched)
+
+    def _connect(self, endpoint: Endpoint) -> _Watched | None:
+        try:
+            dealer = self._socket(zmq.DEALER, endpoint)
+        except zmq.ZMQError as error:
+            log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
+            return None
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
+            dealer.close(linger=0)
+            return None
+        watched = self._watch(dealer, lambda parts: self._answered(endpoint, parts))
+        self._dealers[endpoint] = watched
+        return watched
 
     def forget(self, endpoint: Endpoint) -> None:
         """Close the connection to a peer."""

@@ -39,6 +39,7 @@ log = structlog.get_logger()
 # 100,000 events of the largest kind. A client that reads nothing for so long is not coming back.
 MAX_QUEUED_BYTES = 32 << 20
 BACKLOG = 128
+ACCEPT_AGAIN_S = 0.2
 FAREWELL_S = 0.5  # how long a closed session may take to read why
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -115,7 +116,11 @@ class WorkerSocket:
             listener.close()
             raise
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def stop(self) -> None:
         """Close every session and remove the socket's file."""
@@ -135,7 +140,11 @@ class WorkerSocket:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
+            # Out of descriptors: whoever waits would wake the loop again at once, and for ever.
             log.warning("worker socket: cannot accept", error=str(error))
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_AGAIN_S, self._listen)
             return
         credentials = Credentials(
             *_CREDENTIALS.unpack(
@@ -242,7 +251,14 @@ class WorkerSocket:
         if connection is None or connection.closing or connection.ended:
             close_all(fds)
             return
-        connection.link.send(encode(message), fds)
+        try:
+            connection.link.send(encode(message), fds)
+        except ProtocolError as error:
+            # Without it the client would wait for ever; without the connection it starts anew.
+            log.error("worker session cannot be told: closed", session=session, reason=error.message)
+            close_all(fds)
+            self._end(connection)
+            return
         connection.link.flush()
         if connection.link.queued_bytes > MAX_QUEUED_BYTES:
             log.warning("worker session reads no events: closed", session=session)

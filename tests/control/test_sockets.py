@@ -1,0 +1,144 @@
+"""The shells in one process: what they do when something cannot be done."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvxferd.config import Config, WorkerConfig
+from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.daemon import Daemon
+from kvxferd.errors import Code
+from kvxferd.ids import Endpoint, SessionId
+from kvxferd.wire.common import Versions
+from kvxferd.wire.limits import MAX_FRAME_BYTES
+from kvxferd.wire.peer import Greet
+from kvxferd.wire.worker import Farewell
+
+QUESTION = Greet(request=1, versions=Versions(1, 1), boot="b", endpoint=Endpoint("tcp://x:1"))
+
+
+Heard = asyncio.Queue[ev.Event]
+
+
+async def next_of(heard: Heard) -> ev.Event:
+    return await asyncio.wait_for(heard.get(), 5)
+
+
+async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
+    heard = Heard()
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait)
+    peers.start()
+    try:
+        peers.send(Endpoint("nonsense"), QUESTION)
+        peers.send(Endpoint("tcp://-x:1"), QUESTION)
+        peers.send(Endpoint(peers.bound), QUESTION)
+        assert (await next_of(heard)).message == QUESTION
+    finally:
+        peers.stop()
+
+
+class Counting(WorkerSocket):
+    """Says how often it tried to accept."""
+
+    def __init__(self, path: Path) -> None:
+        self.heard = Heard()
+        self.path = str(path)
+        self.num_accepts = 0
+        self.tried = asyncio.Event()
+        super().__init__(WorkerConfig(socket=self.path), self.heard.put_nowait)
+
+    def _accept(self) -> None:
+        self.num_accepts += 1
+        self.tried.set()
+        super()._accept()
+
+
+@pytest.fixture
+async def workers(tmp_path: Path):
+    made = Counting(tmp_path / "w.sock")
+    made.start()
+    yield made
+    made.stop()
+    await asyncio.sleep(0)
+
+
+def connect(workers: Counting) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(workers.path)
+    return made
+
+
+async def test_a_message_too_long_for_a_frame_ends_the_session_it_is_for(workers):
+    with connect(workers):
+        assert isinstance(await next_of(workers.heard), ev.WorkerOpened)
+        workers.send(SessionId(1), Farewell(code=Code.INTERNAL, message="x" * MAX_FRAME_BYTES))
+        assert isinstance(await next_of(workers.heard), ev.WorkerClosed)
+
+
+async def test_without_descriptors_it_waits_and_does_not_spin(workers):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connect(workers):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await asyncio.wait_for(workers.tried.wait(), 5)
+            for _ in range(50):
+                await asyncio.sleep(0)  # turns of the loop in which it could try again
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert isinstance(await next_of(workers.heard), ev.WorkerOpened)
+    assert workers.num_accepts <= 3
+
+
+class FailingNode:
+    """A core with a bug: it raises at some events, and asks for effects that cannot be done."""
+
+    pulls = ()
+
+    def __init__(self) -> None:
+        self.fed: list[ev.Event] = []
+        self.moment = self
+
+    def feed(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        self.fed.append(event)
+        if isinstance(event, ev.DrainAsked):
+            raise KeyError("a bug")
+        return self.take_effects()
+
+    def take_effects(self) -> list[fx.Effect]:
+        return [fx.ToWorker(SessionId(1), None), fx.OverwriteFence(SessionId(1), 7)]
+
+    def next_deadline(self) -> float | None:
+        return None
+
+
+class Overwritten:
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def overwrite_fence(self, session: SessionId, slot: int) -> None:
+        self.slots.append(slot)
+
+    def send(self, *args: object) -> None:
+        raise OSError("no descriptors")
+
+    def set_busy(self, busy: bool) -> None:
+        pass
+
+
+async def test_what_fails_keeps_nothing_else_from_being_done():
+    daemon = Daemon(Config())
+    daemon._node = FailingNode()
+    daemon._workers = daemon._pool = shell = Overwritten()
+    daemon._on_event(ev.Tick())
+    daemon._on_event(ev.DrainAsked())
+    daemon._on_event(ev.Tick())
+    assert len(daemon._node.fed) == 3
+    assert shell.slots == [7, 7, 7]
