@@ -230,11 +230,11 @@ class Node:
             case Up():
                 pass
             case Bound():
-                if session is not None and session.rank is not None and session.rank.mover == mover.mover:
+                if session is not None and self.ranks.is_binding(session, mover.mover):
                     self.ranks.bound(session, said)
                     self._something_changed()
             case BindRefused():
-                if session is not None:
+                if session is not None and self.ranks.is_binding(session, mover.mover):
                     self.ranks.bind_refused(session, Refusal(said.code, said.message))
             case FenceMapped():
                 self.fences.mapped(mover.mover, mover.agent, said)

@@ -65,6 +65,8 @@ class Ranks:
             _check_problem(problem)
             self._check_admission(session)
             spec = check_spec(said.engine, said.incarnation)
+            if not self._registry.is_home(spec):
+                self._moment.settings.trust.check(spec.home)
             validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
             rank = LocalRank(session.session, spec, said.layout, said.regions, said.incarnation, said.request)
@@ -134,6 +136,11 @@ class Ranks:
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """No mover can be had: the registration is refused, or the rank given up."""
         self._give_up(session, refusal)
+
+    def is_binding(self, session: Session, mover: MoverId) -> bool:
+        """Whether the session's rank waits for what this mover says of its `Bind`."""
+        rank = session.rank
+        return rank is not None and rank.mover == mover and rank.state is RankState.MAPPING
 
     def bound(self, session: Session, said: Bound) -> None:
         """The rank's memory is mapped and registered with NIXL."""

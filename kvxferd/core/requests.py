@@ -12,7 +12,7 @@ from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.pulls import Pull, Pulls
-from kvxferd.core.registry import LocalRank, Registry
+from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
@@ -46,6 +46,7 @@ from kvxferd.wire.worker import (
     Pull as PullRequest,
 )
 
+MAX_PREPARED = 1024  # holds taken ahead, per session; each renews a grant for minutes
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
@@ -165,7 +166,8 @@ class Requests:
             raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
         if self._moment.draining:
             raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
-        if not rank.is_readable and not rank.answered:
+        asleep = rank.state in (RankState.SUSPENDING, RankState.SUSPENDED)
+        if asleep or not (rank.is_readable or rank.answered):
             raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
         if not 0 < said.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
@@ -174,7 +176,7 @@ class Requests:
         return rank, ref
 
     def _clean(self, ref: TransferRef) -> TransferRef:
-        """The reference came over a router: its endpoint is parsed and rebuilt."""
+        """The reference came over a router: its endpoint is parsed, rebuilt, and one that may be asked."""
         for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
             if len(name) > MAX_NAME_CHARS:
                 raise EngineError(
@@ -182,13 +184,19 @@ class Requests:
                     f"{MAX_NAME_CHARS} is the limit",
                     Code.TRANSFER_UNKNOWN,
                 )
-        return msgspec.structs.replace(ref, endpoint=parse_endpoint(ref.endpoint))
+        endpoint = parse_endpoint(ref.endpoint)
+        if endpoint != self._moment.endpoint:
+            self._moment.settings.trust.check(endpoint)
+        return msgspec.structs.replace(ref, endpoint=endpoint)
 
     def _prepared(self, session: Session, ref: TransferRef) -> Hold | None:
         """A hold taken ahead, unless it has come to nothing: then a new one may fare better."""
         hold = session.prepared.pop(ref, None)
         if hold is not None:
             self._moment.timers.stop(("prepared", session.session, ref))
+            if hold.rank is not session.rank:
+                self._holds.give_back(hold)  # of a registration that failed, maybe of another layout
+                return None
         return None if hold is None or hold.state in (HoldState.REFUSED, HoldState.ENDED) else hold
 
     def _prepare(self, session: Session, said: Prepare) -> None:
@@ -199,6 +207,8 @@ class Requests:
             return  # the pull will be told
         if rank is None or ref in session.prepared or self._moment.draining:
             return
+        if len(session.prepared) >= MAX_PREPARED:
+            return  # a pull takes its own hold
         session.prepared[ref] = self._holds.take(rank, ref, self._moment.settings.handshake_wait_s)
         self._moment.after(
             ("prepared", session.session, ref),

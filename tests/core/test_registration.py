@@ -6,9 +6,12 @@ import msgspec
 import pytest
 from world import World, spec_of
 
+from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.requests import MAX_PREPARED
 from kvxferd.errors import Code
 from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Refusal, Versions
 
@@ -222,3 +225,75 @@ def test_a_home_in_another_spelling_is_the_same(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e", home="tcp://P:9441"))
     assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+
+
+def resume(worker, request=2, incarnation="second"):
+    region = worker.layout.regions[0]
+    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    worker.say(wk.Resume(request=request, regions=exports, incarnation=incarnation))
+
+
+def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    (mover,) = host.movers.values()
+    rank = host.node.sessions[worker.session].rank
+    bound = mv.Bound(regions=rank.addresses, metadata=b"")
+    effects = host.node.feed(ev.WorkerSaid(worker.session, wk.Suspend()), world.now)
+    effects += host.node.feed(ev.MoverSaid(mover.mover, bound), world.now)  # it was on its way
+    assert [e for e in effects if isinstance(e, fx.KillMover)]
+    mover.die()
+    assert worker.heard(wk.Suspended)
+    resume(worker)
+    assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]
+
+
+def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    (old,) = host.movers.values()
+    host.node.feed(ev.WorkerSaid(worker.session, wk.Suspend()), world.now)
+    world.feed(host, ev.MoverSaid(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
+    assert not worker.heard(wk.Farewell)
+    old.die()
+    resume(worker)
+    assert len(worker.heard(wk.Registered)) == 2
+
+
+def test_a_pull_of_a_suspended_rank_fails_at_once(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Suspend())
+    assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.SUSPENDED
+    resume(sink)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_what_was_prepared_for_another_registration_is_not_used(world):
+    """A connection whose registration failed may register another layout; plans are per layout."""
+    source = world.engine(world.host("p"), "prefill")[0]
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    host = world.host("d")
+    host.give_movers = False
+    sink = world.register(host, spec_of("decode"))
+    sink.say(wk.Prepare(ref=ref))
+    world.feed(host, ev.MoverUnavailable(sink.session, Refusal(Code.MOVER_LOST, "none")))
+    host.give_movers = True
+    sink.layout = attention_layout(
+        spec=sink.spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32, layout="NHD"
+    )
+    world.register_again(sink)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_there_is_an_end_to_what_one_session_may_prepare(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    for number in range(MAX_PREPARED + 10):
+        sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
+    assert len(sink.host.node.sessions[sink.session].prepared) == MAX_PREPARED
