@@ -18,6 +18,8 @@ from kvxferd.wire.framing import Frame, FrameDecoder, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 RECEIVE_BYTES = 256 << 10
+# One `receive` reads this often at most, so that a talkative peer does not starve the caller.
+MAX_READS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
 
 
@@ -38,6 +40,7 @@ class Link:
         self._unsent: deque[_Unsent] = deque()
         self._received: set[int] = set()  # descriptors that no frame has handed on yet
         self._broken = False
+        self._ended = False
         self.queued_bytes = 0  # given to `send` and not yet with the kernel
 
     def fileno(self) -> int:
@@ -67,9 +70,11 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                # What the other side said before it closed is still to be read.
+                # What the other side said before it closed is still to be read, then the end.
                 self._broken = True
                 self._drop_unsent()
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
                 return
             close_all(first.fds)
             first.fds = ()
@@ -83,14 +88,28 @@ class Link:
 
         Whoever takes the frames owns their descriptors.
         """
+        frames: list[Frame] = []
+        for _ in range(MAX_READS):
+            if self._ended or not self._read(frames):
+                break
+        if self._ended and not frames:
+            self._decoder.end()
+            return None
+        for frame in frames:
+            self._received.difference_update(frame.fds)
+        return frames
+
+    def _read(self, frames: list[Frame]) -> bool:
+        """Add what one read completes; return whether there may be more."""
         try:
             chunk, ancillary, flags, _ = self._socket.recvmsg(
                 RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
-            return []
+            return False
         except OSError:
-            return None
+            self._ended = True
+            return False
         fds = _descriptors(ancillary)
         self._received.update(fds)
         if flags & socket.MSG_CTRUNC:
@@ -99,12 +118,10 @@ class Link:
                 Code.BUSY,
             )
         if not chunk:
-            self._decoder.end()
-            return None
-        frames = self._decoder.feed(chunk, fds)
-        for frame in frames:
-            self._received.difference_update(frame.fds)
-        return frames
+            self._ended = True
+            return False
+        frames += self._decoder.feed(chunk, fds)
+        return True
 
     def close(self) -> None:
         """Close the socket, and every descriptor that was not handed on. Idempotent."""
@@ -130,6 +147,18 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return fds.tolist()
+
+
+def duplicates(fds: Iterable[int]) -> tuple[int, ...]:
+    """Return copies of descriptors, for `Link.send` to own. Raises OSError, and then keeps none."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        close_all(copies)
+        raise
+    return tuple(copies)
 
 
 def close_all(fds: Iterable[int]) -> None:

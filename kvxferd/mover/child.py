@@ -11,10 +11,10 @@ from typing import NamedTuple, NoReturn
 
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import AgentName
+from kvxferd.link import Link
 from kvxferd.mover.loop import Mover
 from kvxferd.mover.nixl_transport import Library, NixlTransport
 from kvxferd.mover.process import Crowd, close_all_but, die_with_parent, exit_when, prepare_thread
-from kvxferd.mover.stream import FrameStream
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run(link: int, agent: AgentName, library: Library, surroundings: Surrounding
         close_all_but((0, 1, 2, link, *surroundings.keep))
         # No events: only the hang-up, which is reported always.
         exit_when(link, 0, "lifeline")
-        stream = FrameStream(socket.socket(fileno=link))
+        stream = Link(socket.socket(fileno=link))
         transport = NixlTransport(library, agent)
         Mover(stream, transport, lambda: surroundings.crowd.is_crowded, _exit_with_worker).serve()
         status = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvxferd.errors import KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.stream import FrameStream
+from kvxferd.link import Link, duplicates
 from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.mover import FromMover, Up
@@ -40,7 +40,7 @@ class MoverHandle:
         self.library = ""
         self.pid = -1
         self.pidfd = -1
-        self._stream = FrameStream(link)
+        self._stream = Link(link)
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class MoverHandle:
         """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
         if self._stream.fileno() < 0:
             return
-        self._stream.queue(encode(message), fds)
+        self._stream.send(encode(message), duplicates(fds))
         if not self._writing:
             self._flush()
 
@@ -89,11 +89,8 @@ class MoverHandle:
     # --- callbacks of the event loop
 
     def _flush(self) -> None:
-        try:
-            done = self._stream.flush()
-        except OSError:  # the process is going; its pidfd will tell
-            self._close_stream()
-            return
+        self._stream.flush()
+        done = self._stream.idle
         if done == self._writing:
             self._writing = not done
             if done:
@@ -104,15 +101,15 @@ class MoverHandle:
     def _read(self) -> bool:
         """Deliver what has arrived; return whether there may be more."""
         try:
-            frames, ended = self._stream.receive()
-            for frame in frames:
+            frames = self._stream.receive()
+            for frame in frames or ():
                 self._deliver(frame.payload, frame.fds)
         except (ProtocolError, OSError) as error:
             _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
             self._close_stream()
             self.kill()
             return False
-        if ended:
+        if frames is None:
             # A mover that closes its end and lives on would never be heard of again.
             self._close_stream()
             self.kill()

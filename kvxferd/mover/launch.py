@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
+from kvxferd.link import Link, duplicates
 from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.shm import remove_directory
-from kvxferd.mover.stream import FrameStream
 from kvxferd.wire.codec import encode
+from kvxferd.wire.framing import Frame
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ParentProcess:
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._stream = FrameStream(ours)
+            self._stream = Link(ours)
             try:
                 self._process = _spawn(theirs.fileno(), lock_fd, environment)
             except BaseException:
@@ -60,7 +61,7 @@ class ParentProcess:
 
     def fork(self, mover: MoverId, agent: AgentName, link: socket.socket) -> None:
         """Ask for a mover on the given end of a socketpair, which the caller closes."""
-        self._stream.queue(encode(Fork(mover=mover, agent=agent)), (link.fileno(),))
+        self._stream.send(encode(Fork(mover=mover, agent=agent)), duplicates([link.fileno()]))
         self._flush()
 
     def end(self) -> None:
@@ -74,27 +75,25 @@ class ParentProcess:
 
     def _flush(self) -> None:
         fd = self._stream.fileno()
-        try:
-            done = self._stream.flush()
-        except OSError:  # it is going; its pidfd will tell
-            return
-        if done:
+        self._stream.flush()
+        if self._stream.idle:
             self._loop.remove_writer(fd)
         else:
             self._loop.add_writer(fd, self._flush)
 
     def _read(self) -> bool:
+        frames: list[Frame] | None = None
         try:
-            frames, ended = self._stream.receive()
-            for frame in frames:
+            frames = self._stream.receive()
+            for frame in frames or ():
                 self._on_said(FROM_PARENT.decode(frame.payload), frame.fds[0] if frame.fds else -1)
         except (ProtocolError, OSError) as error:
             _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
-            frames, ended = [], True
-        if ended:
+            frames = None
+        if frames is None:
             self._close_stream()
             self._kill()
-        return bool(frames) and not ended
+        return bool(frames)
 
     def _exited(self) -> None:
         self._loop.remove_reader(self._pidfd)

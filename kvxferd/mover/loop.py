@@ -12,10 +12,10 @@ from typing import assert_never
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.link import Link
 from kvxferd.mover.binding import Bindings
 from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.pulls import PullEngine
-from kvxferd.mover.stream import FrameStream
 from kvxferd.mover.transport import Transport
 from kvxferd.wire import mover as wire
 from kvxferd.wire.codec import TO_MOVER, encode
@@ -31,7 +31,7 @@ class Mover:
 
     def __init__(
         self,
-        stream: FrameStream,
+        stream: Link,
         transport: Transport,
         is_crowded: Callable[[], bool],
         watch_worker: Callable[[int], None],
@@ -55,22 +55,22 @@ class Mover:
             self._work()
             while self._engine.outbox:
                 self._send(self._engine.outbox.popleft())
-            if self._stream.has_output:
+            if not self._stream.idle:
                 self._stream.flush()
             if self._wait():
                 has_ended = self._take()
 
     def _take(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
-        frames, ended = self._stream.receive()
-        for frame in frames:
+        frames = self._stream.receive()
+        for frame in frames or ():
             self._pacer.moved()
             try:
                 self._handle(frame)
             finally:
                 for fd in frame.fds:
                     os.close(fd)
-        return ended
+        return frames is None
 
     def _work(self) -> None:
         if not (self._attended or self._engine.is_busy):
@@ -92,11 +92,11 @@ class Mover:
             if pause == 0.0:
                 return bool(self._arrivals.poll(0))
         link = self._stream.fileno()
-        readable, _, _ = select.select([link], [link] if self._stream.has_output else [], [], pause)
+        readable, _, _ = select.select([link], [link] if not self._stream.idle else [], [], pause)
         return bool(readable)
 
     def _send(self, message: Message) -> None:
-        self._stream.queue(encode(message))
+        self._stream.send(encode(message))
 
     def _handle(self, frame: Frame) -> None:
         message = TO_MOVER.decode(frame.payload)

@@ -17,12 +17,12 @@ import socket
 import sys
 
 from kvxferd.errors import Code, MoverError
+from kvxferd.link import Link, close_all, duplicates
 from kvxferd.mover import child
 from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.nixl_transport import Library, import_library
 from kvxferd.mover.process import Crowd, prepare_thread
 from kvxferd.mover.shm import make_directory, remove_directory
-from kvxferd.mover.stream import FrameStream
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import Frame
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 class Parent:
     """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
 
-    def __init__(self, control: FrameStream, keep: tuple[int, ...]) -> None:
+    def __init__(self, control: Link, keep: tuple[int, ...]) -> None:
         self._control = control
         self._crowd = Crowd(len(os.sched_getaffinity(0)))
         self._surroundings = child.Surroundings(os.getpid(), self._crowd, keep)
@@ -65,10 +65,10 @@ class Parent:
                 self._reap(pidfd)
         if link not in readable:
             return True
-        frames, ended = self._control.receive()
-        for frame in frames:
+        frames = self._control.receive()
+        for frame in frames or ():
             self._fork(frame, library)
-        return not ended
+        return frames is not None
 
     def _fork(self, frame: Frame, library: Library) -> None:
         request: Fork = TO_PARENT.decode(frame.payload)
@@ -100,18 +100,19 @@ class Parent:
             self._reap(pidfd)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        self._control.queue(encode(message), fds)
-        while not self._control.flush():
+        self._control.send(encode(message), duplicates(fds))
+        self._control.flush()
+        while not self._control.idle:
             select.select([], [self._control], [])
+            self._control.flush()
 
     def _wait_for_daemon(self) -> None:
-        ended = False
-        while not ended:
+        frames: list[Frame] | None = []
+        while frames is not None:
             select.select([self._control], [], [])
-            frames, ended = self._control.receive()
-            for frame in frames:
-                for fd in frame.fds:
-                    os.close(fd)
+            frames = self._control.receive()
+            for frame in frames or ():
+                close_all(frame.fds)
 
 
 def _load() -> Library:
@@ -138,7 +139,7 @@ def main() -> None:
     )
     prepare_thread("kvxferd-parent")
     make_directory()
-    control = FrameStream(socket.socket(fileno=given.control_fd))
+    control = Link(socket.socket(fileno=given.control_fd))
     try:
         Parent(control, () if given.lock_fd is None else (given.lock_fd,)).serve()
     except ConnectionError:

@@ -221,7 +221,7 @@ async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> N
 
 async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
     mover = await node.pool.take()
-    mover._stream.queue(b"\xc1 not a message")
+    mover._stream.send(b"\xc1 not a message")
     mover._flush()
     await node.gone(mover)
 

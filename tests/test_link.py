@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.mover.stream import FrameStream
+from kvxferd.link import Link, duplicates
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[FrameStream, FrameStream]]:
-    left, right = (FrameStream(end) for end in socket.socketpair())
+def ends() -> Iterator[tuple[Link, Link]]:
+    left, right = (Link(end) for end in socket.socketpair())
     yield left, right
     left.close()
     right.close()
@@ -29,80 +29,80 @@ def identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[Link, Link]) -> None:
     left, right = ends
     pipe = os.pipe()
     payload = os.urandom(MAX_FRAME_BYTES)
-    left.queue(payload, pipe)
-    left.queue(b"after", pipe[:1])
-    assert not left.flush()
-    assert left.has_output
+    left.send(payload, duplicates(pipe))
+    left.send(b"after", duplicates(pipe[:1]))
+    left.flush()
+    assert not left.idle
     frames = []
     while not frames or frames[-1].payload != b"after":
         left.flush()
-        frames += right.receive()[0]
+        frames += right.receive()
     assert frames[0].payload == payload
     assert [identity(fd) for fd in frames[0].fds] == [identity(fd) for fd in pipe]
     assert [identity(fd) for fd in frames[1].fds] == [identity(pipe[0])]
-    assert not left.has_output
+    assert left.idle
+    assert left.queued_bytes == 0
     for fd in (*pipe, *frames[0].fds, *frames[1].fds):
         os.close(fd)
 
 
-def test_descriptors_are_duplicated_when_queued(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_duplicates_outlive_the_originals(ends: tuple[Link, Link]) -> None:
     left, right = ends
     reader, writer = os.pipe()
     known = identity(reader)
-    left.queue(b"x", (reader,))
+    left.send(b"x", duplicates((reader,)))
     os.close(reader)
     os.close(writer)
     left.flush()
-    ((_, (received,)),), ended = right.receive()
-    assert (identity(received), ended) == (known, False)
+    ((_, (received,)),) = right.receive()
+    assert identity(received) == known
     os.close(received)
 
 
-def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[Link, Link]) -> None:
     left, right = ends
     fds = [os.memfd_create(f"{n}") for n in range(MAX_FDS_PER_FRAME)]
-    left.queue(b"many", fds)
+    left.send(b"many", duplicates(fds))
     left.flush()
-    frames, _ = right.receive()
+    frames = right.receive()
     assert len(frames[0].fds) == MAX_FDS_PER_FRAME
     with pytest.raises(ProtocolError):
-        left.queue(b"one more", [*fds, fds[0]])
+        left.send(b"one more", (*fds, fds[0]))
     for fd in (*fds, *frames[0].fds):
         os.close(fd)
 
 
-def test_the_end_is_told_after_the_last_frame(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_the_end_is_told_after_the_last_frame(ends: tuple[Link, Link]) -> None:
     left, right = ends
-    left.queue(b"last")
+    left.send(b"last")
     left.flush()
     left.close()
-    frames, ended = right.receive()
-    assert ([frame.payload for frame in frames], ended) == ([b"last"], True)
+    assert [frame.payload for frame in right.receive()] == [b"last"]
+    assert right.receive() is None
 
 
-def test_a_peer_that_is_gone_is_an_error_to_send_to(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_a_peer_that_is_gone_is_found_out_by_receiving(ends: tuple[Link, Link]) -> None:
     left, right = ends
     right.close()
-    left.queue(b"anyone?")
-    with pytest.raises(OSError):  # noqa: PT011
-        left.flush()
+    left.send(b"anyone?")
+    left.flush()
+    assert left.idle
+    assert left.receive() is None
 
 
 def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    left, right = (FrameStream(end) for end in socket.socketpair())
+    left, right = (Link(end) for end in socket.socketpair())
     reader, writer = os.pipe()
-    left.queue(b"sent", (reader,))
+    left.send(b"sent", duplicates((reader,)))
     left.flush()
-    left.queue(b"never sent", (reader, writer))
-    os.close(reader)
-    os.close(writer)
+    left.send(b"never sent", (reader, writer))
     left.close()
-    frames, _ = right.receive()
+    frames = right.receive()
     os.close(frames[0].fds[0])
     right.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -111,11 +111,11 @@ def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
 def test_descriptors_that_no_frame_takes_are_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     raw, end = socket.socketpair()
-    stream = FrameStream(end)
+    stream = Link(end)
     pipe = os.pipe()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pipe))]
     raw.sendmsg([HEADER.pack(10, 2, 0)], rights)
-    assert stream.receive() == ([], False)
+    assert stream.receive() == []
     stream.close()
     raw.close()
     for fd in pipe:
@@ -129,7 +129,7 @@ def test_descriptors_that_no_frame_takes_are_closed() -> None:
 )
 def test_frames_that_no_correct_sender_sends(sent: bytes) -> None:
     raw, end = socket.socketpair()
-    stream = FrameStream(end)
+    stream = Link(end)
     raw.sendall(sent)
     with pytest.raises(ProtocolError):
         stream.receive()
@@ -137,13 +137,13 @@ def test_frames_that_no_correct_sender_sends(sent: bytes) -> None:
     raw.close()
 
 
-def test_many_small_frames_arrive_in_order(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_many_small_frames_arrive_in_order(ends: tuple[Link, Link]) -> None:
     left, right = ends
     sent = [bytes([n % 256]) for n in range(5000)]
     for payload in sent:
-        left.queue(payload)
+        left.send(payload)
     got: list[bytes] = []
     while len(got) < len(sent):
         left.flush()
-        got += [frame.payload for frame in right.receive()[0]]
+        got += [frame.payload for frame in right.receive()]
     assert got == sent
