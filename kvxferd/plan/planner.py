@@ -22,6 +22,9 @@ from kvxferd.plan.structs import BlockSide, Lane, Piece, Plan, Strides, Strip, b
 # Two interleavings repeat together after so many turns; 64 ranks of 64 and 63 tokens take 4,032.
 MAX_TURNS = 1 << 16
 
+# Eighty layers of 16 components, cut into fifty pieces each; two seconds of planning at the worst.
+MAX_PIECES = 1 << 16
+
 Place = tuple[int, str]  # layer, component
 _LaneKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
 _StripKey = tuple[Strides, Strides, int]  # local, remote, number of units
@@ -64,6 +67,7 @@ class _Planning:
         self._engine = remote_spec.engine_id
         self._holders = _index(remote)
         self._preferred = preferred_rank(spec.tp_rank, spec.tp_size, remote_spec.tp_size)
+        self._num_ranges = 0
         self._assignments: dict[tuple[object, ...], tuple[list[Fragment], Gap | None]] = {}
 
     def plan(self) -> Plan:
@@ -71,11 +75,16 @@ class _Planning:
         groups = {group.name: group for group in self._layout.groups}
         lanes: dict[_LaneKey, dict[_StripKey, list[Piece]]] = {}
         sides: dict[_LaneKey, tuple[BlockSide, BlockSide]] = {}
+        num_pieces = 0
         for tensor in self._layout.tensors:
             if tensor.num_units == 0 or tensor.content_bytes == 0:
                 continue
             group = groups[tensor.group]
-            for fragment, theirs in self._fragments(tensor, group.token_shard):
+            fragments = self._fragments(tensor, group.token_shard)
+            num_pieces += len(fragments)
+            if num_pieces > MAX_PIECES:
+                raise self._too_scattered(tensor)
+            for fragment, theirs in fragments:
                 key = (fragment.rank, tensor.group, theirs.tensor.group, tensor.granule_tokens)
                 if key not in sides:
                     sides[key] = (block_side(group), block_side(theirs.group))
@@ -93,11 +102,22 @@ class _Planning:
         key = (tensor.units, shard, holdings)
         if key not in self._assignments:
             _require_one_sharding(tensor, shard, holdings)
+            self._num_ranges += len(tensor.units) + sum(len(holding.units) for holding in holdings)
+            if self._num_ranges > MAX_PIECES:
+                raise self._too_scattered(tensor)
             self._assignments[key] = assign_units(tensor.units, shard, holdings, self._preferred)
         fragments, gap = self._assignments[key]
         if gap is not None:
             raise self._gap(tensor, gap, holdings)
         return [(fragment, holders[fragment.rank]) for fragment in fragments]
+
+    def _too_scattered(self, tensor: CacheTensor) -> PlanError:
+        """Return the error for units dealt out so finely that no engine does it."""
+        return PlanError(
+            f"cannot read engine {self._engine!r}: up to layer {tensor.layer}'s component "
+            f"{tensor.component!r} the units of both are in over {MAX_PIECES} pieces",
+            Code.LAYOUT_INCOMPATIBLE,
+        )
 
     def _nobody_holds(self, tensor: CacheTensor) -> PlanError:
         """Return the error for a layer, or a component of a layer, that the source lacks altogether."""

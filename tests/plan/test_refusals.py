@@ -162,6 +162,29 @@ def test_interleavings_that_never_meet_again_are_refused() -> None:
     assert "too rarely" in error.message
 
 
+def test_units_dealt_out_too_finely_are_refused() -> None:
+    """Every second of a quarter of a million channels on each of two ranks."""
+    count = 1 << 18
+    even = tuple(UnitRange(2 * u, 2 * u + 1) for u in range(count // 2 + 1))
+    odd = tuple(UnitRange(2 * u + 1, 2 * u + 2) for u in range(count // 2 + 1))
+    sink = changed(
+        engine(heads=1, layers=1), lambda t: msgspec.structs.replace(t, units=(UnitRange(0, count + 1),))
+    )
+    spec, layout = engine(heads=1, layers=1)[Rank(0, 0)]
+    source = {
+        Rank(0, i): (
+            spec,
+            msgspec.structs.replace(
+                layout, tensors=tuple(msgspec.structs.replace(t, units=units) for t in layout.tensors)
+            ),
+        )
+        for i, units in enumerate([even, odd])
+    }
+    error = refusal(source, sink)
+    assert error.code is Code.LAYOUT_INCOMPATIBLE
+    assert "over 65536 pieces" in error.message
+
+
 def test_differences_are_listed_once_per_component_and_field() -> None:
     """Not once per layer and rank."""
     sink, source = engine(layers=4), engine(layers=4, tp=2)
