@@ -15,7 +15,7 @@ _TELLING = {
     GroupKind.ATTENTION: ("k", "kv", "latent"),
     GroupKind.STATE: ("ssm", "conv.x"),
 }
-_WORDS = {"k": "heads", "kv": "heads", "latent": "latent", "ssm": "state heads", "conv.x": "channels"}
+_WORDS = {"k": "heads", "kv": "heads", "latent": "latent", "ssm": "state", "conv.x": "channels"}
 
 
 @dataclasses.dataclass(frozen=True)

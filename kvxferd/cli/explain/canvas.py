@@ -85,6 +85,7 @@ class Canvas:
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"'
             f' stroke-width="{width:g}"/>'
         )
+        self._reach(max(x1, x2), max(y1, y2))
 
     def paragraph(
         self, x: float, y: float, text: str, *, width: float, size: float = 12, fill: str = INK

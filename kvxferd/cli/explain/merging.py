@@ -21,7 +21,8 @@ class _Content(NamedTuple):
     unit_bytes: int
     num_units: int
     num_items: int
-    unit: str  # the word for one: a head, a channel
+    heads: str  # the words for all units: "4 heads", "latent", "32 of ssm"
+    head: str  # for one of them
 
     @property
     def total(self) -> int:
@@ -50,37 +51,39 @@ def what_merges(lanes: Sequence[Lane], scattered: Lengths, in_a_row: Lengths) ->
 
 def _content(lane: Lane, strip: Strip) -> _Content:
     unit_bytes = strip.local.num_chunks * strip.local.chunk_bytes
-    if lane.local.kind is GroupKind.STATE:
-        return _Content(unit_bytes, strip.num_units, 1, "unit")
-    word = "head" if {piece.component for piece in strip.pieces} & {"k", "v", "kv"} else "unit"
-    stretch = min(lane.local.block_tokens, lane.remote.block_tokens)
-    return _Content(unit_bytes, strip.num_units, stretch // lane.granule_tokens, word)
+    names = sorted({piece.component for piece in strip.pieces})
+    of, count = "/".join(names), strip.num_units
+    if set(names) <= {"k", "v", "kv"}:
+        heads, head = f"{count} head{'s' * (count > 1)}", "1 head"
+    else:
+        heads, head = (f"{count} of {of}", f"1 of {of}") if count > 1 else (of, of)
+    items = 1 if lane.local.kind is GroupKind.STATE else _items(lane)
+    return _Content(unit_bytes, count, items, heads, head)
 
 
 def _named(length: int, contents: Sequence[_Content], is_state: bool) -> str:
     """Return what a run of this length holds, by the first reading that fits."""
     for c in contents:
-        heads = f"{c.num_units} {c.unit}s" if c.num_units > 1 else f"1 {c.unit}"
-        tokens = f"{c.num_items} tokens" if c.num_items > 1 else "1 token"
-        if is_state and length == c.total:
-            return f"{heads} of a state"
-        if length == c.total:
-            return f"{heads} x {tokens}"
-        if length == c.unit_bytes * c.num_items:
-            return f"1 {c.unit} x {tokens}"
-        if length == c.unit_bytes * c.num_units:
-            return f"{heads} x 1 token"
-        if length == c.unit_bytes:
-            return f"1 {c.unit} x 1 token"
+        times = "" if is_state else f" x {c.num_items} token{'s' * (c.num_items > 1)}"
+        readings = (
+            (c.total, f"{c.heads}{times}"),
+            (c.unit_bytes * c.num_items, f"{c.head}{times}"),
+            (c.unit_bytes * c.num_units, f"{c.heads} x 1 token"),
+            (c.unit_bytes, f"{c.head} x 1 token"),
+        )
+        for num_bytes, told in readings:
+            if length == num_bytes:
+                return told
     for c in contents:
         if c.total and length % c.total == 0:
-            heads = f"{c.num_units} {c.unit}s" if c.num_units > 1 else f"1 {c.unit}"
-            of_state = "" if is_state else f" x {c.num_items} tokens"
-            return f"{length // c.total} components or layers x {heads}{of_state}"
+            times = "" if is_state else f" x {c.num_items} tokens"
+            return f"{length // c.total} x ({c.heads}{times}) that touch"
     for c in contents:
         if c.unit_bytes and length % c.unit_bytes == 0:
             return f"{length // c.unit_bytes} x {in_bytes(c.unit_bytes)} side by side"
-    return "a part of one unit's content" if length < min(c.unit_bytes for c in contents) else "mixed content"
+    if length < max(c.unit_bytes for c in contents):
+        return "a row of a convolution's state" if is_state else "a part of what one token has"
+    return "mixed content"
 
 
 def _why_short(lanes: Sequence[Lane]) -> str:
@@ -91,7 +94,11 @@ def _why_short(lanes: Sequence[Lane]) -> str:
         for side, at in (("prefill", 1), ("decode", 0))
         if any(_has_others_between_tokens(lane, strip, at) for lane, strip in strips)
     ]
-    reasons = []
+    reasons = [
+        f"tokens are dealt out {turn} at a time"
+        for turn in sorted({_turn(lane) for lane in lanes})
+        if turn and turn < min(lanes[0].local.block_tokens, lanes[0].remote.block_tokens)
+    ]
     if any(_is_transposed(lane, strip) for lane, strip in strips):
         reasons.append("heads and tokens lie in a different order on the two sides")
     elif sides:
@@ -102,7 +109,16 @@ def _why_short(lanes: Sequence[Lane]) -> str:
 
 
 def _items(lane: Lane) -> int:
-    return min(lane.local.block_tokens, lane.remote.block_tokens) // lane.granule_tokens
+    """Return the items of a stretch: what lies in one block on both sides, and in one turn of the shards."""
+    stretch = min(lane.local.block_tokens, lane.remote.block_tokens)
+    return min(stretch, _turn(lane) or stretch) // lane.granule_tokens
+
+
+def _turn(lane: Lane) -> int:
+    """Return how many tokens in a row both ranks hold; 0 where tokens are not shared out differently."""
+    if lane.local.shard == lane.remote.shard:
+        return 0
+    return min(side.shard.interleave for side in (lane.local, lane.remote) if side.shard.count > 1)
 
 
 def _is_transposed(lane: Lane, strip: Strip) -> bool:
@@ -113,7 +129,7 @@ def _is_transposed(lane: Lane, strip: Strip) -> bool:
 
 
 def _has_others_between_tokens(lane: Lane, strip: Strip, at: int) -> bool:
-    """Whether, on the local (0) or the remote side (1), what is read of a token ends before the next begins."""
+    """Whether on the local (0) or remote side (1) what is read of one token ends before the next begins."""
     side = (strip.local, strip.remote)[at]
     content = side.num_chunks * side.chunk_bytes
     read = content * strip.num_units if side.unit == content or strip.num_units == 1 else content

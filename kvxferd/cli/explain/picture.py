@@ -17,7 +17,14 @@ from kvxferd.cli.explain.canvas import (
     text_width,
 )
 from kvxferd.cli.explain.reckoning import TOKENS, Explanation, RankRead, RankReads
-from kvxferd.cli.explain.wording import engine_in_short, heads_in_short, spans, units_in_short
+from kvxferd.cli.explain.wording import (
+    engine_in_short,
+    heads_in_short,
+    layers_in_short,
+    load_in_words,
+    spans,
+    units_in_short,
+)
 from kvxferd.cli.showing import in_bytes
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
@@ -29,8 +36,10 @@ BAND = 24.0  # of a stage's band above the matrix
 SIDE_BAND = 118.0  # beside it
 BARS = 150.0  # of the longest bar
 NOT_READ = "#f4f5f7"
-# (ranks on the longer side, cell width, cell height)
-_CELLS = ((4, 128.0, 58.0), (8, 96.0, 54.0), (16, 66.0, 46.0), (32, 32.0, 26.0), (64, 17.0, 17.0))
+SENTENCES = 4  # on runs
+# (ranks along one side, a cell's width if they are columns, its height if they are rows)
+_CELLS = ((4, 128.0, 58.0), (8, 96.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
+_LEAST = (9.0, 12.0)  # beyond those; the picture grows
 
 
 def draw(explanation: Explanation) -> str:
@@ -55,15 +64,16 @@ def _heading(canvas: Canvas, explanation: Explanation) -> float:
         canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
         y += 24
         told = (
-            f"A request of {TOKENS:,} tokens moves {in_bytes(explanation.num_bytes)} in {reads:,} reads: "
+            f"A request of {TOKENS:,} tokens moves {in_bytes(explanation.num_bytes)} in "
+            f"{reads:,} read{'s' * (reads != 1)}: "
             f"{runs:,} runs of {in_bytes(explanation.num_bytes / max(1, runs))} on average"
         )
         canvas.text(MARGIN, y, told, size=14)
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
         y += 20
         canvas.text(MARGIN, y, role, size=12, bold=True)
-        canvas.text(MARGIN + 52, y, f"{engine.label}  ({engine_in_short(engine)})", size=12, fill=FAINT)
-    return y + 24
+        canvas.text(MARGIN + 60, y, f"{engine.label}  ({engine_in_short(engine)})", size=12, fill=FAINT)
+    return y + 28
 
 
 class _Matrix:
@@ -76,7 +86,7 @@ class _Matrix:
         self.kinds = [kind for kind in GroupKind if kind in kinds] or [GroupKind.ATTENTION]
         self.columns = sorted(explanation.prefill.ranks)
         self.rows = list(explanation.ranks)
-        self.width, self.height = _cell(max(len(self.columns), len(self.rows)))
+        self.width, self.height = _cell(len(self.columns), 0), _cell(len(self.rows), 1)
         self.column_tracks = tracks(explanation.prefill, self.kinds)
         self.row_tracks = tracks(explanation.decode, self.kinds)
         self.most = {kind: max(self._sizes(kind), default=1) or 1 for kind in self.kinds}
@@ -131,9 +141,10 @@ class _Matrix:
             y += TRACK
 
     def _track_name(self, track: Track, x: float, y: float) -> None:
-        for offset, text in ((6, f"{track.word} 0"), (TRACK - 8, f"{track.total - 1}")):
-            if offset == 6 or track.total > 1:
-                self.canvas.text(x, y + offset + 3, text, size=10, fill=FAINT, anchor="end")
+        """Draw what the ends of a staircase mean: its first unit above, its last below."""
+        ends = (f"{track.word} 0", str(track.total - 1)) if track.total > 1 else (f"whole {track.word}", "")
+        for offset, text in zip((9, TRACK - 5), ends, strict=True):
+            self.canvas.text(x, y + offset, text, size=10, fill=FAINT, anchor="end")
 
     def _share_below(self, track: Track, rank: Rank, x: float, y: float) -> None:
         """Draw which part of the units a prefill rank holds: a step of the staircase."""
@@ -150,11 +161,11 @@ class _Matrix:
             y, height = self.top + stage.first * self.height, stage.size * self.height
             self.canvas.rect(MARGIN, y + 1, SIDE_BAND - 4, height - 2, "#e8ebf0")
             self._side_name(stage, y + height / 2)
-        size = min(11.0, self.height * 0.62)
+        size = max(9.0, min(11.0, self.height * 0.62))
         x = MARGIN + SIDE_BAND
         for index, row in enumerate(self.rows):
             y = self.top + (index + 0.5) * self.height
-            name = f"tp {row.rank.tp_rank}" if self.height >= 17 else str(row.rank.tp_rank)
+            name = f"tp {row.rank.tp_rank}" if self.height >= 16 else str(row.rank.tp_rank)
             self.canvas.text(x + 28, y + size * 0.35, name, size=size, anchor="end", fill=FAINT)
             for number, track in enumerate(self.row_tracks):
                 self._share_beside(track, row.rank, x + 36 + number * TRACK, y - self.height / 2)
@@ -200,12 +211,15 @@ class _Matrix:
         )
         self.canvas.rect(x, y, self.width - 2, height, shade(SCALES[read.kind], fraction), title=title)
         ink = "#ffffff" if fraction > 0.5 else INK
-        layers, heads = f"L{spans(read.layers)}", heads_in_short(read.units)
+        layers, heads = layers_in_short(read.layers), heads_in_short(read.units)
         lines = [in_bytes(read.num_bytes), f"{layers}, {heads}"]
         if text_width(lines[1], 10) > self.width - 6:
             lines = [lines[0], layers, heads]
         room = self.width - 6
         lines = [line for line in lines if text_width(line, 10) <= room][: int((height - 4) // 12)]
+        together = f"{in_bytes(read.num_bytes)}: {layers}, {heads}"
+        if len(lines) == 1 and text_width(together, 10) <= room:
+            lines = [together]
         middle = y + height / 2 - (len(lines) - 1) * 6.5 + 3.5
         for number, line in enumerate(lines):
             self.canvas.text(
@@ -234,7 +248,7 @@ class _Matrix:
         most = max((row.num_bytes for row in self.rows), default=0) or 1
         x = self.right + 18
         self.canvas.text(x, self.top - 8, "each decode rank reads", size=12, bold=True)
-        size = min(11.0, self.height * 0.62)
+        size = max(9.0, min(11.0, self.height * 0.62))
         for index, row in enumerate(self.rows):
             y = self.top + index * self.height
             inset = self.height * 0.22
@@ -278,20 +292,25 @@ class _Matrix:
             self.canvas.text(x + 148, y + 11, told, size=12)
             x += 164 + text_width(told, 12)
         y += 30
-        told = "bytes for one request of 1,000 tokens; L: layers, h: KV heads; steps beside the ranks show the share held"
-        if GroupKind.STATE in self.kinds:
-            told += "; a cell's upper part is attention, its lower part state (once per request)"
-        if len(self.kinds) == 1:
-            told = told.replace("; a cell's upper part is attention, its lower part state", "")
-        return self.canvas.paragraph(MARGIN, y + 4, told, width=self.right - MARGIN + BARS, fill=FAINT)
+        told = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads. "
+        told += "The steps along the edges show which part of the heads a rank holds."
+        if len(self.kinds) > 1:
+            told += " The upper part of a cell is attention, the lower part state (once per request)."
+        return self.canvas.paragraph(MARGIN, y + 4, told, width=self._prose, fill=FAINT)
 
     def _sentences(self, y: float) -> None:
         """Draw what merges, and the notes."""
-        found = dict.fromkeys(
-            f"{read.kind.value}: {read.merges}" for rank in self.rows for read in rank.reads
-        )
-        for told in [*list(found)[:4], *self.explanation.notes]:
-            y = self.canvas.paragraph(MARGIN, y, told, width=self.right - MARGIN + BARS)
+        found = list(dict.fromkeys(f"{r.kind.value}: {r.merges}" for rank in self.rows for r in rank.reads))
+        told = found[:SENTENCES]
+        if len(found) > SENTENCES:
+            told.append(f"{len(found) - SENTENCES} more kinds of runs: see the text or --json")
+        for sentence in [*told, *self.explanation.notes, load_in_words(self.explanation)]:
+            y = self.canvas.paragraph(MARGIN, y, sentence, width=self._prose)
+
+    @property
+    def _prose(self) -> float:
+        """How wide sentences may be."""
+        return max(760.0, self.right - MARGIN + BARS)
 
 
 class _Refusals:
@@ -322,9 +341,6 @@ class _Refusals:
         return end
 
 
-def _cell(ranks: int) -> tuple[float, float]:
-    """Return a cell's width and height for a matrix with so many ranks on its longer side."""
-    for limit, width, height in _CELLS:
-        if ranks <= limit:
-            return width, height
-    return max(6.0, 1088 / ranks), max(6.0, 1088 / ranks)
+def _cell(ranks: int, side: int) -> float:
+    """Return a cell's width (side 0, ranks along the columns) or height (side 1, along the rows)."""
+    return next((sizes[side] for limit, *sizes in _CELLS if ranks <= limit), _LEAST[side])

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvxferd.cli.explain.ranges import Alike, ByteRanges, in_steps
 from kvxferd.cli.explain.reckoning import Explanation, RankRead, RankReads
-from kvxferd.cli.explain.wording import engine_in_short, ranks_in_short, spans, units_in_short
+from kvxferd.cli.explain.wording import engine_in_short, load_in_words, ranks_in_short, spans, units_in_short
 from kvxferd.cli.showing import in_bytes, plain
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
@@ -36,7 +36,8 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         console.print(plain(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
     for note in explanation.notes:
         console.print(plain(f"note: {note}"), soft_wrap=True)
-    _print_load(console, explanation)
+    told = f"in all {in_bytes(explanation.num_bytes)}; {load_in_words(explanation)}"
+    console.print(plain(told), soft_wrap=True)
 
 
 def _print_refused(console: Console, explanation: Explanation) -> None:
@@ -157,25 +158,11 @@ def _merges(explanation: Explanation) -> dict[str, int]:
     return found
 
 
-def _print_load(console: Console, explanation: Explanation) -> None:
-    """Print what each prefill rank gives, where that is not even."""
-    served = explanation.served()
-    idle = [rank for rank, given in served.items() if not given]
-    busiest = max(served, key=lambda rank: served[rank])
-    console.print(
-        plain(
-            f"in all {in_bytes(explanation.num_bytes)}; the busiest prefill rank is {busiest} with "
-            f"{in_bytes(served[busiest])}" + (f"; not read at all: {ranks_in_short(idle)}" if idle else "")
-        ),
-        soft_wrap=True,
-    )
-
-
 def print_ranges(console: Console, rank: RankReads, ranges: list[ByteRanges]) -> None:
     """Print the byte ranges of block 0 on both sides, layers in equal steps together."""
     console.print()
     table = Table(
-        title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's block 0, of the first layer listed",
+        title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's, of the first layer listed",
         title_justify="left",
     )
     for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvxferd.cli.explain.descriptions import Engine
+from kvxferd.cli.explain.reckoning import Explanation
 from kvxferd.cli.showing import in_bytes
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
@@ -19,9 +21,19 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             ranges.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-    if len(texts) > 4:
-        return f"{sum(b - a + 1 for a, b in ranges)} of {ranges[0][0]}-{ranges[-1][1]}"
-    return ", ".join(texts)
+    if len(texts) <= 4:
+        return ", ".join(texts)
+    steps = {after[0] - before[0] for before, after in itertools.pairwise(ranges)}
+    if len(steps) == 1 and all(a == b for a, b in ranges):
+        return f"{texts[0]}, {texts[1]}, ..., {texts[-1]}"
+    return f"{sum(b - a + 1 for a, b in ranges)} of {ranges[0][0]}-{ranges[-1][1]}"
+
+
+def layers_in_short(layers: Iterable[int]) -> str:
+    """Return layers for a small place: ``L0-39``, ``24 of L0-50``."""
+    text = spans(layers)
+    count, of, rest = text.partition(" of ")
+    return f"{count}{of}L{rest}" if of else f"L{text}"
 
 
 def ranks_in_short(ranks: Sequence[Rank]) -> str:
@@ -29,7 +41,8 @@ def ranks_in_short(ranks: Sequence[Rank]) -> str:
     stages: dict[int, list[int]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp_rank, []).append(rank.tp_rank)
-    return ", ".join(f"pp{pp}.tp{spans(tps).replace(', ', '+')}" for pp, tps in stages.items()) or "-"
+    texts = {pp: spans(tps).replace(", ...,", "..").replace(", ", "+") for pp, tps in stages.items()}
+    return ", ".join(f"pp{pp}.tp{text}" for pp, text in texts.items()) or "-"
 
 
 def units_in_short(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
@@ -41,10 +54,10 @@ def units_in_short(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
 
 
 def heads_in_short(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
-    """Return the heads read, without component names; "latent" where there is nothing to divide."""
-    for name in ("k", "v", "kv", "ssm"):
+    """Return the heads read (h), or state heads (s); "latent" where there is nothing to divide."""
+    for name, mark in (("k", "h"), ("v", "h"), ("kv", "h"), ("ssm", "s")):
         if name in units:
-            return "h" + _held(units[name])
+            return mark + _held(units[name])
     return "latent" if "latent" in units else next(iter(units), "")
 
 
@@ -83,6 +96,12 @@ def engine_in_short(engine: Engine) -> str:
     return ", ".join(parts)
 
 
-def size(num_bytes: float) -> str:
-    """Return a size, "-" for nothing."""
-    return in_bytes(num_bytes) if num_bytes else "-"
+def load_in_words(explanation: Explanation) -> str:
+    """Return which prefill rank gives most, and which give nothing."""
+    served = explanation.served()
+    idle = [rank for rank, given in served.items() if not given]
+    busiest = max(served, key=lambda rank: served[rank])
+    told = f"the busiest prefill rank is {busiest} with {in_bytes(served[busiest])}"
+    if len(set(served.values())) == 1:
+        told = f"every prefill rank gives {in_bytes(served[busiest])}"
+    return told + (f"; not read at all: {ranks_in_short(idle)}" if idle else "")
