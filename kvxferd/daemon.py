@@ -18,6 +18,7 @@ import uvloop
 
 from kvxferd.config import Config, split_endpoint
 from kvxferd.control.http import HttpServer
+from kvxferd.control.keys import read_key, trust_of
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
@@ -48,6 +49,7 @@ from kvxferd.core.events import (
 from kvxferd.core.node import Node
 from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.mover.handle import MoverHandle
@@ -57,6 +59,7 @@ from kvxferd.observe.logs import log_record
 from kvxferd.observe.metrics import Metrics
 from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import FromMover, MapFence
 from kvxferd.wire.worker import Farewell
@@ -66,9 +69,10 @@ log = structlog.get_logger()
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config, trust: Trust) -> Settings:
     """What the core needs of the configuration."""
     return Settings(
+        trust=trust,
         lease_s=config.transfer.lease_s,
         max_hold_s=config.transfer.max_hold_s,
         unknown_wait_s=config.transfer.unknown_wait_s,
@@ -95,7 +99,10 @@ class Daemon:
         self._history = History()
         self._metrics = Metrics(self.snapshot)
         self._workers = WorkerSocket(config.worker, self._on_event)
-        self._peers = PeerSocket(config.peer.bind, self._on_event)
+        key_file = config.peer.curve_secret_key_file
+        key = read_key(Path(key_file)) if key_file else None
+        self._trust = trust_of(config.peer, key)
+        self._peers = PeerSocket(config.peer.bind, self._on_event, self._trust, key)
 
     # --- life
 
@@ -111,7 +118,7 @@ class Daemon:
             self._node = Node(
                 boot=self._boot,
                 endpoint=self._advertised(),
-                settings=settings_of(self._config),
+                settings=settings_of(self._config, self._trust),
                 new_token=lambda: secrets.token_hex(16),
             )
             self._pool = self._make_pool(run_directory.movers_fd)
@@ -140,8 +147,10 @@ class Daemon:
         if self._config.peer.advertise:
             host, port = split_endpoint(self._config.peer.advertise)
             _, bound = split_endpoint(self._peers.bound)
-            return Endpoint(f"tcp://{host.lower()}:{port or bound}")
-        return Endpoint(self._peers.bound)
+            address = Endpoint(f"tcp://{host.lower()}:{port or bound}")
+        else:
+            address = Endpoint(self._peers.bound)
+        return with_key(address, self._trust.key)
 
     def _make_pool(self, lock_fd: int) -> MoverPool:
         mover = self._config.mover
@@ -152,6 +161,7 @@ class Daemon:
             on_exit=self._on_mover_exit,
             lock_fd=lock_fd,
             environment=dict(mover.environment),
+            use=mover.library,
         )
 
     def _on_signal(self) -> None:

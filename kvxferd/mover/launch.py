@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.link import Link, duplicates
+from kvxferd.mover.complaints import Complaints
 from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.shm import remove_directory
 from kvxferd.wire.codec import encode
@@ -35,6 +36,7 @@ class ParentProcess:
     def __init__(
         self,
         environment: Mapping[str, str],
+        library: str,
         lock_fd: int | None,
         on_said: Callable[[Said, int], None],
         on_exit: Callable[[], None],
@@ -46,10 +48,13 @@ class ParentProcess:
         with theirs:
             self._stream = Link(ours)
             try:
-                self._process = _spawn(theirs.fileno(), lock_fd, environment)
+                self._process = _spawn(theirs.fileno(), library, lock_fd, environment)
             except BaseException:
                 self._stream.close()
                 raise
+        assert self._process.stderr is not None
+        self._complaints = Complaints(os.dup(self._process.stderr.fileno()))
+        self._process.stderr.close()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._stream.fileno(), self._read)
         self._loop.add_reader(self._pidfd, self._exited)
@@ -101,6 +106,7 @@ class ParentProcess:
         while self._stream.fileno() >= 0 and self._read():
             pass
         self._close_stream()
+        self._complaints.drain()
         self._process.wait()
         remove_directory(self._process.pid)
         self._on_exit()
@@ -113,8 +119,11 @@ class ParentProcess:
             self._stream.close()
 
 
-def _spawn(control: int, lock_fd: int | None, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(
+    control: int, library: str, lock_fd: int | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
+    command += ["--library", library]
     inherited = [control]
     if lock_fd is not None:
         command += ["--lock-fd", str(lock_fd)]
@@ -124,6 +133,7 @@ def _spawn(control: int, lock_fd: int | None, environment: Mapping[str, str]) ->
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         pass_fds=inherited,
         env={**os.environ, **quiet, **environment},
         start_new_session=True,  # a terminal's Ctrl-C is for the daemon, which then ends its movers

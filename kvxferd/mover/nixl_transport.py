@@ -38,11 +38,11 @@ class Library:
         self.api.nixl_agent("preload", config).get_plugin_params("UCX")
 
 
-def import_library() -> Library:
-    """Import nixl, or else rixl. Raises MoverError(nixl-unavailable) with both reasons."""
+def import_library(use: str = "auto") -> Library:
+    """Import the named library; auto: nixl, or else rixl. Raises MoverError(nixl-unavailable), saying why."""
     _prepare_environment()
     reasons = []
-    for name in LIBRARIES:
+    for name in LIBRARIES if use == "auto" else (use,):
         try:
             module = _import_api(name)
         # A broken install raises whatever its loader raises: OSError for a missing shared object.

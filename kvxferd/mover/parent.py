@@ -33,8 +33,9 @@ _LOG = logging.getLogger(__name__)
 class Parent:
     """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
 
-    def __init__(self, control: Link, keep: tuple[int, ...]) -> None:
+    def __init__(self, control: Link, keep: tuple[int, ...], use: str) -> None:
         self._control = control
+        self._use = use
         self._crowd = Crowd(len(os.sched_getaffinity(0)))
         self._surroundings = child.Surroundings(os.getpid(), self._crowd, keep)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
@@ -42,7 +43,7 @@ class Parent:
     def serve(self) -> None:
         """Run until the daemon is gone."""
         try:
-            library = _load()
+            library = _load(self._use)
         except MoverError as error:
             self._send(Unavailable(reason=error.message))
             self._wait_for_daemon()
@@ -115,8 +116,8 @@ class Parent:
                 close_all(frame.fds)
 
 
-def _load() -> Library:
-    library = import_library()
+def _load(use: str) -> Library:
+    library = import_library(use)
     try:
         library.preload()
     except Exception as error:
@@ -129,19 +130,23 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="kvxferd.mover.parent", description=__doc__)
     arguments.add_argument("--control-fd", type=int, required=True)
     arguments.add_argument("--lock-fd", type=int, help="kept open by every mover, so that its flock tells")
+    arguments.add_argument(
+        "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
+    )
     given = arguments.parse_args()
     os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s",
+        level=logging.WARNING,
+        format="%(levelname)s %(name)s[%(process)d] %(message)s",
     )
     prepare_thread("kvxferd-parent")
     make_directory()
     control = Link(socket.socket(fileno=given.control_fd))
     try:
-        Parent(control, () if given.lock_fd is None else (given.lock_fd,)).serve()
+        keep = () if given.lock_fd is None else (given.lock_fd,)
+        Parent(control, keep, given.library).serve()
     except ConnectionError:
         _LOG.info("the daemon is gone")
     finally:

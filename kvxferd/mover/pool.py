@@ -49,6 +49,7 @@ class MoverPool:
         on_exit: Callable[[MoverId], None],
         lock_fd: int | None = None,
         environment: Mapping[str, str] | None = None,
+        use: str = "auto",
     ) -> None:
         self._boot = boot
         self._size = size
@@ -56,6 +57,7 @@ class MoverPool:
         self._on_exit = on_exit
         self._lock_fd = lock_fd
         self._environment = dict(environment or {})
+        self._use = use  # "nixl", "rixl", or "auto": the first that can be imported
         self._parent: ParentProcess | None = None
         self._library = ""
         self._reason = ""
@@ -129,7 +131,7 @@ class MoverPool:
             return
         try:
             self._parent = ParentProcess(
-                self._environment, self._lock_fd, self._parent_said, self._parent_exited
+                self._environment, self._use, self._lock_fd, self._parent_said, self._parent_exited
             )
         except OSError as error:
             _LOG.error("cannot start the movers' parent: %s", error)

@@ -159,3 +159,25 @@ def test_the_metrics_follow_what_happens(fleet: Fleet):
 def delivered(daemon: DaemonUnderTest) -> float:
     match = re.search(r'kvxferd_pulls_total\{[^}]*outcome="delivered"[^}]*\} ([0-9.]+)', daemon.metrics())
     return float(match[1]) if match else 0.0
+
+
+def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
+    """UCX complains of a device that is not there; every line of the log is still JSON."""
+    environ = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp,UCX_LOG_LEVEL=info"}
+    daemon = fleet.daemon("node", **environ)
+    fleet.engine(daemon, spec_of("prefill"))
+    wait_until(lambda: "UCX" in daemon.log.read_text(), "UCX says something")
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    assert any("UCX" in line["event"] for line in lines)
+
+
+def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
+    daemon = DaemonUnderTest(tmp_path / "bare", {}, ("--mover-library", "rixl"))
+    try:
+        wait_until(lambda: Path(daemon.control.socket_path).exists(), "listening", 30)
+        wait_until(lambda: "rixl" in str(daemon.control.ask("GET", "/readyz")[1]), "the reason is told")
+        status, answer = daemon.control.ask("GET", "/readyz")
+        assert status == 503
+        assert "nixl:" not in " ".join(answer["reasons"])
+    finally:
+        assert daemon.stop() == 0

@@ -1,0 +1,56 @@
+"""What the movers' parent and its movers write to standard error, as lines of the daemon's own log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+_LOG = logging.getLogger(__name__)
+
+READ_BYTES = 64 << 10
+MAX_LINE_BYTES = 4 << 10  # a traceback's line; what is longer is cut, what never ends is not kept
+
+
+class Complaints:
+    """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
+
+    def __init__(self, pipe: int) -> None:
+        """Take over the reading end."""
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+        self._rest = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pipe, self._read)
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._pipe, READ_BYTES)
+        except BlockingIOError:
+            return
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._log(line)
+        self._rest = rest[:MAX_LINE_BYTES]
+        if not chunk:
+            self.close()
+
+    def _log(self, line: bytes) -> None:
+        if text := line[:MAX_LINE_BYTES].decode(errors="replace").strip():
+            _LOG.warning("%s", text)
+
+    def drain(self) -> None:
+        """Take what is there and stop: the parent is gone, and its movers with it."""
+        for _ in range(16):
+            if self._pipe >= 0:
+                self._read()
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if self._pipe < 0:
+            return
+        self._log(self._rest)
+        self._loop.remove_reader(self._pipe)
+        os.close(self._pipe)
+        self._pipe = -1
