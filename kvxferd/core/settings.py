@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.core.trust import EVERYBODY, Trust
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -21,4 +23,5 @@ class Settings:
     attend_linger_s: float = 2.0  # a source mover polls on after its last grant ended
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
+    trust: Trust = EVERYBODY
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage

@@ -1,0 +1,62 @@
+"""Which daemons this one speaks with, by public key and by address."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint
+from kvxferd.wire.endpoint import address_of, host_of, key_of
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """The allow-lists. Without any, whoever can be reached is spoken with."""
+
+    key: str = ""  # this daemon's own public key, 64 hex digits; "": no CURVE
+    allowed_keys: frozenset[str] | None = frozenset()  # besides its own; None: any
+    networks: tuple[Network, ...] = ()  # peers' addresses; empty: any
+
+    def admits_key(self, key: str) -> bool:
+        """Whether who proved to hold this key may speak with this daemon."""
+        return self.allowed_keys is None or key == self.key or key in self.allowed_keys
+
+    def admits_address(self, address: str) -> bool:
+        """Whether a connection with this numeric address at its other end is wanted."""
+        if not self.networks:
+            return True
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped  # how a socket for both families names an IPv4 peer
+        return any(found in network for network in self.networks)
+
+    def check(self, endpoint: Endpoint) -> None:
+        """Raise EngineError(not-allowed) where this daemon must not ask at that endpoint.
+
+        Endpoints come from references and from engines' homes: a worker that makes one up must not
+        get the daemon to speak with just anybody, or in the clear where keys are used.
+        """
+        what, key = f"cannot reach {address_of(endpoint)}", key_of(endpoint)
+        problem = ""
+        if self.key and not key:
+            problem = (
+                f"it names no public key, and this daemon speaks by CURVE only; give {endpoint}#KEY, as that "
+                "daemon's `kvxferd status` shows it"
+            )
+        elif key and not self.key:
+            problem = "it wants CURVE, and this daemon has no key; set peer.curve_secret_key_file"
+        elif key and not self.admits_key(key):
+            problem = f"its key {key} is not in peer.curve_allowed_keys"
+        elif not self.admits_address(host_of(endpoint)):
+            problem = "its address is not in peer.allowed_addresses, which take numeric addresses alone"
+        if problem:
+            raise EngineError(f"{what}: {problem}", Code.NOT_ALLOWED)
+
+
+EVERYBODY = Trust()
