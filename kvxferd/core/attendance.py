@@ -15,6 +15,7 @@ class _Attendant:
 
     holders: set[Hashable] = field(default_factory=set)
     confirmed: bool = False
+    asked: bool = False
 
 
 class Attendance:
@@ -30,6 +31,8 @@ class Attendance:
         attendant = self._attendants.get(agent)
         if attendant is None:
             attendant = self._attendants[agent] = _Attendant()
+        if not attendant.asked:
+            attendant.asked = True
             self._ask(agent, True)
         attendant.holders.add(holder)
         self._moment.timers.stop(("attend-linger", agent))
@@ -43,6 +46,11 @@ class Attendance:
         """The agent's mover polls."""
         if attendant := self._attendants.get(agent):
             attendant.confirmed = True
+
+    def refused(self, agent: AgentName) -> None:
+        """The agent's mover could not be asked: the next holder asks again."""
+        if attendant := self._attendants.get(agent):
+            attendant.asked = attendant.confirmed
 
     def leave(self, agent: AgentName, holder: Hashable) -> None:
         """This holder reads no more. The last one to leave lets the mover rest, after a while."""

@@ -12,7 +12,7 @@ from kvxferd.core.questions import Questions
 from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry, check_manifest
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, Endpoint, EngineKey, Rank, TransferId
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Rank, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
     Answer,
@@ -52,6 +52,9 @@ class Member:
             on_answer(Refusal(answer.code, answer.message) if isinstance(answer, PeerRefused) else None)
 
         self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered)
+        self._beat_later(rank)
+
+    def _beat_later(self, rank: LocalRank) -> None:
         self._moment.after(
             ("heartbeat", rank.session), self._moment.settings.member_heartbeat_s, lambda: self._beat(rank)
         )
@@ -59,6 +62,8 @@ class Member:
     def _beat(self, rank: LocalRank) -> None:
         if rank.state is RankState.READY:
             self.join(rank, lambda refusal: None)
+        elif rank.state is RankState.JOINING:
+            self._beat_later(rank)  # the first answer is still out
 
     def leave(self, rank: LocalRank) -> None:
         """The rank is gone, or has no mover now."""
@@ -168,6 +173,7 @@ class Home:
         self._source = source
         self._on_change = on_change
         self._members: dict[AgentName, MemberRank] = {}
+        self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
 
     def join(self, route: bytes, said: JoinRank) -> None:
         """A member says a rank, for the first time or again."""
@@ -186,13 +192,42 @@ class Home:
             refused = PeerRefused(request=said.request, code=error.code, message=error.message)
             self._moment.do(ToRoute(route, refused))
             return
-        if present is not None:
-            self._members.pop(present.agent, None)
-            if present.incarnation != record.incarnation:
-                self._source.rank_lost(spec.key, Code.RANK_LOST)
+        self._replaced(present, record)
         self._members[record.agent] = record
+        self._moment.after(
+            ("member", record.spec.key, record.spec.rank),
+            self._moment.settings.tombstone_s,
+            lambda: self._lost(record),
+        )
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change()
+
+    def _replaced(self, present: MemberRank | None, record: MemberRank) -> None:
+        if present is None:
+            # Whatever an earlier home on this endpoint had the mover do is over.
+            self._tell_to_rest(record)
+            return
+        self._members.pop(present.agent, None)
+        if present.incarnation != record.incarnation:
+            self._source.rank_lost(record.spec.key, Code.RANK_LOST)
+        if present.route != record.route:
+            self._questions.reroute(present.route, record.route)
+
+    def _tell_to_rest(self, record: MemberRank) -> None:
+        question = AttendRank(request=self._questions.next_number(), agent=record.agent, on=False)
+        self._questions.ask(record.route, question, self._moment.settings.silent_after_s, lambda answer: None)
+
+    def _lost(self, record: MemberRank) -> None:
+        """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
+        if self._present(record.spec.key, record.spec.rank) is record:
+            self._remove(record)
+            self._on_change()
+
+    def _remove(self, record: MemberRank) -> None:
+        self._members.pop(record.agent, None)
+        self._moment.timers.stop(("member", record.spec.key, record.spec.rank))
+        self._source.rank_lost(record.spec.key, Code.RANK_LOST)
+        self._registry.remove(record)
 
     def _present(self, key: EngineKey, rank: Rank) -> MemberRank | None:
         engine = self._registry.get(key)
@@ -204,29 +239,39 @@ class Home:
         key = EngineKey(said.engine_id, said.generation)
         present = self._present(key, said.rank)
         if present is not None and present.agent == said.agent and present.boot == said.boot:
-            self._members.pop(said.agent, None)
-            self._source.rank_lost(key, Code.RANK_LOST)
-            self._registry.remove(present)
+            self._remove(present)
         self._moment.do(ToRoute(route, Done(request=said.request)))
 
     def ready(self, route: bytes, said: RankReady) -> None:
-        """A member's rank has finished writing."""
+        """A member's rank has finished writing. Counted once, however often it is said.
+
+        A repetition that is late could else speak for the next transfer of the same id.
+        """
         key = EngineKey(said.engine_id, said.generation)
-        if self._present(key, said.rank) is not None:
+        present = self._present(key, said.rank)
+        if present is None:
+            return  # its mover was replaced, or this daemon restarted: asked again once it has joined
+        heard = (present.boot, said.request)
+        if heard not in self._heard_ready:
+            self._heard_ready.add(heard)
+            self._moment.after(
+                ("heard-ready", heard),
+                2 * self._moment.settings.acknowledge_for_s,
+                lambda: self._heard_ready.discard(heard),
+            )
             self._source.ready(key, said.rank, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change()
 
-    def ask_attend(self, agent: AgentName, on: bool, on_attending: Callable[[], None]) -> bool:
-        """Ask the member whose mover this is. False: the agent is no member's."""
+    def ask_attend(self, agent: AgentName, on: bool, on_answer: Callable[[bool], None]) -> None:
+        """Ask the member whose mover this is. `on_answer` hears whether it polls."""
         member = self._members.get(agent)
         if member is None:
-            return False
+            return
         question = AttendRank(request=self._questions.next_number(), agent=agent, on=on)
 
         def answered(answer: Answer) -> None:
-            if on and isinstance(answer, Done):
-                on_attending()
+            if on:
+                on_answer(isinstance(answer, Done))
 
         self._questions.ask(member.route, question, self._moment.settings.silent_after_s, answered)
-        return True

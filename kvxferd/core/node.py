@@ -265,11 +265,14 @@ class Node:
             self.moment.do(ToMover(mover.mover, Attend(on=on)))
             return
 
-        def attending() -> None:
-            self.attendance.confirmed(agent)
-            self._something_changed()
+        def answered(attends: bool) -> None:
+            if attends:
+                self.attendance.confirmed(agent)
+                self._something_changed()
+            else:
+                self.attendance.refused(agent)
 
-        self.home.ask_attend(agent, on, attending)
+        self.home.ask_attend(agent, on, answered)
 
     def _something_changed(self) -> None:
         """Let everybody who waits look again."""

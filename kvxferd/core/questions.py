@@ -86,6 +86,12 @@ class Questions:
         self._moment.timers.stop(("give-up", number))
         asked.on_answer(answer)
 
+    def reroute(self, old: bytes, new: bytes) -> None:
+        """Whoever connected by `old` has connected anew: unanswered questions follow."""
+        for number in [n for n, asked in self._asked.items() if asked.to == old]:
+            self._asked[number].to = new
+            self._send(number)
+
     def fail_all(self, to: Address, error: KvxferdError) -> None:
         """Nothing that is asked there will be answered."""
         for number in [n for n, asked in self._asked.items() if asked.to == to]:

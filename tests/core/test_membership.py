@@ -6,8 +6,11 @@ import msgspec
 import pytest
 from world import World, spec_of
 
+from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
+from kvxferd.wire.peer import JoinRank, RankReady
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -106,3 +109,99 @@ def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
     stages[1].say(wk.Ready(transfer_id="t1"))
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_a_rank_whose_join_was_answered_late_still_says_itself_again(world):
+    """Else a home that restarts would never hear of it."""
+    other = world.host("p1")
+    spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
+    member = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
+    world.advance(4)  # longer than a heartbeat; the home starts now
+    world.host("p0")
+    world.advance(3)
+    assert member.heard(wk.Registered)
+    home = world.host("p0")  # again
+    world.advance(7)
+    (engine,) = home.node.registry
+    assert list(engine.ranks) == [(1, 0)]
+
+
+def test_ready_that_was_said_before_the_rank_joined_again_is_not_lost(world, spread):
+    stages, sink = spread
+    next(iter(stages[1].host.movers.values())).die()
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))  # its mover is not there yet, nor known at home
+    world.advance(5)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_ready_said_twice_does_not_speak_for_the_next_transfer_of_the_same_id(world, spread):
+    stages, sink = spread
+    stages[0].publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    late = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RankReady)]
+    world.deliver()
+    world.hold_network = False
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    for envelope in late:
+        world.arrive(envelope)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None  # the other stage has not written it yet
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, spread):
+    """A DEALER that reconnects has another route; what waits for an answer follows it."""
+    stages, _ = spread
+    home = stages[0].host
+    stages[0].publish("t1", IDS, TOKENS)
+    world.cut.add(("p0", "p1"))
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    world.advance(1)
+    engine = next(iter(home.node.registry))
+    record = engine.ranks[1, 0]
+    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest())
+    effects = home.node.feed(ev.RouteSaid(b"anew", again), world.now)
+    assert [e.message.transfer_id for e in effects if e.route == b"anew" and hasattr(e.message, "why")] == [
+        "t1"
+    ]
+
+
+def test_a_member_that_could_not_be_asked_to_poll_is_asked_again_by_the_next_reader(world, spread):
+    stages, sink = spread
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
+    world.cut.add(("p0", "p1"))
+    sink.say(wk.Prepare(ref=ref))
+    for _ in range(6):
+        ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=30)  # somebody asks all the time
+        world.advance(2)
+    world.cut.clear()
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=9)
+    world.advance(4)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_a_member_of_whom_nothing_is_heard_for_very_long_is_forgotten(world, spread):
+    stages, _ = spread
+    home = stages[0].host
+    del world.hosts["p1"]
+    world.advance(world.settings.tombstone_s - 10)
+    assert len(next(iter(home.node.registry)).ranks) == 2
+    world.advance(20)
+    assert len(next(iter(home.node.registry)).ranks) == 1
+
+
+def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
+    stages, sink = spread
+    (mover,) = stages[1].host.movers.values()
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    world.host("p0")  # another daemon on the same endpoint
+    world.advance(10)
+    assert not mover.attended
