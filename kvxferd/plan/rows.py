@@ -8,13 +8,19 @@ cluster, memory is then walked forwards.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxferd.errors import Code, PlanError
 from kvxferd.ids import RegionId
 from kvxferd.plan.structs import Lane, Strides, Strip
+
+# Head by head, token by token and byte by byte, 80 layers of 8 heads of 128 bytes and blocks of 32
+# tokens are 5 million stretches in one block: 120 MiB. More is no layout but a mistake.
+MAX_ROWS = 1 << 23
 
 Int64s = npt.NDArray[np.int64]
 Rows = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, length
@@ -51,11 +57,17 @@ class Shape(NamedTuple):
 
 
 def shape_rows(lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
-    """Return the rows of every class of a lane for segments of one shape."""
+    """Return the rows of every class of a lane for segments of one shape.
+
+    Raises PlanError (layout-incompatible) where a block is scattered over more than MAX_ROWS stretches.
+    """
+    num_rows = 0
     parts: dict[GridKey, list[Rows]] = {}
     for strip in lane.strips:
         key = GridKey(strip.local.region, strip.remote.region, strip.local.block, strip.remote.block)
         parts.setdefault(key, []).append(_strip_rows(strip, shape))
+        num_rows += len(parts[key][-1][0])
+        _require_few(num_rows)
     return {key: _clusters(_merged(rows), key.local_block_stride) for key, rows in parts.items()}
 
 
@@ -118,6 +130,7 @@ def _piece_rows(strip: Strip, num_items: int) -> Rows:
     An axis whose step equals the length of what lies inside it, on both sides, lengthens the rows;
     every other axis multiplies them.
     """
+    _require_few(max(strip.local.num_chunks, strip.remote.num_chunks))
     rows = _content_rows(strip.local, strip.remote)
     axes = [
         (strip.num_units, strip.local.unit, strip.remote.unit),
@@ -132,6 +145,7 @@ def _piece_rows(strip: Strip, num_items: int) -> Rows:
             break
         axes.remove(within)
         rows = (rows[0], rows[1], rows[2] * within[0])
+    _require_few(len(rows[0]) * math.prod(count for count, _, _ in axes) * len(strip.pieces))
     for count, local_step, remote_step in axes:
         at = np.arange(count, dtype=np.int64)[:, None]
         rows = (
@@ -140,6 +154,14 @@ def _piece_rows(strip: Strip, num_items: int) -> Rows:
             np.broadcast_to(rows[2], (count, len(rows[2]))).ravel(),
         )
     return rows
+
+
+def _require_few(num_rows: int) -> None:
+    if num_rows > MAX_ROWS:
+        raise PlanError(
+            f"cannot expand the plan: one block is scattered over {num_rows} stretches, over {MAX_ROWS}",
+            Code.LAYOUT_INCOMPATIBLE,
+        )
 
 
 def _content_rows(local: Strides, remote: Strides) -> Rows:

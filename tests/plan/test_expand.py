@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cases import KV, blocks, engine, expand, listed, plan_between
 
+from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import Expander, Plan, Runs
@@ -171,6 +172,28 @@ def test_many_shapes_are_not_kept_for_ever() -> None:
     """Sizes with a large common multiple: the rows of old shapes are given up, the runs stay right."""
     plan = plan_between(engine(**ONE, block_tokens=67), engine(**ONE, block_tokens=71))
     assert strided(plan, list(range(16)), list(range(15))) == 15 * 71 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_bytes": 1, "num_chunks": 1 << 24, "chunk_stride": 2},  # bytes apart
+        {"chunk_bytes": 2, "num_chunks": 1 << 18, "chunk_stride": 4},  # few in a head, many in a block
+    ],
+)
+def test_a_block_scattered_over_millions_of_stretches_is_refused(changes: dict[str, int]) -> None:
+    """No memory for a layout that is a mistake."""
+    sink = engine(layers=1, heads=16)
+    own, layout = sink[SOURCE]
+    content = changes["num_chunks"] * changes["chunk_bytes"]
+    wide = [msgspec.structs.replace(t, chunk_bytes=content) for t in layout.tensors]
+    cut = [msgspec.structs.replace(t, **changes) for t in layout.tensors]
+    plan = plan_between(
+        {SOURCE: (own, msgspec.structs.replace(layout, tensors=tuple(wide)))},
+        {SOURCE: (own, msgspec.structs.replace(layout, tensors=tuple(cut)))},
+    )
+    with pytest.raises(PlanError, match="one block is scattered over"):
+        expand(plan, [0], [0])
 
 
 def test_expansion_is_the_same_every_time() -> None:
