@@ -1,4 +1,9 @@
-"""Peer endpoints: parsed and rebuilt, never handed through."""
+"""Peer endpoints: parsed and rebuilt, never handed through.
+
+An endpoint is ``tcp://HOST:PORT``, or ``tcp://HOST:PORT#KEY`` for a daemon that is spoken with by
+CURVE only; KEY is its public key in 64 hex digits. So whoever learns where a daemon is, from a
+reference or from an engine's `home`, learns with it who must answer there.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ import re
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint
 
+KEY_DIGITS = 64  # a Curve25519 public key of 32 bytes
+
 # A host name, an IPv4 address, or an IPv6 address in brackets. libzmq understands much more
 # (ipc://, wildcards, source addresses): none of it comes from outside.
 _ENDPOINT = re.compile(
     r"tcp://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
+    rf"(?:#(?P<key>[0-9A-Fa-f]{{{KEY_DIGITS}}}))?"
 )
 
 
@@ -20,6 +28,27 @@ def parse_endpoint(text: str) -> Endpoint:
     port = int(match["port"]) if match else 0
     if match is None or not 1 <= port <= 65535:
         raise EngineError(
-            f"cannot reach {text[:80]!r}: a peer endpoint is tcp://HOST:PORT", Code.ENDPOINT_INVALID
+            f"cannot reach {text[:80]!r}: a peer endpoint is tcp://HOST:PORT or tcp://HOST:PORT#KEY",
+            Code.ENDPOINT_INVALID,
         )
-    return Endpoint(f"tcp://{match['host'].lower()}:{port}")
+    return with_key(Endpoint(f"tcp://{match['host'].lower()}:{port}"), (match["key"] or "").lower())
+
+
+def with_key(address: Endpoint, key: str) -> Endpoint:
+    """Return the endpoint of the daemon at that address that has this public key; "" for no key."""
+    return Endpoint(f"{address}#{key}") if key else address
+
+
+def address_of(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint without its key: what a socket connects to."""
+    return Endpoint(endpoint.partition("#")[0])
+
+
+def key_of(endpoint: Endpoint) -> str:
+    """Return the public key that must answer there; "" where none is named."""
+    return endpoint.partition("#")[2]
+
+
+def host_of(endpoint: Endpoint) -> str:
+    """Return the host, an IPv6 address without its brackets."""
+    return address_of(endpoint).removeprefix("tcp://").rpartition(":")[0].strip("[]")
