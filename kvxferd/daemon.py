@@ -51,7 +51,8 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
+from kvxferd.ids import BootId, Endpoint, EngineId, MoverId, SessionId
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.observe.history import History
@@ -328,6 +329,12 @@ class Daemon:
         """Everything, at this moment."""
         self._on_event(Tick())
         return self._node.snapshot()
+
+    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
+        """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
+        newest = self._node.registry.newest(engine_id)
+        engine = self._node.registry.get(newest) if newest else self._node.peers.learnt(engine_id)
+        return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
 
     def readiness(self) -> list[str]:
         """Why the node cannot take registrations and pulls."""

@@ -25,6 +25,8 @@ from kvxferd.ids import (
     Rank,
     TransferId,
 )
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.presets import deploy
 
 SOURCE = EngineId("prefill-0")
 SINK = EngineId("decode-0")
@@ -155,6 +157,10 @@ class StillNode:
     def history(self) -> list[Record]:
         """The sample."""
         return records()
+
+    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
+        """A tiny prefill engine, whole."""
+        return list(deploy("tiny-dense", tp=2, engine_id=SOURCE).values()) if engine_id == SOURCE else []
 
     def drain(self) -> None:
         """Be drained."""

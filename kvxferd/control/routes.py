@@ -12,6 +12,9 @@ from aiohttp import web
 import kvxferd
 from kvxferd.control.page import render_page
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.errors import Code
+from kvxferd.ids import EngineId
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.observe.history import record_to_json
 from kvxferd.observe.metrics import Metrics
 
@@ -29,6 +32,10 @@ class NodeView(Protocol):
 
     def history(self) -> list[Record]:
         """Return what ended last, oldest first."""
+        ...
+
+    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
+        """Return the ranks known of an engine, registered here or learnt from a peer; none of a stranger."""
         ...
 
     def drain(self) -> None:
@@ -106,6 +113,16 @@ async def engines(request: web.Request) -> web.StreamResponse:
     return json_response({"engines": request.app[VIEW].snapshot().engines})
 
 
+async def layouts(request: web.Request) -> web.StreamResponse:
+    """Spec and layout of every rank known of one engine: what `kvxferd explain @ENGINE_ID` reads."""
+    engine_id = EngineId(request.match_info["engine_id"])
+    ranks = request.app[VIEW].layouts(engine_id)
+    if not ranks:
+        message = f"cannot tell of engine {engine_id!r}: it is neither registered here nor learnt from a peer"
+        return error_response(404, Code.ENGINE_UNKNOWN, message)
+    return json_response({"ranks": [{"spec": spec, "layout": layout} for spec, layout in ranks]})
+
+
 async def peers(request: web.Request) -> web.StreamResponse:
     """Other daemons, and the engines learnt from them."""
     return json_response({"peers": request.app[VIEW].snapshot().peers})
@@ -135,6 +152,7 @@ ROUTES = [
     Route("GET", "/readyz", Access.ANYONE, readyz),
     Route("GET", "/v1/status", Access.ANYONE, status),
     Route("GET", "/v1/engines", Access.ANYONE, engines),
+    Route("GET", "/v1/engines/{engine_id}/layouts", Access.ANYONE, layouts),
     Route("GET", "/v1/peers", Access.ANYONE, peers),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers),
     Route("GET", "/v1/history", Access.ANYONE, history),

@@ -13,7 +13,7 @@ from kvxferd.core.questions import OnAnswer, Questions
 from kvxferd.core.registry import check_manifest
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import BootId, Endpoint, EngineKey, Rank
+from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
@@ -219,6 +219,11 @@ class Peers:
             num_ranks=len(outcome.ranks) if isinstance(outcome, RemoteEngine) else 0,
             elapsed_s=self._moment.now - started,
         )
+
+    def learnt(self, engine_id: EngineId) -> RemoteEngine | None:
+        """Return an engine of that name that some peer told of."""
+        found = (e for peer in self._peers.values() for e in peer.engines.values())
+        return next((engine for engine in found if engine.spec.engine_id == engine_id), None)
 
     def forget_engine(self, endpoint: Endpoint, key: EngineKey) -> None:
         """What is known of the engine is out of date."""

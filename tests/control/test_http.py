@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from samples import StillNode, node_snapshot, records
+from samples import SOURCE, StillNode, node_snapshot, records
 
 from kvxferd.config import Config, load_config
 from kvxferd.control.http import HttpServer
@@ -56,7 +56,7 @@ def over_unix(config: Config) -> aiohttp.ClientSession:
 async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        for path in READ_ROUTES:
+        for path in (route.format(engine_id=SOURCE) for route in READ_ROUTES):
             for client in (tcp, unix):
                 async with client.get(path) as answer:
                     assert answer.status == 200, path
