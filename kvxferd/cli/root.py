@@ -11,6 +11,7 @@ from kvxferd.cli.demo.verb import demo
 from kvxferd.cli.drain import drain
 from kvxferd.cli.engines import engines
 from kvxferd.cli.explain.verb import explain
+from kvxferd.cli.keygen import keygen
 from kvxferd.cli.peers import peers
 from kvxferd.cli.serve import serve
 from kvxferd.cli.status import status
@@ -38,5 +39,5 @@ def root() -> None:
     """Move KV cache between prefill and decode engines: one daemon per node."""
 
 
-for verb in (serve, demo, status, engines, peers, transfers, explain, drain):
+for verb in (serve, demo, status, engines, peers, transfers, explain, drain, keygen):
     root.add_command(verb)

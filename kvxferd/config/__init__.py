@@ -8,6 +8,7 @@ came from and what would be right; nothing is guessed and nothing is ignored.
 from kvxferd.config.kinds import split_endpoint, split_host_port
 from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
 from kvxferd.config.sections import (
+    ANY_KEY,
     Config,
     ControlConfig,
     DrainConfig,
@@ -21,6 +22,7 @@ from kvxferd.config.sections import (
 )
 
 __all__ = [
+    "ANY_KEY",
     "CONFIG_PATH_VARIABLE",
     "SETTINGS",
     "Config",

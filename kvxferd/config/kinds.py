@@ -15,8 +15,17 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.01, le=86_400, title="seconds, 0.01
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=86_400, title="seconds, 0 to 86400")]
 Directory = Annotated[str, msgspec.Meta(pattern="^/", title="an absolute path")]
 SocketPath = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or "" for run_dir')]
+KeyFile = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or ""')]
 FileMode = Annotated[int, msgspec.Meta(ge=0, le=0o777, title="an octal file mode such as 0o660")]
 Ids = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(title="a list of numeric ids")]
+Keys = Annotated[
+    tuple[Annotated[str, msgspec.Meta(pattern=r"^([0-9a-fA-F]{64}|any)\Z")], ...],
+    msgspec.Meta(title='a list of public keys of 64 hex digits, or ["any"]'),
+]
+Networks = Annotated[
+    tuple[Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F:.]+(/\d{1,3})?\Z")], ...],
+    msgspec.Meta(title="a list of networks such as 10.0.0.0/16"),
+]
 TcpEndpoint = Annotated[
     str, msgspec.Meta(pattern=rf"^tcp://{_HOST_PORT}\Z", title="tcp://host:port; port 0 takes any free one")
 ]
@@ -28,6 +37,7 @@ HostPort = Annotated[
     str,
     msgspec.Meta(pattern=rf"^({_HOST_PORT})?\Z", title='host:port; port 0 takes any free one; "" is off'),
 ]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=1_000_000, title="a count, 1 to 1000000")]
 PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from kvxferd.config.kinds import Environment, FileMode, Ids
+from kvxferd.config.kinds import Environment, FileMode, Ids, Keys, Networks
 from kvxferd.config.sections import Config
 from kvxferd.errors import ConfigError
 
@@ -136,6 +136,8 @@ def _parse_text(key: str, text: str, source: str) -> Any:
             return int(text, 8)  # "660", "0660" and "0o660" alike
         if setting.type is Ids:
             return [int(part) for part in text.split(",") if part.strip()]
+        if setting.type in (Keys, Networks):
+            return [part.strip() for part in text.split(",") if part.strip()]
         if setting.type is Environment:
             pairs = [part.partition("=") for part in text.split(",") if part.strip()]
             if any(not separator for _, separator, _ in pairs):

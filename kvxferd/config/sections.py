@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 import msgspec
@@ -13,9 +14,12 @@ from kvxferd.config.kinds import (
     FileMode,
     HostPort,
     Ids,
+    KeyFile,
+    Keys,
     LogFormat,
     LogLevel,
     MoverLibrary,
+    Networks,
     PoolSize,
     Seconds,
     SecondsOrZero,
@@ -26,6 +30,7 @@ from kvxferd.config.kinds import (
 from kvxferd.errors import ConfigError
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "[::]"})
+ANY_KEY = "any"  # in peer.curve_allowed_keys
 # sockaddr_un holds 108 bytes, the last of them zero.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -69,6 +74,9 @@ class PeerConfig(Section, frozen=True):
     handshake_wait_s: Seconds = 10.0  # for an engine whose ranks are still registering
     request_timeout_s: Seconds = 2.0  # an unanswered question is sent again after this
     silent_after_s: Seconds = 10.0  # a peer that has not answered for this long is taken for gone
+    curve_secret_key_file: KeyFile = ""  # of `kvxferd keygen`; "": no CURVE
+    curve_allowed_keys: Keys = ()  # peers' public keys; ("any",): whoever speaks CURVE
+    allowed_addresses: Networks = ()  # peers' addresses; empty: any
 
 
 class TransferConfig(Section, frozen=True):
@@ -121,6 +129,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 msgspec.structs.force_setattr(self, name, msgspec.structs.replace(section, socket=path))
         _check_sockets(self)
         _check_peer(self.peer)
+        _check_trust(self.peer)
         if self.transfer.max_hold_s < self.transfer.lease_s:
             raise ConfigError(
                 f"cannot use transfer.max_hold_s = {self.transfer.max_hold_s:g}: it is shorter than a lease; "
@@ -153,3 +162,26 @@ def _check_peer(peer: PeerConfig) -> None:
             f"cannot use peer.advertise = {peer.advertise!r}: nobody can connect to that; "
             "give the host and port at which other nodes reach this one"
         )
+
+
+def _check_trust(peer: PeerConfig) -> None:
+    keys = peer.curve_allowed_keys
+    if peer.curve_secret_key_file and not keys:
+        raise ConfigError(
+            "cannot use peer.curve_secret_key_file alone: nobody would be let in; give the public keys of "
+            'the other daemons in peer.curve_allowed_keys, or ["any"]'
+        )
+    if keys and not peer.curve_secret_key_file:
+        raise ConfigError(
+            "cannot use peer.curve_allowed_keys alone: without a key of its own this daemon does not speak "
+            "CURVE; set peer.curve_secret_key_file to a file that `kvxferd keygen` wrote"
+        )
+    if ANY_KEY in keys and len(keys) > 1:
+        raise ConfigError(f'cannot use peer.curve_allowed_keys: "{ANY_KEY}" stands alone, or keys are listed')
+    for text in peer.allowed_addresses:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot use peer.allowed_addresses: {error}; give networks such as 10.0.0.0/16"
+            ) from error

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 import zmq
 
+from kvxferd.control import doorkeeper
+from kvxferd.control.doorkeeper import Doorkeeper
+from kvxferd.control.keys import PeerKey
 from kvxferd.core.events import Event, PeerSaid, RouteSaid
+from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, ConfigError, ProtocolError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
+from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES
 from kvxferd.wire.peer import PeerRefused
 
@@ -44,9 +50,19 @@ class _Watched:
 class PeerSocket:
     """Bound while started. `on_event` gets every message, on the loop's thread."""
 
-    def __init__(self, bind: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        bind: str,
+        on_event: Callable[[Event], None],
+        trust: Trust | None = None,
+        key: PeerKey | None = None,
+    ) -> None:
         self._bind = bind
         self._on_event = on_event
+        self._trust = trust or Trust()
+        self._key = key
+        self._doorkeeper: Doorkeeper | None = None
+        self._door: _Watched | None = None
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_PEERS)
         self._router: _Watched | None = None
@@ -55,8 +71,14 @@ class PeerSocket:
 
     def start(self) -> None:
         """Bind. Raises ConfigError where the address cannot be had."""
+        self._open_door()
         router = self._socket(zmq.ROUTER, self._bind)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._door is not None:
+            router.setsockopt(zmq.ZAP_DOMAIN, doorkeeper.DOMAIN)
+        if self._key is not None:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
         try:
             router.bind(self._bind)
         except zmq.ZMQError as error:
@@ -65,12 +87,30 @@ class PeerSocket:
         self.bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._router = self._watch(router, self._routed)
 
+    def _open_door(self) -> None:
+        """Have libzmq ask who may connect, where anybody is to be turned away."""
+        if self._key is None and not self._trust.networks:
+            return
+        self._doorkeeper = Doorkeeper(self._trust)
+        asked = self._context.socket(zmq.ROUTER)
+        asked.bind(doorkeeper.ENDPOINT)
+        self._door = self._watch(asked, self._asked_at_the_door)
+
+    def _asked_at_the_door(self, parts: list[bytes]) -> None:
+        assert self._door is not None and self._doorkeeper is not None
+        reply = self._doorkeeper.answer(parts, asyncio.get_running_loop().time())
+        if reply is not None:
+            with suppress(zmq.ZMQError):  # who asked has gone meanwhile
+                self._door.socket.send_multipart(reply, zmq.NOBLOCK)
+        self._later(self._door)
+
     def stop(self) -> None:
         """Close everything; what is queued has a moment to go out."""
-        for watched in [*self._dealers.values(), *([self._router] if self._router else [])]:
-            self._close(watched, linger_ms=200)
+        for watched in (*self._dealers.values(), self._router, self._door):
+            if watched is not None:
+                self._close(watched, linger_ms=200)
         self._dealers.clear()
-        self._router = None
+        self._router = self._door = None
         self._context.term()
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
@@ -157,7 +197,11 @@ class PeerSocket:
             log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
             return None
         try:
-            dealer.connect(endpoint)
+            if self._key is not None:
+                dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key_of(endpoint)))
+                dealer.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._key.public))
+                dealer.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
+            dealer.connect(address_of(endpoint))
         except zmq.ZMQError as error:
             log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
             dealer.close(linger=0)

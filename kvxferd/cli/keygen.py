@@ -1,0 +1,33 @@
+"""`kvxferd keygen`: a key by which other daemons know this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+DEFAULT_FILE = "kvxferd.key"
+
+
+@click.command()
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FILE,
+    help=f"Where to write the secret key, mode 0600. Default: {DEFAULT_FILE}.",
+)
+@click.option(
+    "--public", "known", metavar="FILE", type=click.Path(path_type=Path),
+    help="Make none; print the public key of this file.",
+)  # fmt: skip
+def keygen(output: Path, known: Path | None) -> None:
+    """Make a CURVE key: writes the secret half to a file and prints the public half.
+
+    The file is for this daemon's peer.curve_secret_key_file; the public key is for every other
+    daemon's peer.curve_allowed_keys. A file that is there is never written over.
+    """
+    # Here, not above: no other verb of this module's group needs libzmq.
+    from kvxferd.control.keys import make_key, read_key
+
+    click.echo((make_key(output) if known is None else read_key(known)).public)
