@@ -14,7 +14,7 @@ from kvxferd.errors import PlanError
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import GroupKind, PackedBlocks
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, check_blocks, check_request, decode_plan, encode_plan, make_plan
+from kvxferd.plan import Expander, Runs, check_blocks, check_request, decode_plan, encode_plan, make_plan
 
 BUDGET = settings(
     # A nightly run sets RANDOM_PAIRS to thousands.
@@ -44,6 +44,10 @@ def pull(
     at = {r: brute_force.bases(source.ranks[r], i + 1) for i, r in enumerate(sorted(source.ranks))}
     runs = Expander(plan).expand(mine, theirs, num_tokens, brute_force.bases(layout, 0), at)
     assert set(runs) <= set(plan.sources)
+    parts = list(
+        Expander(plan).parts(mine, theirs, num_tokens, brute_force.bases(layout, 0), at, max_runs=50)
+    )
+    assert moved_bytes(parts) == moved_bytes([runs])
     return brute_force.check_pull(
         local=(layout, mine),
         remote=source.ranks,
@@ -52,6 +56,11 @@ def pull(
         num_tokens=num_tokens,
         runs=runs,
     )
+
+
+def moved_bytes(parts: list[dict[Rank, Runs]]) -> int:
+    """Return how many bytes some runs name."""
+    return sum(int(runs.length.sum()) for part in parts for runs in part.values())
 
 
 def required_from(sink: Engine, mine: dict[GroupName, PackedBlocks], num_tokens: int) -> dict[GroupName, int]:
