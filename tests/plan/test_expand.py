@@ -10,6 +10,7 @@ from cases import KV, blocks, engine, expand, listed, plan_between
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, Plan, Runs
 
 # One layer, one head of 4 bytes per token, blocks of 4 tokens: 16 bytes a block, 16 blocks, so
@@ -166,6 +167,16 @@ def test_pages_that_lie_differently_for_each_shape() -> None:
         *[(1024 + 64 + 8 * t, 512 + 96 + 8 * t, 4) for t in range(4)],
         *[(1024 + 64 + 32 + 8 * t, 512 + 288 + 8 * t, 4) for t in range(4)],
     ]
+
+
+def test_the_only_block_needs_no_stride() -> None:
+    """One block, stride 0: legal, as there is no next one."""
+    own, layout = engine(**ONE)[SOURCE]
+    group = msgspec.structs.replace(layout.groups[0], num_blocks=1)
+    tensors = tuple(msgspec.structs.replace(t, block_stride=0) for t in layout.tensors)
+    ranks = {SOURCE: (own, msgspec.structs.replace(layout, groups=(group,), tensors=tensors))}
+    validate_layout(*ranks[SOURCE])
+    assert listed(expand(plan_between(ranks, ranks), [0], [0])[SOURCE]) == [(0, 0, 16), (256, 256, 16)]
 
 
 def test_many_shapes_are_not_kept_for_ever() -> None:
