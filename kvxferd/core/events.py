@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
+from kvxferd.ids import AgentName, Endpoint, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
@@ -96,6 +96,28 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerDropAsked:
+    """The operator wants a peer forgotten."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCancelAsked:
+    """The operator wants a transfer that was published here released."""
+
+    engine: EngineKey
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class PullCancelAsked:
+    """The operator wants a pull of a local rank ended."""
+
+    pull: PullId
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -111,5 +133,8 @@ Event = (
     | PeerSaid
     | RouteSaid
     | DrainAsked
+    | PeerDropAsked
+    | TransferCancelAsked
+    | PullCancelAsked
     | Tick
 )

@@ -14,9 +14,12 @@ from kvxferd.core.events import (
     MoverSaid,
     MoverTaken,
     MoverUnavailable,
+    PeerDropAsked,
     PeerSaid,
+    PullCancelAsked,
     RouteSaid,
     Tick,
+    TransferCancelAsked,
     WorkerClosed,
     WorkerOpened,
     WorkerSaid,
@@ -163,6 +166,12 @@ class Node:
                 self._route_said(event.route, event.message)
             case DrainAsked():
                 self.moment.draining = True
+            case PeerDropAsked():
+                self.peers.drop(event.endpoint)
+            case TransferCancelAsked():
+                self.source.cancel(event.engine, event.transfer_id)
+            case PullCancelAsked():
+                self.pulls.cancel_pull(event.pull)
             case Tick():
                 pass
             case _:

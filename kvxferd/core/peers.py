@@ -17,6 +17,7 @@ from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
+from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.ids_stream import IdsAssembly
 from kvxferd.wire.limits import MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
@@ -148,6 +149,22 @@ class Peers:
         peer = self._peer(endpoint)
         self._silent(peer)
         self._questions.fail_all(endpoint, error)
+
+    def named(self, endpoint: str) -> list[Endpoint]:
+        """The known peers of that endpoint; one given without a key means each key there."""
+        return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """Forget the peer: what waits for its answer fails, and whoever needs it next greets it anew.
+
+        A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
+        """
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return
+        self._silent(peer)
+        dropped = KvxferdError(f"cannot wait for {endpoint}: an operator dropped that peer", Code.CANCELLED)
+        self._questions.fail_all(endpoint, dropped)
 
     # --- learning engines
 

@@ -291,6 +291,11 @@ class Pulls:
         for pull in [p for p in self._pulls.values() if p.rank is rank and p.ticket == ticket]:
             self._cancel(pull)
 
+    def cancel_pull(self, number: PullId) -> None:
+        """The operator ends a pull. Unknown numbers have ended already."""
+        if pull := self._pulls.get(number):
+            self._cancel(pull)
+
     def cancel_transfer(self, rank: LocalRank, ref: TransferRef) -> None:
         """The engine abandons the transfer."""
         for pull in [p for p in self._pulls.values() if p.rank is rank and p.ref == ref]:

@@ -72,6 +72,7 @@ class Source:
     ) -> Transfer:
         engine = self._registry.get(engine_key)
         self._check_publisher(engine_key, engine, said)
+        self._check_slot(session, said)
         assert engine is not None
         layouts = (
             [engine.ranks[rank].layout] if rank is not None else [r.layout for r in engine.ranks.values()]
@@ -123,6 +124,15 @@ class Source:
                 Code.TRANSFER_EXISTS,
             )
 
+    def _check_slot(self, session: SessionId, said: Publish) -> None:
+        """One word, one transfer: else the end of one would void the other. It bounds their number, too."""
+        if (holder := self.transfers.in_slot(session, said.fence_slot)) is not None:
+            raise EngineError(
+                f"cannot publish transfer {said.transfer_id}: fence slot {said.fence_slot} is transfer "
+                f"{holder.transfer_id}'s, which is not released yet",
+                Code.OUT_OF_PLACE,
+            )
+
     def ready(self, engine: EngineKey, rank: Rank, transfer_id: TransferId) -> None:
         """A rank has finished writing. It may say so before the publish arrives."""
         key: TransferKey = (engine, transfer_id)
@@ -141,6 +151,11 @@ class Source:
         transfer = self.transfers.live.get((engine, transfer_id))
         if transfer is not None and transfer.session == session:
             self.release(transfer, Code.UNPUBLISHED)
+
+    def cancel(self, engine: EngineKey, transfer_id: TransferId) -> None:
+        """The operator ends the transfer. Unknown ones have been released already."""
+        if transfer := self.transfers.live.get((engine, transfer_id)):
+            self.release(transfer, Code.CANCELLED)
 
     def session_closed(self, session: SessionId) -> None:
         """Nobody is left who could write the fence words of what the session published."""
