@@ -99,9 +99,10 @@ class Granting:
     def _drop(self, ask: _Ask) -> None:
         del self._asks[ask.question.grant]
         self._moment.timers.stop(("ask", ask.question.grant))
-        if ask.question.grant not in self._source.transfers.granted:
-            for agent in ask.agents:
-                self._attendance.leave(agent, ask.question.grant)
+        transfer = self._source.transfers.granted.get(ask.question.grant)
+        kept = transfer.grants[ask.question.grant].agents if transfer else frozenset()
+        for agent in ask.agents - kept:
+            self._attendance.leave(agent, ask.question.grant)
 
     def _obstacle(self, ask: _Ask, transfer: Transfer | None) -> _Obstacle | PagePlace:
         """Why the ask cannot be granted; where its fence page lies if it can."""
@@ -162,6 +163,11 @@ class Granting:
         what = f"cannot grant transfer {transfer.transfer_id}"
         if transfer.nonce != question.ref.nonce:
             return _Obstacle(Code.NONCE_WRONG, f"{what}: the reference's nonce is not the transfer's")
+        if self._source.transfers.granted.get(question.grant, transfer) is not transfer:
+            return _Obstacle(
+                Code.OUT_OF_PLACE,
+                f"{what}: grant {question.grant[:80]} is on another transfer; choose a new name",
+            )
         if any(engine.ranks[r].incarnation != inc for r, inc in transfer.incarnations.items()):
             return _Obstacle(
                 Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
@@ -193,13 +199,17 @@ class Granting:
 
     def _give(self, ask: _Ask, transfer: Transfer, place: PagePlace) -> None:
         question, now = ask.question, self._moment.now
-        known = transfer.grants.get(question.grant)
+        settings, known = self._moment.settings, transfer.grants.get(question.grant)
+        born = known.born if known else now
+        for agent in known.agents - ask.agents if known else ():
+            self._attendance.leave(agent, question.grant)
         grant = Grant(
             grant=question.grant,
             consumer=question.consumer,
             agents=ask.agents,
-            born=known.born if known else now,
-            until=now + self._moment.settings.lease_s,
+            born=born,
+            # Asking again is renewing, and has the same end.
+            until=max(known.until if known else 0.0, min(now, born + settings.max_hold_s) + settings.lease_s),
         )
         self._source.transfers.grant(transfer, grant)
         self._drop(ask)

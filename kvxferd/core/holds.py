@@ -125,10 +125,12 @@ class Holds:
                 ref=hold.ref,
                 consumer=hold.consumer(),
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
-                wait_s=hold.wait_s,
+                wait_s=wait_s,
             )
 
-        give_up_s = hold.wait_s + self._moment.settings.silent_after_s
+        # No source waits longer than this, whatever a pull's deadline: more is only silence.
+        wait_s = min(hold.wait_s, self._moment.settings.handshake_wait_s)
+        give_up_s = wait_s + self._moment.settings.silent_after_s
         self._peers.ask(hold.ref.endpoint, make, give_up_s, lambda answer: self._asked(hold, answer))
 
     def _asked(self, hold: Hold, answer: Answer) -> None:

@@ -115,6 +115,7 @@ class Transfers:
         self.early_ready: dict[TransferKey, set[Rank]] = {}  # said before the publish arrived
         self.granted: dict[GrantId, Transfer] = {}
         self._of_session: dict[SessionId, dict[TransferKey, None]] = {}
+        self._in_slot: dict[tuple[SessionId, int], Transfer] = {}
         self._of_engine: dict[EngineKey, dict[TransferKey, None]] = {}
 
     def add(self, transfer: Transfer) -> None:
@@ -125,6 +126,7 @@ class Transfers:
         self.tombstones.pop(key, None)
         transfer.ready |= self.early_ready.pop(key, set())
         self._of_session.setdefault(transfer.session, {})[key] = None
+        self._in_slot[transfer.session, transfer.fence_slot] = transfer
         self._of_engine.setdefault(transfer.engine, {})[key] = None
 
     def end(self, transfer: Transfer, why: Code) -> None:
@@ -132,6 +134,7 @@ class Transfers:
         key = (transfer.engine, transfer.transfer_id)
         del self.live[key]
         self.tombstones[key] = Tombstone(transfer.nonce, why)
+        del self._in_slot[transfer.session, transfer.fence_slot]
         _discard(self._of_session, transfer.session, key)
         _discard(self._of_engine, transfer.engine, key)
 
@@ -156,6 +159,10 @@ class Transfers:
     def of_session(self, session: SessionId) -> list[Transfer]:
         """The live transfers that a session published."""
         return [self.live[key] for key in self._of_session.get(session, ())]
+
+    def in_slot(self, session: SessionId, slot: int) -> Transfer | None:
+        """The live transfer whose word lies in that slot of the session's fence page."""
+        return self._in_slot.get((session, slot))
 
     def of_engine(self, engine: EngineKey) -> list[Transfer]:
         """The live transfers of an engine."""

@@ -10,7 +10,13 @@ from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import BlockIds
-from kvxferd.wire.limits import IDS_PART_BYTES, MAX_OPEN_ASSEMBLIES, MAX_REQUEST_IDS_BYTES
+from kvxferd.wire.limits import (
+    IDS_PART_BYTES,
+    MAX_GROUPS_PER_REQUEST,
+    MAX_NAME_CHARS,
+    MAX_OPEN_ASSEMBLIES,
+    MAX_REQUEST_IDS_BYTES,
+)
 
 Blocks = dict[GroupName, PackedBlocks]
 
@@ -42,14 +48,20 @@ class IdsAssembly:
         if part.stream not in self._streams and len(self._streams) >= MAX_OPEN_ASSEMBLIES:
             raise ProtocolError(f"cannot collect ids of more than {MAX_OPEN_ASSEMBLIES} requests at once")
         groups = self._streams.setdefault(part.stream, {})
+        if part.offset == 0 and part.group in groups:
+            groups[part.group].clear()  # sent anew: the first time counts no more
+        if part.group not in groups and (
+            len(groups) >= MAX_GROUPS_PER_REQUEST or len(part.group) > MAX_NAME_CHARS
+        ):
+            raise ProtocolError(
+                f"cannot collect ids of more than {MAX_GROUPS_PER_REQUEST} groups for one request"
+            )
         if sum(map(len, groups.values())) + len(part.ids) > MAX_REQUEST_IDS_BYTES:
             raise ProtocolError(
                 f"cannot collect more than {MAX_REQUEST_IDS_BYTES} bytes of block ids for one request",
                 Code.FRAME_TOO_LARGE,
             )
         front = groups.setdefault(part.group, bytearray())
-        if part.offset == 0:
-            front.clear()
         if part.offset != len(front):
             raise ProtocolError(
                 f"cannot place ids of group {part.group} at byte {part.offset}: "

@@ -15,6 +15,9 @@ IDS_PART_BYTES = 512 << 10
 # A 16M-token request at page size 1: 64 MiB of ids, all groups together.
 MAX_REQUEST_IDS_BYTES = 64 << 20
 
+# A group is a kind of layer; a name without ids takes memory too.
+MAX_GROUPS_PER_REQUEST = 256
+
 # Requests whose ids are arriving in parts at the same time, per connection.
 MAX_OPEN_ASSEMBLIES = 8
 

@@ -8,12 +8,23 @@ from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
+from kvxferd.ids import Rank
 from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import MAX_FRAME_BYTES
-from kvxferd.wire.peer import AttendRank, EngineManifest, Granted, JoinRank, PeerRefused, TransferReleased
+from kvxferd.wire.peer import (
+    AskGrant,
+    AttendRank,
+    Consumer,
+    EngineManifest,
+    Granted,
+    JoinRank,
+    PeerRefused,
+    TransferReleased,
+)
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -197,3 +208,53 @@ def test_blocks_of_groups_that_nobody_reads_do_not_reach_the_mover(world, source
     many = {f"{n}" * 100: PackedBlocks(b"") for n in range(100)}
     tamper(world, Granted, blocks=many | {"full": PackedBlocks(pack_ids(IDS))})
     assert [set(start.remote) for start in mover.started] == [{"full"}]
+
+
+# --- grants
+
+
+def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int = 1, **more) -> AskGrant:
+    rank = source.host.node.sessions[source.session].rank
+    return AskGrant(
+        request=5,
+        grant=grant,
+        ref=ref,
+        consumer=Consumer("decode", "g1", Rank(0, 0), num_ranks),
+        reads=((Rank(0, 0), rank.agent),),
+        wait_s=5.0,
+        **more,
+    )
+
+
+def test_one_grants_name_on_two_transfers_is_refused(world, source):
+    first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
+    ask(world, source.host, grant_of(world, source, first))  # its mover begins to poll
+    world.feed(source.host, ev.RouteSaid(b"stranger", grant_of(world, source, first)))
+    source.host.node.moment.take_effects()
+    (mover,) = source.host.movers.values()
+    world.feed(source.host, ev.MoverSaid(mover.mover, mv.Attending(token=0)))
+    (granted,) = ask(world, source.host, grant_of(world, source, first))
+    assert isinstance(granted, Granted)
+    (refused,) = ask(world, source.host, grant_of(world, source, second))
+    assert refused.code is Code.OUT_OF_PLACE
+
+
+def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(world, source):
+    settings = world.settings
+    ref = source.publish("t1", IDS, TOKENS)
+    end = settings.max_hold_s + settings.lease_s
+    for _ in range(int(end / 10) + 2):
+        world.feed(source.host, ev.RouteSaid(b"stranger", grant_of(world, source, ref)))
+        world.advance(10)
+    world.advance(settings.lease_s)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(world, source, sink):
+    first = sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(first), wk.Delivered)
+    ref = source.publish("t1", IDS, TOKENS)
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=3600.0)
+    world.advance(25)
+    assert sink.ended(ticket).code is Code.PEER_UNREACHABLE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from world import World, spec_of
@@ -10,10 +12,13 @@ from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.requests import MAX_PREPARED
 from kvxferd.errors import Code
+from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Refusal, Versions
+from kvxferd.wire.common import BlockIds, Refusal, Versions
+from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -297,3 +302,35 @@ def test_there_is_an_end_to_what_one_session_may_prepare(world):
     for number in range(MAX_PREPARED + 10):
         sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
     assert len(sink.host.node.sessions[sink.session].prepared) == MAX_PREPARED
+
+
+def test_a_fence_slot_holds_one_transfer_at_a_time(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    worker.slots = itertools.count()  # the same slot again
+    worker.publish("t2", IDS, TOKENS)
+    (refused,) = worker.heard(wk.PublishRefused)
+    assert (refused.transfer_id, refused.code) == ("t2", Code.OUT_OF_PLACE)
+    worker.say(wk.Unpublish(transfer_id="t1"))
+    worker.slots = itertools.count()
+    worker.publish("t3", IDS, TOKENS)
+    assert len(worker.heard(wk.PublishRefused)) == 1
+
+
+@pytest.mark.parametrize("group", ["", "x" * 300])
+def test_parts_without_end_cost_the_connection(world, group):
+    host = world.host("p")
+    worker, neighbour = world.connect(host), world.connect(host)
+    for number in range(300):
+        worker.say(BlockIds(stream=1, group=f"{group}{number}", offset=0, ids=b""))
+    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.BAD_FRAME]
+    assert neighbour.connected
+
+
+def test_a_list_as_long_as_may_be_can_be_sent_again():
+    assembly, part = IdsAssembly(), bytes(1 << 20)
+    for _ in range(2):  # the message that completes it was lost the first time
+        for number in range(MAX_REQUEST_IDS_BYTES >> 20):
+            assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
+    whole = assembly.complete({"full": PackedBlocks(b"")}, 1)
+    assert len(whole["full"].ids) == MAX_REQUEST_IDS_BYTES
