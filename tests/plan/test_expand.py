@@ -229,7 +229,7 @@ def test_parts_move_the_same_bytes(sink: str, source: str, max_runs: int) -> Non
     lists = (blocks([3, 1, 2]), blocks([4, 5, 6, 7, 9, 0]))
     parts = list(Expander(plan).parts(*lists, 24, *at, max_runs=max_runs))
     whole = Expander(plan).expand(*lists, 24, *at)
-    assert len(parts) == 1 or all(len(r.local) <= max(max_runs, 128) for part in parts for r in part.values())
+    assert len(parts) == 1 or all(len(r.local) <= max(max_runs, 32) for part in parts for r in part.values())
     for rank, runs in whole.items():
         named = [pair for part in parts if rank in part for pair in bytes_named(part[rank])]
         assert sorted(bytes_named(runs)) == sorted(named)
