@@ -36,6 +36,10 @@ from kvxferd.wire.peer import (
 )
 
 
+# A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
+MAX_ENGINES_PER_PEER = 64
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
     """A whole remote engine, every rank of every stage."""
@@ -77,6 +81,7 @@ class Peers:
     def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
         """Ask a peer, after greeting it. `make` gets the request number."""
         peer = self._peer(endpoint)
+        self._forget_later(peer)
         if peer.boot is not None:
             self._ask(peer, make, give_up_s, on_answer)
             return
@@ -87,7 +92,20 @@ class Peers:
     def _peer(self, endpoint: Endpoint) -> Peer:
         if endpoint not in self._peers:
             self._peers[endpoint] = Peer(endpoint)
+            self._forget_later(self._peers[endpoint])
         return self._peers[endpoint]
+
+    def _forget_later(self, peer: Peer) -> None:
+        """A peer that nothing was asked of for long is forgotten: nodes come and go, addresses change."""
+        self._moment.after(
+            ("idle-peer", peer.endpoint), self._moment.settings.tombstone_s, lambda: self._idle(peer)
+        )
+
+    def _idle(self, peer: Peer) -> None:
+        if peer.waiting or self._questions.are_open(peer.endpoint):
+            self._forget_later(peer)
+        else:
+            self._silent(peer)
 
     def _ask(self, peer: Peer, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
         def answered(answer: Answer) -> None:
@@ -120,8 +138,10 @@ class Peers:
 
     def _silent(self, peer: Peer) -> None:
         """Forget the peer: what it comes back as may be another daemon."""
-        if self._peers.get(peer.endpoint) is peer:
-            del self._peers[peer.endpoint]
+        if self._peers.get(peer.endpoint, peer) is peer:
+            # A question that was still out may have opened the connection again since.
+            self._peers.pop(peer.endpoint, None)
+            self._moment.timers.stop(("idle-peer", peer.endpoint))
             self._moment.do(ForgetPeer(peer.endpoint))
 
     # --- hearing
@@ -220,6 +240,8 @@ class Peers:
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
                 del peer.engines[old]  # one generation at a time; a reader of the other asks again
             peer.engines[key] = outcome
+            if len(peer.engines) > MAX_ENGINES_PER_PEER:
+                del peer.engines[next(iter(peer.engines))]
         self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
         for on_learnt in waiting:
             on_learnt(outcome)

@@ -97,5 +97,9 @@ class Questions:
         for number in [n for n, asked in self._asked.items() if asked.to == to]:
             self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
 
+    def are_open(self, to: Address) -> bool:
+        """Whether something is asked there."""
+        return any(asked.to == to for asked in self._asked.values())
+
     def __len__(self) -> int:
         return len(self._asked)

@@ -7,6 +7,7 @@ import pytest
 from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
+from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.layout import PackedBlocks, pack_ids
@@ -258,3 +259,46 @@ def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(worl
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=3600.0)
     world.advance(25)
     assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
+
+
+# --- peers come and go
+
+
+def forgotten(world: World, host: Host) -> list[str]:
+    """Advance in steps and collect which connections the host closes."""
+    found = []
+    for _ in range(80):
+        world.advance(10)
+        found += world.forgotten.pop(host.name, [])
+    return found
+
+
+def test_a_peer_that_nothing_is_asked_of_any_more_is_forgotten(world, source, sink):
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+    assert len(sink.host.node.snapshot().peers) == 1
+    assert forgotten(world, sink.host) == [source.host.endpoint]
+    assert not sink.host.node.snapshot().peers
+
+
+def test_a_connection_that_a_late_question_opens_again_is_closed_again(world, source, sink):
+    """Two questions to a peer that is dead: the first one's end closes, the second one's resend opens."""
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    del world.hosts["p"]
+    sink.say(wk.Abandon(ref=ref))  # asked for minutes
+    sink.pull(ref, SINK_IDS, TOKENS)
+    assert len(forgotten(world, sink.host)) >= 2
+    assert len(sink.host.node.questions) == 0
+
+
+def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink):
+    host = world.host("p")
+    for number in range(MAX_ENGINES_PER_PEER + 5):
+        source = world.engine(host, f"prefill-{number}")[0]
+        ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.Delivered)
+        source.close()
+    (peer,) = sink.host.node.snapshot().peers
+    assert len(peer.engines) == MAX_ENGINES_PER_PEER

@@ -283,6 +283,7 @@ class World:
         self.network: deque[Envelope] = deque()
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
+        self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
         self._settling = False
@@ -409,7 +410,9 @@ class World:
                 )
             case fx.Observed():
                 host.records.append(effect.record)
-            case fx.AdoptRegions() | fx.ForgetPeer():
+            case fx.ForgetPeer():
+                self.forgotten.setdefault(host.name, []).append(effect.endpoint)
+            case fx.AdoptRegions():
                 pass
 
     def _give_mover(self, host: Host, session: SessionId) -> None:
