@@ -77,6 +77,10 @@ class Moment:
         """Set a timer that many seconds from now."""
         self.timers.set(name, self.now + delay_s, act)
 
+    def is_unwanted(self, wanted: float) -> bool:
+        """Whether that is so long ago that nothing which runs can still need what was wanted then."""
+        return self.now - wanted > self.settings.max_hold_s
+
     def take_effects(self) -> list[Effect]:
         """Return what was asked for since the last call."""
         effects, self._effects = self._effects, []

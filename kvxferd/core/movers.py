@@ -20,6 +20,7 @@ class Mover:
     agent: AgentName
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
+    wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for
     dying: bool = False
 
 
@@ -68,13 +69,23 @@ class Movers:
 
     def load_remote(self, mover: MoverId, agent: AgentName, metadata: bytes) -> None:
         """Make sure that the mover has loaded this metadata of the agent."""
-        loaded = self._movers[mover].remotes.setdefault(agent, set())
+        known = self._movers[mover]
+        if agent not in known.remotes:
+            self._drop_unwanted(known)
+        known.wanted[agent] = self._moment.now
+        loaded = known.remotes.setdefault(agent, set())
         if metadata not in loaded:
             loaded.add(metadata)
             self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata)))
 
+    def _drop_unwanted(self, mover: Mover) -> None:
+        """Engines restart, and each time with new agents: the old ones must not add up."""
+        for agent in [a for a, wanted in mover.wanted.items() if self._moment.is_unwanted(wanted)]:
+            self.drop_remote(mover.mover, agent)
+
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
-        """The agent failed: what the mover has loaded of it is worth nothing."""
+        """What the mover has loaded of the agent is worth nothing: it failed, or is long gone."""
         known = self._movers.get(mover)
         if known is not None and known.remotes.pop(agent, None) is not None:
+            del known.wanted[agent]
             self._moment.do(ToMover(mover, DropRemote(agent=agent)))

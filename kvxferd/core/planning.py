@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxferd.core.effects import Observed
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import RemoteEngine
-from kvxferd.core.registry import LocalRank
+from kvxferd.core.registry import LocalRank, Planned
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.plan import Plan, PlanCache, require_pp_aware
 
@@ -26,14 +26,16 @@ class Planning:
         """
         engine_id = remote.spec.engine_id
         known = rank.planned.get(engine_id)
-        if known is not None and known[0] is remote:
-            return known[1]
+        if known is not None and known.remote is remote:
+            known.wanted = self._moment.now
+            return known.plan
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
         layouts = remote.layouts()
         plan = self._plans.get(rank.spec, rank.layout, remote.spec, layouts)
         rank.topology.register_remote_ranks(remote.spec, layouts, plan)
-        rank.planned[engine_id] = (remote, plan)
+        self._forget_unwanted(rank)
+        rank.planned[engine_id] = Planned(remote, plan, self._moment.now)
         for stage in range(remote.spec.pp_size):
             text = rank.topology.describe(engine_id, stage)
             record = TopologyRecord(
@@ -41,3 +43,8 @@ class Planning:
             )
             self._moment.do(Observed(record))
         return plan
+
+    def _forget_unwanted(self, rank: LocalRank) -> None:
+        for engine_id in [e for e, known in rank.planned.items() if self._moment.is_unwanted(known.wanted)]:
+            del rank.planned[engine_id]
+            rank.topology.unregister_remote_engine(engine_id)

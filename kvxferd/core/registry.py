@@ -40,6 +40,15 @@ class RankState(StrEnum):
 
 
 @dataclass(slots=True)
+class Planned:
+    """What a local rank reads of a remote engine."""
+
+    remote: object  # what was learnt of the engine, by identity
+    plan: Plan
+    wanted: float  # when it was last asked for
+
+
+@dataclass(slots=True)
 class LocalRank:
     """A rank whose worker is connected here."""
 
@@ -56,7 +65,7 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
-    planned: dict[EngineId, tuple[object, Plan]] = field(default_factory=dict)  # by what was learnt
+    planned: dict[EngineId, Planned] = field(default_factory=dict)
     topology: TransferTopology = field(init=False)
 
     def __post_init__(self) -> None:
