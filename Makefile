@@ -14,6 +14,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/pytest $(PYTEST_FLAGS)
 
+# Every order of events in sizes up to DEPTH, 1 to 3; 1 is part of `make test`.
+DEPTH ?= 2
+.PHONY: model
+model: $(STAMP)
+	PYTHONPATH=tests $(VENV)/bin/python -m model --depth $(DEPTH) $(MODEL_FLAGS)
+
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -1,0 +1,52 @@
+"""What is explored: who is there, what they may do, and how much may go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvxferd.core import Settings
+
+# Powers of two and their sums: clocks are exact, so that equal states are found equal.
+SETTINGS = Settings(
+    lease_s=6.0,  # renewed every second
+    max_hold_s=16.0,
+    unknown_wait_s=1.0,
+    handshake_wait_s=4.0,
+    resend_s=2.0,
+    silent_after_s=4.0,
+    acknowledge_for_s=8.0,
+    quiesce_s=2.0,
+    attend_linger_s=1.0,
+    tombstone_s=16.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One size. The source publishes `transfers` transfers, one after another in the same blocks."""
+
+    readers: int = 1  # ranks of the engine that reads
+    transfers: int = 1
+    drops: int = 0  # messages between the nodes that may be lost
+    duplicates: int = 0  # messages that may arrive twice
+    clocks: tuple[int, int] = (
+        0,
+        0,
+    )  # how often the source's and the sink's may move, to any timer of its node
+    unpublish: bool = True
+    cancel: bool = True
+    close: bool = False  # a worker may die
+    deaths: int = 0  # movers that may die, on each node
+    doubt: bool = False  # movers may say that they do not know whether a read has ended
+    cold: bool = False  # with the handshake; else it is over when the exploration starts
+    blind: bool = False  # movers believe every fence word: to show that the check can fail
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        return told.replace(" ", "") or "smallest"
+
+    def settings(self) -> dict[str, object]:
+        """What differs from the smallest size."""
+        plain = Scenario()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(plain, name)}

@@ -1,0 +1,77 @@
+"""Every order of events in small sizes: nothing wrong is delivered, nothing is kept, nothing ends twice.
+
+The same search finds what is broken on purpose; else it would prove nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import effects as fx
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.source import Source
+from kvxferd.core.transfers import Transfer
+from kvxferd.errors import Code
+from model.host import Host
+from model.scenario import Scenario
+from model.search import Search
+from model.sizes import upto
+from model.states import Broken
+
+
+@pytest.mark.parametrize("scenario", upto(1), ids=str)
+def test_no_order_of_events_breaks_a_promise(scenario):
+    found = Search(scenario).run()
+    assert found.complete
+    assert found.states > 100
+
+
+def test_one_search_meets_every_way_in_which_a_pull_can_end():
+    search = Search(Scenario(clocks=(1, 1), doubt=True))
+    search.run(max_states=10_000)
+    assert {"delivered", "failed", "in-doubt"} <= search.ends_met
+
+
+def test_without_the_fence_wrong_bytes_are_delivered():
+    with pytest.raises(Broken, match="was delivered"):
+        Search(Scenario(blind=True)).run()
+
+
+def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):
+    act = Host._act
+
+    def forgetful(host: Host, effect: fx.Effect) -> None:
+        if not isinstance(effect, fx.OverwriteFence):
+            act(host, effect)
+
+    monkeypatch.setattr(Host, "_act", forgetful)
+    with pytest.raises(Broken, match="released before its fence word"):
+        Search(Scenario()).run()
+
+
+def test_a_lease_that_never_ends_is_found(monkeypatch):
+    def put_off(source: Source, transfer: Transfer) -> None:
+        key = (transfer.engine, transfer.transfer_id)
+        source._moment.after(("lease", key), 64.0, lambda: put_off(source, transfer))
+
+    monkeypatch.setattr(Source, "_lease_due", put_off)
+    with pytest.raises(Broken, match="kept for ever"):
+        Search(Scenario(unpublish=False)).run()
+
+
+def test_a_quarantine_that_never_ends_is_found(monkeypatch):
+    monkeypatch.setattr(Pulls, "mover_died", lambda pulls, mover: None)
+    with pytest.raises(Broken, match="kept for ever"):
+        Search(Scenario(deaths=1)).run()
+
+
+def test_a_release_that_is_told_twice_is_found(monkeypatch):
+    tell = Source._tell_owners
+
+    def tell_twice(source: Source, transfer: Transfer, why: Code) -> None:
+        tell(source, transfer, why)
+        tell(source, transfer, why)
+
+    monkeypatch.setattr(Source, "_tell_owners", tell_twice)
+    with pytest.raises(Broken, match="released twice"):
+        Search(Scenario()).run()
