@@ -17,6 +17,7 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, split_endpoint
+from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
 from kvxferd.control.keys import read_key, trust_of
 from kvxferd.control.peer_socket import PeerSocket
@@ -51,8 +52,7 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import BootId, Endpoint, EngineId, MoverId, SessionId
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.observe.history import History
@@ -125,13 +125,16 @@ class Daemon:
             self._pool = self._make_pool(run_directory.movers_fd)
             closing.push_async_callback(self._stop_pool)
             await self._pool.start()
-            http = HttpServer(self._config, self, self._metrics)
+            self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
+            http = HttpServer(self._config, self._desk, self._metrics)
             closing.push_async_callback(http.stop)
             await http.start()
             self._workers.start()
             closing.push_async_callback(self._stop_workers)
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, self._on_signal)
+            for warning in self._desk.warnings():
+                log.warning(warning)
             log.info(
                 "serving",
                 boot=self._boot,
@@ -181,6 +184,7 @@ class Daemon:
         except TimeoutError:
             left = self.snapshot()
             log.warning("drain limit reached", pulls=len(left.pulls), transfers=len(left.transfers))
+        self._desk.drain_over()
 
     async def _stop_workers(self) -> None:
         farewell = Farewell(code=Code.DRAINING, message="this daemon stops; it may be back soon")
@@ -323,34 +327,10 @@ class Daemon:
         self._metrics.record(record)
         log_record(record)
 
-    # --- what HTTP sees (`kvxferd.control.routes.NodeView`)
-
     def snapshot(self) -> NodeSnapshot:
         """Everything, at this moment."""
         self._on_event(Tick())
         return self._node.snapshot()
-
-    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
-        """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
-        newest = self._node.registry.newest(engine_id)
-        engine = self._node.registry.get(newest) if newest else self._node.peers.learnt(engine_id)
-        return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
-
-    def readiness(self) -> list[str]:
-        """Why the node cannot take registrations and pulls."""
-        reasons = []
-        if self._node.moment.draining:
-            reasons.append("draining: nothing new is taken")
-        movers = self._pool.describe()
-        if movers.reason:
-            reasons.append(movers.reason)
-        elif not movers.library:
-            reasons.append("the movers' parent is still importing its library")
-        return reasons
-
-    def history(self) -> list[Record]:
-        """What ended last, oldest first."""
-        return self._history.records()
 
     def drain(self) -> None:
         """Take nothing new, and stop when what runs has ended."""

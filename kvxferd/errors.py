@@ -20,6 +20,8 @@ class Code(StrEnum):
     # the operator
     CONFIG_INVALID = "config-invalid"
     ALREADY_RUNNING = "already-running"
+    BAD_REQUEST = "bad-request"
+    NOT_FOUND = "not-found"
     # protocol
     BAD_FRAME = "bad-frame"
     FRAME_TOO_LARGE = "frame-too-large"

@@ -19,6 +19,7 @@ from kvxferd.ids import (
     BootId,
     Endpoint,
     EngineId,
+    EngineKey,
     Generation,
     GrantId,
     PullId,
@@ -144,6 +145,7 @@ class StillNode:
 
     def __init__(self, reasons: list[str] | None = None) -> None:
         self.reasons = reasons or []
+        self.warned: list[str] = []
         self.draining = False
 
     def snapshot(self) -> NodeSnapshot:
@@ -153,6 +155,27 @@ class StillNode:
     def readiness(self) -> list[str]:
         """As given."""
         return self.reasons
+
+    def warnings(self) -> list[str]:
+        """As given."""
+        return self.warned
+
+    def drop_peer(self, endpoint: str) -> list[Endpoint]:
+        """The one that it knows."""
+        return [PEER] if endpoint == PEER else []
+
+    def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
+        """Of the one engine that publishes."""
+        live = [t for t in node_snapshot().transfers if t.transfer_id == transfer_id]
+        return [EngineKey(t.engine_id, t.generation) for t in live if engine_id in (None, t.engine_id)]
+
+    def cancel_pull(self, number: PullId) -> bool:
+        """The one that runs."""
+        return number in [pull.pull for pull in node_snapshot().pulls]
+
+    async def drained(self) -> NodeSnapshot:
+        """At once, with everything left."""
+        return self.snapshot()
 
     def history(self) -> list[Record]:
         """The sample."""

@@ -18,7 +18,8 @@ import structlog
 from aiohttp import web
 
 from kvxferd.config import Config, split_host_port
-from kvxferd.control.routes import METRICS, ROUTES, VIEW, Access, NodeView, Route, error_response
+from kvxferd.control.routes import ROUTES, Access, Route
+from kvxferd.control.view import METRICS, VIEW, NodeView, error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.observe.metrics import Metrics
 
@@ -140,7 +141,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             response.headers["Allow"] = error.headers["Allow"]
         return response
     except KvxferdError as error:
-        return error_response(409, error.code, error.message)
+        status = 400 if error.code is Code.BAD_REQUEST else 409
+        return error_response(status, error.code, error.message)
     except Exception:
         structlog.get_logger().exception("http request failed", method=request.method, path=request.path)
         return error_response(

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from kvxferd.config import ANY_KEY, PeerConfig
+from kvxferd.config import ANY_KEY, PeerConfig, split_endpoint
 from kvxferd.core.trust import Trust
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Endpoint
@@ -85,6 +85,25 @@ def trust_of(config: PeerConfig, key: PeerKey | None) -> Trust:
         allowed_keys=None if ANY_KEY in keys else keys,
         networks=tuple(networks),
     )
+
+
+def warnings_of(config: PeerConfig) -> list[str]:
+    """Return what is open to whoever reaches the peer socket."""
+    host, _ = split_endpoint(config.bind)
+    with suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback:
+            return []
+    if not config.curve_secret_key_file:
+        return [
+            f"peer.bind = {config.bind!r} is open to its network without keys: whoever reaches it may speak "
+            "as a peer; set peer.curve_secret_key_file and peer.curve_allowed_keys"
+        ]
+    if ANY_KEY in config.curve_allowed_keys:
+        return [
+            'peer.curve_allowed_keys = ["any"]: whoever reaches the peer socket may speak as a peer; '
+            "list the keys of the other daemons"
+        ]
+    return []
 
 
 def _public_of(secret: bytes) -> str:

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import msgspec
 from aiohttp import web
 
 import kvxferd
+from kvxferd.control import levers
 from kvxferd.control.page import render_page
-from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.control.view import METRICS, VIEW, error_response, json_response
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
-from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.observe.history import record_to_json
-from kvxferd.observe.metrics import Metrics
-
-
-class NodeView(Protocol):
-    """What HTTP knows of the node it serves."""
-
-    def snapshot(self) -> NodeSnapshot:
-        """Return everything, at this moment."""
-        ...
-
-    def readiness(self) -> list[str]:
-        """Return why the node is not ready to take registrations and pulls; empty when it is."""
-        ...
-
-    def history(self) -> list[Record]:
-        """Return what ended last, oldest first."""
-        ...
-
-    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
-        """Return the ranks known of an engine, registered here or learnt from a peer; none of a stranger."""
-        ...
-
-    def drain(self) -> None:
-        """Start to drain: take nothing new, end when what runs has ended. Doing it again does nothing."""
-        ...
 
 
 class Access(Enum):
@@ -57,20 +31,6 @@ class Route(NamedTuple):
     path: str
     access: Access
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-VIEW: web.AppKey[NodeView] = web.AppKey("view")
-METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
-
-
-def json_response(value: Any, status: int = 200) -> web.Response:
-    """Return the value, structs included, as a JSON answer."""
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
-
-
-def error_response(status: int, code: str, message: str) -> web.Response:
-    """Return a refusal: a code for machines, a sentence for people."""
-    return json_response({"error": {"code": code, "message": message}}, status)
 
 
 async def page(request: web.Request) -> web.StreamResponse:
@@ -94,9 +54,10 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 
 async def readyz(request: web.Request) -> web.StreamResponse:
-    """200 when the node takes registrations and pulls, else 503 with the reasons."""
+    """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
     reasons = request.app[VIEW].readiness()
-    return json_response({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+    answer = {"ready": not reasons, "reasons": reasons, "warnings": request.app[VIEW].warnings()}
+    return json_response(answer, 503 if reasons else 200)
 
 
 async def status(request: web.Request) -> web.StreamResponse:
@@ -104,7 +65,13 @@ async def status(request: web.Request) -> web.StreamResponse:
     view = request.app[VIEW]
     reasons = view.readiness()
     return json_response(
-        {"version": kvxferd.__version__, "ready": not reasons, "reasons": reasons, "node": view.snapshot()}
+        {
+            "version": kvxferd.__version__,
+            "ready": not reasons,
+            "reasons": reasons,
+            "warnings": view.warnings(),
+            "node": view.snapshot(),
+        }
     )
 
 
@@ -139,12 +106,6 @@ async def history(request: web.Request) -> web.StreamResponse:
     return json_response({"records": [record_to_json(record) for record in request.app[VIEW].history()]})
 
 
-async def drain(request: web.Request) -> web.StreamResponse:
-    """Start to drain. Answered at once; the daemon ends when it is drained."""
-    request.app[VIEW].drain()
-    return json_response({"draining": True}, 202)
-
-
 ROUTES = [
     Route("GET", "/", Access.ANYONE, page),
     Route("GET", "/metrics", Access.ANYONE, metrics),
@@ -156,5 +117,8 @@ ROUTES = [
     Route("GET", "/v1/peers", Access.ANYONE, peers),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers),
     Route("GET", "/v1/history", Access.ANYONE, history),
-    Route("POST", "/v1/drain", Access.ADMIN, drain),
+    Route("POST", "/v1/drain", Access.ADMIN, levers.drain),
+    Route("POST", "/v1/peers/drop", Access.ADMIN, levers.drop_peer),
+    Route("POST", "/v1/transfers/cancel", Access.ADMIN, levers.cancel_transfer),
+    Route("POST", "/v1/pulls/cancel", Access.ADMIN, levers.cancel_pull),
 ]

@@ -296,6 +296,10 @@ class Pulls:
         if pull := self._pulls.get(number):
             self._cancel(pull)
 
+    def can_cancel(self, number: PullId) -> bool:
+        """Whether that pull has neither ended nor been cancelled."""
+        return (pull := self._pulls.get(number)) is not None and pull.can(Signal.CANCEL)
+
     def cancel_transfer(self, rank: LocalRank, ref: TransferRef) -> None:
         """The engine abandons the transfer."""
         for pull in [p for p in self._pulls.values() if p.rank is rank and p.ref == ref]:

@@ -1,0 +1,111 @@
+"""The operator's desk: what HTTP sees of the running node, and what it may do to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from kvxferd.config import Config
+from kvxferd.control.keys import warnings_of
+from kvxferd.core.events import Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
+from kvxferd.core.node import Node
+from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.mover.pool import MoverPool
+from kvxferd.observe.history import History
+
+log = structlog.get_logger()
+
+
+class Desk:
+    """`kvxferd.control.view.NodeView` of a real node. `feed` hands it an event, on the loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: Node,
+        pool: MoverPool,
+        history: History,
+        feed: Callable[[Event], None],
+        stop: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._pool = pool
+        self._history = history
+        self._feed = feed
+        self._stop = stop
+        self._left: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
+
+    # --- seeing
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything, at this moment."""
+        self._feed(Tick())
+        return self._node.snapshot()
+
+    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
+        """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
+        newest = self._node.registry.newest(engine_id)
+        engine = self._node.registry.get(newest) if newest else self._node.peers.learnt(engine_id)
+        return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
+
+    def readiness(self) -> list[str]:
+        """Why the node cannot take registrations and pulls."""
+        reasons = []
+        if self._node.moment.draining:
+            reasons.append("draining: nothing new is taken")
+        movers = self._pool.describe()
+        if movers.reason:
+            reasons.append(movers.reason)
+        elif not movers.library:
+            reasons.append("the movers' parent is still importing its library")
+        return reasons
+
+    def warnings(self) -> list[str]:
+        """What an operator should mend although the node works."""
+        return warnings_of(self._config.peer)
+
+    def history(self) -> list[Record]:
+        """What ended last, oldest first."""
+        return self._history.records()
+
+    # --- doing
+
+    def drop_peer(self, endpoint: str) -> list[Endpoint]:
+        """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
+        known = self._node.peers.named(endpoint)
+        for peer in known:
+            log.warning("peer dropped by an operator", endpoint=peer)
+            self._feed(PeerDropAsked(peer))
+        return known
+
+    def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
+        """Release a transfer published here. Return the engines whose it was; None: of any engine."""
+        live = [engine for engine, name in self._node.source.transfers.live if name == transfer_id]
+        meant = [engine for engine in live if engine_id in (None, engine.engine_id)]
+        for engine in meant:
+            self._feed(TransferCancelAsked(engine, transfer_id))
+        return meant
+
+    def cancel_pull(self, number: PullId) -> bool:
+        """End a pull of a local rank. False: there is none of that number that could be ended."""
+        if not self._node.pulls.can_cancel(number):
+            return False
+        self._feed(PullCancelAsked(number))
+        return True
+
+    def drain(self) -> None:
+        """Take nothing new, and stop when what runs has ended."""
+        self._stop()
+
+    def drain_over(self) -> None:
+        """Who waits for the drain is told what it left behind."""
+        self._left.set_result(self.snapshot())
+
+    async def drained(self) -> NodeSnapshot:
+        """Return, once a drain is over, what it left behind."""
+        return await asyncio.shield(self._left)

@@ -1,0 +1,94 @@
+"""What an operator can do to a running node. Each takes its names as JSON, or in the query."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvxferd.control.view import VIEW, error_response, json_response
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import EngineId, PullId, TransferId
+
+Asked = TypeVar("Asked", bound=msgspec.Struct)
+
+
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`wait`: answer when the drain is over, not at once."""
+
+    wait: bool = False
+
+
+class DropPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `kvxferd peers` shows it; its key may be left out."""
+
+    endpoint: str
+
+
+class CancelTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer published here. Without `engine_id`: of every engine that has one of that name."""
+
+    transfer_id: TransferId
+    engine_id: EngineId | None = None
+
+
+class CancelPull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pull of a local rank, by the number that `kvxferd transfers` shows."""
+
+    pull: PullId
+
+
+async def drain(request: web.Request) -> web.StreamResponse:
+    """Start to drain. The daemon ends when it is drained; with `wait` it says before what was left."""
+    asked = await _asked(request, Drain)
+    view = request.app[VIEW]
+    view.drain()
+    if not asked.wait:
+        return json_response({"draining": True}, 202)
+    left = await view.drained()
+    drained = not left.transfers and not left.pulls
+    return json_response({"drained": drained, "transfers": left.transfers, "pulls": left.pulls})
+
+
+async def drop_peer(request: web.Request) -> web.StreamResponse:
+    """Forget a peer, what it told and what it was asked."""
+    asked = await _asked(request, DropPeer)
+    if dropped := request.app[VIEW].drop_peer(asked.endpoint):
+        return json_response({"dropped": dropped})
+    text = f"cannot drop peer {asked.endpoint}: no such peer is known; `kvxferd peers` lists them"
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def cancel_transfer(request: web.Request) -> web.StreamResponse:
+    """Release a published transfer: its readers fail, its blocks are the engine's."""
+    asked = await _asked(request, CancelTransfer)
+    engines = request.app[VIEW].cancel_transfer(asked.transfer_id, asked.engine_id)
+    if engines:
+        return json_response({"cancelled": asked.transfer_id, "engines": [str(key) for key in engines]})
+    text = (
+        f"cannot cancel transfer {asked.transfer_id}: no live transfer of that name was published here; "
+        "`kvxferd transfers` lists them"
+    )
+    return error_response(404, Code.TRANSFER_UNKNOWN, text)
+
+
+async def cancel_pull(request: web.Request) -> web.StreamResponse:
+    """End a running pull: its engine gets its one terminal event."""
+    asked = await _asked(request, CancelPull)
+    if request.app[VIEW].cancel_pull(asked.pull):
+        return json_response({"cancelled": asked.pull})
+    text = (
+        f"cannot cancel pull {asked.pull}: no pull of that number runs here; `kvxferd transfers` lists them"
+    )
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def _asked(request: web.Request, kind: type[Asked]) -> Asked:
+    """Return what the query or else the body asks. Raises EngineError(bad-request) naming the field."""
+    try:
+        if request.query:
+            return msgspec.convert(dict(request.query), kind, strict=False)
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"cannot {request.method} {request.path}: {error}", Code.BAD_REQUEST) from error
