@@ -117,7 +117,7 @@ def _preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[Engi
         model = _in_dtype(model, str(chosen.pop("kv_dtype")))
     if "stages" in chosen:
         stages = chosen["stages"]
-        parts = stages.split("/") if isinstance(stages, str) else stages
+        parts = stages.split("+") if isinstance(stages, str) else stages
         chosen["stages"] = tuple(_number("stages", part) for part in parts)
         chosen.setdefault("pp", len(chosen["stages"]))
     if "pages" in chosen:

@@ -78,12 +78,10 @@ def _named(length: int, contents: Sequence[_Content], is_state: bool) -> str:
         if c.total and length % c.total == 0:
             times = "" if is_state else f" x {c.num_items} tokens"
             return f"{length // c.total} x ({c.heads}{times}) that touch"
-    for c in contents:
-        if c.unit_bytes and length % c.unit_bytes == 0:
-            return f"{length // c.unit_bytes} x {in_bytes(c.unit_bytes)} side by side"
     if length < max(c.unit_bytes for c in contents):
         return "a row of a convolution's state" if is_state else "a part of what one token has"
-    return "mixed content"
+    largest = max((c for c in contents if c.total <= length), key=lambda c: c.total, default=None)
+    return "mixed content" if largest is None else f"{largest.heads} and what touches it"
 
 
 def _why_short(lanes: Sequence[Lane]) -> str:

@@ -11,16 +11,18 @@ import msgspec
 import numpy as np
 
 from kvxferd.cli.explain.descriptions import Engine
-from kvxferd.cli.explain.merging import what_merges
+from kvxferd.cli.explain.merging import Lengths, what_merges
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
-from kvxferd.plan import Expander, Plan, Runs, find_differences, make_plan, plan_reads
+from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
 from kvxferd.plan.structs import BlockSide, Lane
 
 TOKENS = 1000  # of the request that is reckoned with
-# Runs are counted over whole blocks of both sides where that is no more than so many tokens.
+# Runs are counted over whole blocks of both sides where that is no more than so many tokens, and over
+# fewer than TOKENS where they would be so many: 16 MiB of arrays, a tenth of a second.
 MAX_SAMPLE_TOKENS = 8192
+MAX_SAMPLE_RUNS = 1 << 19
 
 
 class Refusal(NamedTuple):
@@ -145,7 +147,7 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
             part = msgspec.structs.replace(plan, lanes=tuple(alike))
             (whole,) = plan_reads(part)
             size = whole.bytes_per_token * tokens + whole.bytes_per_state
-            apart, together = (_lengths(part, stride) for stride in (2, 1))
+            apart, together = _run_lengths(part)
             num_bytes += size
             scattered += size / apart.mean()
             in_a_row += size / together.mean()
@@ -171,28 +173,29 @@ def _by_tokens(lanes: list[Lane]) -> dict[int, list[Lane]]:
     return found
 
 
-def _lengths(plan: Plan, stride: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
+    """Return the run lengths of a request whose ids are apart on both sides, and of one with ids in a row.
+
+    Ids that are apart merge nothing, so a sample of a few blocks tells as much as a whole request.
+    """
+    spans = [side.id_tokens for lane in plan.lanes for side in (lane.local, lane.remote) if side.id_tokens]
+    step = math.lcm(*spans) if spans else 1
+    if step > MAX_SAMPLE_TOKENS:
+        step = max(spans)
+    apart = _lengths(plan, step, 2)
+    steps = min(-(-TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if spans else 1
+    return apart, _lengths(plan, step * steps, 1)
+
+
+def _lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     """Return the run lengths of a request whose ids are `stride` apart on both sides."""
-    tokens = _sample_tokens(plan.lanes)
     local = {lane.local.group: _ids(lane.local, tokens, stride) for lane in plan.lanes}
     remote = {lane.remote.group: _ids(lane.remote, tokens, stride) for lane in plan.lanes}
     mine = dict.fromkeys((s.local.region for lane in plan.lanes for s in lane.strips), 0)
     theirs = dict.fromkeys((s.remote.region for lane in plan.lanes for s in lane.strips), 0)
-    found: dict[Rank, Runs] = Expander(plan).expand(
-        local, remote, tokens, mine, {lane.rank: theirs for lane in plan.lanes}
-    )
-    return np.concatenate([runs.length for runs in found.values()])
-
-
-def _sample_tokens(lanes: tuple[Lane, ...]) -> int:
-    """Return a number of tokens, TOKENS at least, that fills whole blocks on both sides if it can be."""
-    spans = [side.id_tokens for lane in lanes for side in (lane.local, lane.remote) if side.id_tokens]
-    if not spans:
-        return 1
-    step = math.lcm(*spans)
-    if step > MAX_SAMPLE_TOKENS:
-        step = max(spans)
-    return -(-TOKENS // step) * step
+    bases = {lane.rank: theirs for lane in plan.lanes}
+    parts = Expander(plan).parts(local, remote, tokens, mine, bases)
+    return np.concatenate([runs.length for part in parts for runs in part.values()])
 
 
 def _ids(side: BlockSide, tokens: int, stride: int) -> PackedBlocks:

@@ -1,0 +1,220 @@
+"""`kvxferd explain` as a command: what may be written, what is printed, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from kvxferd.cli.root import root
+from kvxferd.layout.presets import deploy
+
+LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
+
+
+def run(*arguments: str) -> Result:
+    """Run the verb."""
+    return CliRunner().invoke(root, ["explain", *arguments])
+
+
+def report(*arguments: str) -> Any:
+    """Run the verb with --json; returns the object."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_has_what_was_promised() -> None:
+    """One entry per decode rank, with its reads."""
+    found = report("llama-3-70b,tp=8,pp=2,layout=HND", "llama-3-70b,tp=4")
+    assert [rank["decode_rank"] for rank in found["ranks"]] == [[0, 0], [0, 1], [0, 2], [0, 3]]
+    assert sum(rank["bytes_per_1000_tokens"] for rank in found["ranks"]) == LLAMA
+    reads = found["ranks"][1]["reads"]
+    assert [
+        (read["prefill_rank"], read["start_layer"], read["end_layer"], read["for"]) for read in reads
+    ] == [
+        ([0, 2], 0, 40, "attention"),
+        ([0, 3], 0, 40, "attention"),
+        ([1, 2], 40, 80, "attention"),
+        ([1, 3], 40, 80, "attention"),
+    ]
+    assert {read["bytes_per_1000_tokens"] for read in reads} == {LLAMA // 16}
+    assert {read["runs_per_1000_tokens"] for read in reads} == {5000}  # 62.5 blocks, 40 layers, K and V
+    for rank in found["ranks"]:
+        assert rank["bytes_per_1000_tokens"] == sum(r["bytes_per_1000_tokens"] for r in rank["reads"])
+
+
+def test_json_of_a_hybrid_tells_attention_from_state() -> None:
+    """Attention from one of two replicas, state from both ranks."""
+    found = report("qwen3-next,tp=4", "qwen3-next,tp=2")
+    assert [read["for"] for read in found["ranks"][0]["reads"]] == ["attention", "state", "state"]
+
+
+def test_json_of_a_refusal() -> None:
+    """Exit code 1, and nothing but what is refused."""
+    result = run("llama-3-70b,tp=8", "qwen3-8b,tp=8", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert "ranks" not in found
+    assert found["refused"][0] == {
+        "field": "fingerprint",
+        "prefill": "llama-3-70b",
+        "decode": "qwen3-8b",
+        "message": "fingerprint of the engines is 'llama-3-70b' at prefill and 'qwen3-8b' at decode",
+    }
+
+
+def test_a_range_that_nobody_holds_is_refused_by_name(tmp_path: Path) -> None:
+    """A source whose second rank lost its heads."""
+    ranks = deploy("tiny-dense", tp=2)
+    forms = [{"spec": spec, "layout": layout} for spec, layout in ranks.values()]
+    lacking = msgspec.structs.replace(forms[1]["layout"], tensors=())  # type: ignore[type-var]
+    forms[1] = forms[1] | {"layout": lacking}
+    file = tmp_path / "prefill.json"
+    file.write_bytes(msgspec.json.encode({"ranks": forms}))
+    result = run(str(file), "tiny-dense", "--json")
+    assert result.exit_code == 1
+    (refused,) = json.loads(result.stdout)["refused"]
+    assert refused["field"] == "coverage-gap"
+    assert "unit range [2, 4) of layer 0's component 'k'" in refused["message"]
+
+
+def test_text_draws_a_matrix_and_lists_reads() -> None:
+    """Rows are decode's ranks, columns prefill's; every read has a row."""
+    result = run("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4")
+    assert result.exit_code == 0
+    assert "pp0.tp1 |····████············████········| 78.1 MiB" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if "attention │" in line]
+    assert len(rows) == 16
+    assert "16 reads: attention: runs of 4.0 KiB = 1 head x 16 tokens" in result.stdout
+    assert "every prefill rank gives 19.5 MiB" in result.stdout
+
+
+def test_text_of_a_refusal() -> None:
+    """Both values, and what to make of them."""
+    result = run("llama-3-8b,kv_dtype=fp8", "llama-3-8b")
+    assert result.exit_code == 1
+    assert "Refused: decode cannot read prefill." in result.stdout
+    assert "float8_e4m3fn" in result.stdout
+    assert "bfloat16" in result.stdout
+
+
+def test_an_idle_replica_is_told() -> None:
+    """Prefill ranks that nobody needs to read."""
+    assert "not read at all: pp0.tp1+3+5+7" in run("deepseek-v3,tp=8", "deepseek-v3,tp=4").stdout
+
+
+def test_byte_ranges_in_text_and_json() -> None:
+    """Of one decode rank, as asked."""
+    result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
+    assert "Byte ranges of decode pp0.tp3" in result.stdout
+    assert "kv [36864, 49152)" in result.stdout
+    found = report("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
+    conv = next(r for r in found["byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x"))
+    assert conv["runs"] == [{"decode_offset": 0, "prefill_offset": 36864, "bytes": 12288}]
+
+
+def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
+    """A preset with keys, a model, and full layouts, in TOML and JSON."""
+    preset = tmp_path / "preset.toml"
+    preset.write_text('preset = "llama-3-8b"\ntp = 4\npp = 2\n[num_blocks]\nfull = 64\n')
+    model = tmp_path / "model.toml"
+    model.write_text(
+        'tp = 4\npp = 2\n[model]\nname = "llama-3-8b"\nnum_layers = 32\nnum_kv_heads = 8\nhead_dim = 128\n'
+    )
+    whole = tmp_path / "whole.json"
+    ranks = [{"spec": s, "layout": made} for s, made in deploy("llama-3-8b", tp=4, pp=2).values()]
+    whole.write_bytes(msgspec.json.encode({"ranks": ranks}))
+    want = report("llama-3-8b,tp=4,pp=2", "llama-3-8b,tp=8")["ranks"]
+    for file in (preset, model, whole):
+        assert report(str(file), "llama-3-8b,tp=8")["ranks"] == want
+
+
+@pytest.mark.parametrize(
+    ("description", "words"),
+    [
+        ("llama-9", ["'llama-9'", "llama-3-70b"]),
+        ("llama-3-8b,tp", ["'tp' is no key=value"]),
+        ("llama-3-8b,tp=four", ["tp=four", "whole number"]),
+        ("llama-3-8b,tp=2,tp=4", ["tp is given twice"]),
+        ("llama-3-8b,size=2", ["'size'", "block_tokens"]),
+        ("llama-3-8b,layout=DNH", ["'DNH'", "kv-first"]),
+        ("llama-3-8b,tp=0", ["tp 0"]),
+        ("llama-3-8b,kv_dtype=int3", ["int3", "bfloat16"]),
+        ("llama-3-8b,stages=10+10", ["10, 10", "32"]),
+        ("nemotron-h-8b,pages=none", ["pages=none"]),
+        ("/nowhere/engine.json", ["/nowhere/engine.json", "No such file"]),
+    ],
+)
+def test_bad_descriptions_are_one_line_and_2(description: str, words: list[str]) -> None:
+    """Nothing on standard output."""
+    result = run(description, "llama-3-8b")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvxferd: cannot ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.json", "{", "as JSON"),
+        ("x.toml", "= 1", "as TOML"),
+        ("x.json", "[]", "no object"),
+        ("x.json", "{}", "exactly one of preset, model and ranks"),
+        ("x.json", '{"preset": "llama-3-8b", "ranks": []}', "preset and ranks"),
+        ("x.json", '{"ranks": []}', "lists no rank"),
+        ("x.json", '{"ranks": [{"spec": {}}]}', "in ranks"),
+        ("x.json", '{"preset": "llama-3-8b", "tp": 1.5}', "tp=1.5"),
+        ("x.toml", 'tp = 2\n[model]\nname = "x"\nlayers = 2', "in model"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:
+    """Named, with what is wrong."""
+    file = tmp_path / name
+    file.write_text(content)
+    result = run(str(file), "llama-3-8b")
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_layouts_that_contradict_themselves_are_bad_descriptions(tmp_path: Path) -> None:
+    """An engine that lacks a rank, one with a tensor beyond its region, and a gap between stages."""
+    forms = [{"spec": s, "layout": made} for s, made in deploy("tiny-dense", tp=2, pp=2).values()]
+    small = forms[0]["layout"]
+    assert not isinstance(small, dict)
+    beyond = msgspec.structs.replace(
+        small, regions=tuple(msgspec.structs.replace(r, size_bytes=8) for r in small.regions)
+    )
+    gap = (
+        [f for f in forms if f["spec"].pp_rank == 0]
+        + [  # type: ignore[union-attr]
+            {"spec": f["spec"], "layout": msgspec.structs.replace(f["layout"], start_layer=3, tensors=())}
+            for f in forms[2:]
+        ]
+    )
+    for broken, words in (
+        (forms[:3], "lacks pp1.tp1"),
+        ([{"spec": forms[0]["spec"], "layout": beyond}, *forms[1:]], "reaches to byte"),
+        (gap, "layers [2, 3) are held by no stage"),
+        ([*forms, forms[0]], "listed twice"),
+    ):
+        file = tmp_path / "engine.json"
+        file.write_bytes(msgspec.json.encode({"ranks": broken}))
+        result = run(str(file), "tiny-dense")
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
+@pytest.mark.parametrize(("rank", "words"), [("3", "write pp_rank,tp_rank"), ("0,9", "0 to 0,0 to 3")])
+def test_a_rank_that_is_not_there(rank: str, words: str) -> None:
+    """Refused with those that are."""
+    result = run("llama-3-8b", "llama-3-8b,tp=4", "--rank", rank)
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -1,0 +1,207 @@
+"""What `kvxferd explain` reckons, against arithmetic that knows nothing of plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.cli.asking import Daemon
+from kvxferd.cli.explain.descriptions import Engine, read_description
+from kvxferd.cli.explain.ranges import byte_ranges, in_steps
+from kvxferd.cli.explain.reckoning import Explanation, RankReads, explain_pair
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind
+
+
+def described(text: str) -> Engine:
+    """Return an engine that needs no daemon."""
+
+    def no_daemon() -> Daemon:
+        raise AssertionError("nothing here is live")
+
+    return read_description(text, no_daemon)
+
+
+def explained(prefill: str, decode: str) -> Explanation:
+    """Return the explanation of a pair that is possible."""
+    found = explain_pair(described(prefill), described(decode))
+    assert not found.refused
+    return found
+
+
+def sources(rank: RankReads, kind: GroupKind = GroupKind.ATTENTION) -> list[tuple[int, int]]:
+    """Return the prefill ranks that a decode rank reads, as (pp, tp)."""
+    return [tuple(source) for source in rank.sources(kind)]  # type: ignore[misc]
+
+
+LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "want"),
+    [
+        ("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4", LLAMA),
+        ("llama-3-70b,tp=3,pp=3,block_tokens=12", "llama-3-70b,tp=5,layout=NHD", LLAMA),
+        ("llama-3-70b,tp=2", "llama-3-70b,tp=16", 2 * LLAMA),  # decode holds every head twice
+        ("llama-3-70b,tp=16", "llama-3-70b", LLAMA),  # prefill does: one copy is read
+        ("llama-3-8b,tp=2,cp=2", "llama-3-8b,tp=1", 32 * 2 * 8 * 128 * 2 * 1000),
+        ("deepseek-v3,tp=8", "deepseek-v3,tp=2", 2 * 61 * 576 * 2 * 1000),  # each rank holds all
+        # full layers all tokens, sliding ones their last 128
+        ("gpt-oss,tp=2", "gpt-oss,tp=4", 18 * 2 * 8 * 64 * 2 * (1000 + 128)),
+        ("gemma-3,tp=2", "gemma-3,tp=4", 62 * 2 * 16 * 128 * 2 * 1000),  # the window is wider
+        # attention per token, states once
+        (
+            "nemotron-h-8b,tp=4",
+            "nemotron-h-8b,tp=2",
+            4 * 2 * 8 * 128 * 2 * 1000 + 24 * (3 * 10240 * 2 + 128 * 64 * 128 * 2),
+        ),
+    ],
+)
+def test_bytes_of_a_thousand_tokens(prefill: str, decode: str, want: int) -> None:
+    """Of all decode ranks together; what prefill ranks give is the same bytes."""
+    found = explained(prefill, decode)
+    assert found.num_bytes == want
+    assert sum(found.served().values()) == want
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "runs", "fewest"),
+    [
+        # 62.5 blocks, 36 layers, K and V: a block of all eight heads is one run
+        ("qwen3-8b", "qwen3-8b", 62.5 * 36 * 2, 36 * 2 * 1000 / 1008),
+        # head by head: a rank has 4 of 8
+        ("qwen3-8b", "qwen3-8b,tp=2", 62.5 * 36 * 2 * 2, 36 * 2 * 1000 / 1008 * 63 * 2),
+        # head by head and token by token; the last of a block touches the first of the next
+        (
+            "qwen3-8b",
+            "qwen3-8b,layout=NHD",
+            1000 * 36 * 2 * 8,
+            (1008 * 8 - 62) * 36 * 2 * 1000 / 1008,
+        ),
+        # a block of all layers, K and V, is one run
+        ("qwen3-8b,layout=cross-layer", "qwen3-8b,layout=cross-layer", 62.5, 1000 / 1008),
+    ],
+)
+def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float, fewest: float) -> None:
+    """For scattered ids and for ids in a row."""
+    found = explained(prefill, decode)
+    reads = [read for rank in found.ranks for read in rank.reads]
+    assert sum(read.num_runs for read in reads) == pytest.approx(runs, abs=len(reads))
+    assert sum(r.fewest_runs for r in reads) == pytest.approx(fewest, rel=1e-4, abs=len(reads))
+    for read in reads:
+        assert read.mean_run_bytes == pytest.approx(read.num_bytes / read.num_runs)
+
+
+def test_whom_each_rank_reads() -> None:
+    """Pipeline stages meet by layers, tensor-parallel ranks by heads."""
+    found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,pp=4")
+    by_rank = {rank.rank: rank for rank in found.ranks}
+    assert sources(by_rank[Rank(0, 1)]) == [(0, 2), (0, 3)]
+    assert sources(by_rank[Rank(3, 1)]) == [(1, 2), (1, 3)]
+    (first, _) = by_rank[Rank(3, 1)].reads
+    assert first.layers == tuple(range(60, 80))
+    assert [(r.start, r.stop) for r in first.units["k"]] == [(2, 3)]
+
+
+def test_attention_and_state_of_a_wider_prefill() -> None:
+    """L=2, R=16, K=8: attention from every second rank, the first of two replicas, state from all."""
+    found = explained("nemotron-h-8b,tp=16", "nemotron-h-8b,tp=2")
+    attention = [sources(rank) for rank in found.ranks]
+    assert attention == [[(0, r) for r in (0, 2, 4, 6)], [(0, r) for r in (8, 10, 12, 14)]]
+    states = [sources(rank, GroupKind.STATE) for rank in found.ranks]
+    assert states == [[(0, r) for r in range(8)], [(0, r) for r in range(8, 16)]]
+
+
+def test_replicas_are_spread_over_readers() -> None:
+    """Each of four readers has a replica of the latent of its own; the rest gives nothing."""
+    found = explained("deepseek-v3,tp=8", "deepseek-v3,tp=4")
+    assert [sources(rank) for rank in found.ranks] == [[(0, 0)], [(0, 2)], [(0, 4)], [(0, 6)]]
+    assert [rank.tp_rank for rank, given in found.served().items() if not given] == [1, 3, 5, 7]
+
+
+def test_byte_ranges_of_one_rank() -> None:
+    """Nemotron-H, decode TP4 rank 3 from prefill TP1: the three reads of a conv state, and ssm."""
+    found = explained("nemotron-h-8b,tp=1", "nemotron-h-8b,tp=4")
+    ranges = byte_ranges(found.ranks[3])
+    layer_0 = {item.component: item.runs for item in ranges if item.layer == 0}
+    assert layer_0["conv.x"] == ((0, 36864, 12288),)
+    assert layer_0["conv.B"] == ((12288, 53760, 1536),)
+    assert layer_0["conv.C"] == ((13824, 59904, 1536),)
+    assert layer_0["ssm"] == ((15360, 1634304, 524288),)
+    heads = next(item for item in ranges if item.component == "k")
+    assert (heads.units.start, heads.units.stop, heads.num_bytes) == (6, 8, 33 * 2 * 16 * 128 * 2)
+
+
+def test_layers_in_equal_steps_take_one_row() -> None:
+    """Eighty layers of K and V from one rank."""
+    found = explained("llama-3-70b", "llama-3-70b,layout=blocks-first")
+    rows = in_steps(byte_ranges(found.ranks[0]))
+    assert [(row.first.component, len(row.layers)) for row in rows] == [("k", 80), ("v", 80)]
+    block = 16 * 8 * 128 * 2
+    assert (rows[0].decode_step, rows[0].prefill_step) == (2 * block * 1024, 2 * block * 1024)
+    assert rows[1].first.runs == ((block, block * 1024, block),)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        ("llama-3-8b", "llama-3-8b", ["8 heads x 16 tokens", "blocks in a row merge, up to"]),
+        ("llama-3-8b", "llama-3-8b,layout=NHD", ["1 head x 1 token", "different order on the two sides"]),
+        ("llama-3-8b,tp=8", "llama-3-8b,layout=NHD", ["between two tokens", "at decode"]),
+        ("llama-3-8b,cp=2", "llama-3-8b", ["tokens are dealt out 1 at a time"]),
+        ("llama-3-8b,layout=vectorised", "llama-3-8b", ["in chunks"]),
+        ("deepseek-v3.2", "deepseek-v3.2,block_tokens=64", ["latent x 16 tokens", "indexer.scale x 16"]),
+        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["a row of a convolution's state", "128 of ssm"]),
+    ],
+)
+def test_what_merges_in_words(prefill: str, decode: str, words: list[str]) -> None:
+    """What runs hold, and why they are short."""
+    told = "; ".join(read.merges for rank in explained(prefill, decode).ranks for read in rank.reads)
+    for word in words:
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fields"),
+    [
+        ("llama-3-70b", "qwen3-8b", {"fingerprint": ("llama-3-70b", "qwen3-8b"), "num_layers": (80, 36)}),
+        (
+            "llama-3-8b,kv_dtype=fp8",
+            "llama-3-8b",
+            {"itemsize": (1, 2), "dtype": ("float8_e4m3fn", "bfloat16"), "content_bytes": (128, 256)},
+        ),
+        ("deepseek-v3", "deepseek-v3,kv_dtype=fp8", {"content_bytes": (1152, 576)}),
+        ("llama-3-8b", "llama-3-8b,draft=tiny-dense", {"num_layers": (32, 36)}),
+    ],
+)
+def test_refusals_name_fields_with_both_values(
+    prefill: str, decode: str, fields: dict[str, tuple[object, object]]
+) -> None:
+    """Prefill's value first."""
+    found = explain_pair(described(prefill), described(decode))
+    assert not found.ranks
+    refused = {refusal.field: (refusal.prefill, refusal.decode) for refusal in found.refused}
+    for field, values in fields.items():
+        assert refused[field] == values
+    for refusal in found.refused:
+        assert f"{refusal.prefill!r} at prefill and {refusal.decode!r} at decode" in refusal.message
+
+
+def test_a_narrower_window_at_prefill_is_noted() -> None:
+    """Possible for short requests only."""
+    prefill, decode = described("gpt-oss"), described("gpt-oss")
+    for engine, window in ((prefill, 64), (decode, 128)):
+        for rank, (spec, layout) in dict(engine.ranks).items():
+            groups = tuple(_with_window(group, window) for group in layout.groups)
+            engine.ranks[rank] = (spec, _with(layout, groups=groups))  # type: ignore[index]
+    notes = explain_pair(prefill, decode).notes
+    assert any("prefill keeps the last 64 only" in note and "tokens-not-published" in note for note in notes)
+
+
+def _with(struct: object, **fields: object) -> object:
+    import msgspec
+
+    return msgspec.structs.replace(struct, **fields)
+
+
+def _with_window(group: object, window: int) -> object:
+    return _with(group, sliding_window=window) if getattr(group, "sliding_window", None) else group
