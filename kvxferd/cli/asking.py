@@ -6,7 +6,7 @@ import functools
 import http.client
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,16 +34,18 @@ class Daemon:
         status, value = self.ask("GET", path)
         return _unless_refused(status, value)
 
-    def post(self, path: str) -> Any:
-        """As `get`, for what changes something."""
-        status, value = self.ask("POST", path)
+    def post(self, path: str, asked: Mapping[str, Any] | None = None, waits: bool = False) -> Any:
+        """As `get`, for what changes something. `waits`: the answer may take as long as it takes."""
+        status, value = self.ask("POST", path, asked, waits)
         return _unless_refused(status, value)
 
-    def ask(self, method: str, path: str) -> tuple[int, Any]:
+    def ask(
+        self, method: str, path: str, asked: Mapping[str, Any] | None = None, waits: bool = False
+    ) -> tuple[int, Any]:
         """Return the answer's status and its JSON. Raises KvxferdError where there is none."""
-        connection = _UnixConnection(self.socket_path, self._timeout_s)
+        connection = _UnixConnection(self.socket_path, None if waits else self._timeout_s)
         try:
-            connection.request(method, path)
+            connection.request(method, path, body=None if asked is None else msgspec.json.encode(asked))
             response = connection.getresponse()
             return response.status, msgspec.json.decode(response.read())
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
@@ -68,7 +70,7 @@ class Daemon:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
+    def __init__(self, path: str, timeout_s: float | None) -> None:
         super().__init__("kvxferd", timeout=timeout_s)
         self._path = path
 

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json
+
+LEFT = 1  # as an exit code: the daemon ended with work undone
 
 
 @click.command()
+@click.option("--wait", is_flag=True, help="Return when the drain is over, and say what it left.")
+@json_option
 @asks_daemon
-def drain(daemon: Daemon) -> None:
+def drain(daemon: Daemon, wait: bool, as_json: bool) -> None:
     """Stop the daemon once its transfers have ended, at the latest after drain.limit_s.
 
-    Returns at once. Only root and the user that runs the daemon may.
+    Returns at once, or with --wait when it is over: exit code 0 if nothing was left, 1 if something
+    was. Only root and the user that runs the daemon may.
     """
-    daemon.post("/v1/drain")
-    click.echo("draining: the daemon takes nothing new, and ends when what runs has ended")
+    answer = daemon.post("/v1/drain", {"wait": wait}, waits=wait)
+    if as_json:
+        print_json(answer)
+    elif not wait:
+        click.echo("draining: the daemon takes nothing new, and ends when what runs has ended")
+    elif answer["drained"]:
+        click.echo("drained: nothing was left")
+    else:
+        _show_left(answer)
+    if wait and not answer["drained"]:
+        click.get_current_context().exit(LEFT)
+
+
+def _show_left(answer: dict[str, Any]) -> None:
+    transfers, pulls = answer["transfers"], answer["pulls"]
+    click.echo(f"the drain limit was reached with {len(transfers)} transfers and {len(pulls)} pulls left:")
+    for transfer in transfers:
+        click.echo(f"  transfer {transfer['transfer_id']} of {transfer['engine_id']}, {transfer['state']}")
+    for pull in pulls:
+        click.echo(f"  pull {pull['pull']} of {pull['transfer_id']}, {pull['phase']}")

@@ -7,8 +7,10 @@ from typing import Any
 import click
 
 import kvxferd
+from kvxferd.cli.cancel import cancel
 from kvxferd.cli.demo.verb import demo
 from kvxferd.cli.drain import drain
+from kvxferd.cli.drop_peer import drop_peer
 from kvxferd.cli.engines import engines
 from kvxferd.cli.explain.verb import explain
 from kvxferd.cli.keygen import keygen
@@ -39,5 +41,5 @@ def root() -> None:
     """Move KV cache between prefill and decode engines: one daemon per node."""
 
 
-for verb in (serve, demo, status, engines, peers, transfers, explain, drain, keygen):
+for verb in (serve, demo, status, engines, peers, transfers, explain, drain, drop_peer, cancel, keygen):
     root.add_command(verb)

@@ -36,6 +36,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
     return [
         ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
         ("state", _state(answer, node)),
+        *(("warning", warning) for warning in answer["warnings"]),
         ("engines", f"{len(node.engines)}, {readable} readable"),
         ("ranks", f"{len(ranks)}, {in_bytes(sum(rank.bytes for rank in ranks))}"),
         ("sessions", str(node.num_sessions)),

@@ -30,9 +30,10 @@ def transfers(daemon: Daemon, as_json: bool) -> None:
     )  # fmt: skip
     print_table(
         "Running pulls",
-        ("transfer", "from", "to", "rank", "phase", "age", "deadline in"),
+        ("pull", "transfer", "from", "to", "rank", "phase", "age", "deadline in"),
         (
-            (p.transfer_id, p.source, p.sink, p.rank, p.phase, in_time(p.age_s), in_time(p.deadline_left_s))
+            (p.pull, p.transfer_id, p.source, p.sink, p.rank, p.phase,
+             in_time(p.age_s), in_time(p.deadline_left_s))
             for p in msgspec.convert(answer["pulls"], list[PullSnapshot])
         ),
-    )
+    )  # fmt: skip

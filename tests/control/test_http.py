@@ -88,7 +88,11 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     async with serving(config, StillNode(["nixl cannot be imported"])), over_unix(config) as client:
         async with client.get("/readyz") as answer:
             assert answer.status == 503
-            assert await answer.json() == {"ready": False, "reasons": ["nixl cannot be imported"]}
+            assert await answer.json() == {
+                "ready": False,
+                "reasons": ["nixl cannot be imported"],
+                "warnings": [],
+            }
         async with client.get("/healthz") as answer:
             assert answer.status == 200
         async with client.get("/") as answer:

@@ -1,0 +1,35 @@
+"""`kvxferd cancel`: end a published transfer, or a running pull."""
+
+from __future__ import annotations
+
+import click
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json
+
+
+@click.command()
+@click.argument("transfer", required=False)
+@click.option("--engine", metavar="ID", help="Only that engine's transfer of this name.")
+@click.option("--pull", type=int, metavar="N", help="End this pull instead, by its number.")
+@json_option
+@asks_daemon
+def cancel(daemon: Daemon, transfer: str | None, engine: str | None, pull: int | None, as_json: bool) -> None:
+    """Release the published TRANSFER, or end pull N; `kvxferd transfers` shows both.
+
+    The readers of a cancelled transfer fail, and its blocks are the engine's again. A cancelled
+    pull ends as failed. Only root and the user that runs the daemon may.
+    """
+    if (transfer is None) == (pull is None):
+        raise click.UsageError("give either a TRANSFER or --pull N")
+    if pull is not None:
+        answer = daemon.post("/v1/pulls/cancel", {"pull": pull})
+        line = f"cancelled pull {pull}"
+    else:
+        named = {"transfer_id": transfer} | ({"engine_id": engine} if engine else {})
+        answer = daemon.post("/v1/transfers/cancel", named)
+        line = f"cancelled transfer {transfer} of {', '.join(answer['engines'])}"
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(line)

@@ -1,0 +1,26 @@
+"""`kvxferd drop-peer`: forget another node's daemon."""
+
+from __future__ import annotations
+
+import click
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json
+
+
+@click.command("drop-peer")
+@click.argument("endpoint")
+@json_option
+@asks_daemon
+def drop_peer(daemon: Daemon, endpoint: str, as_json: bool) -> None:
+    """Forget the daemon at ENDPOINT, as `kvxferd peers` shows it; its #KEY may be left out.
+
+    What waits for its answer fails, the connection is closed, and whoever needs it next greets it
+    anew. A pull that is being read goes on. Only root and the user that runs the daemon may.
+    """
+    answer = daemon.post("/v1/peers/drop", {"endpoint": endpoint})
+    if as_json:
+        print_json(answer)
+        return
+    for dropped in answer["dropped"]:
+        click.echo(f"dropped {dropped}")

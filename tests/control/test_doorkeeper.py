@@ -1,0 +1,60 @@
+"""What libzmq is told of who wants to connect."""
+
+from __future__ import annotations
+
+from ipaddress import ip_network
+
+import pytest
+
+from kvxferd.control.doorkeeper import LOG_AGAIN_S, Doorkeeper
+from kvxferd.core.trust import Trust
+
+FRIEND, STRANGER = b"\x0b" * 32, b"\x0c" * 32
+KEYS = Trust(key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]))
+LAN = Trust(networks=(ip_network("10.1.0.0/16"),))
+BOTH = Trust(key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]), networks=LAN.networks)
+
+
+def request(address: str, mechanism: bytes, *credentials: bytes) -> list[bytes]:
+    return [b"route", b"", b"1.0", b"7", b"kvxferd", address.encode(), b"", mechanism, *credentials]
+
+
+@pytest.mark.parametrize(
+    ("trust", "address", "mechanism", "credentials", "allowed"),
+    [
+        (LAN, "10.1.2.3", b"NULL", [], True),
+        (LAN, "::ffff:10.1.2.3", b"NULL", [], True),
+        (LAN, "10.2.2.3", b"NULL", [], False),
+        (LAN, "nonsense", b"NULL", [], False),
+        (KEYS, "10.2.2.3", b"CURVE", [FRIEND], True),
+        (KEYS, "10.2.2.3", b"CURVE", [STRANGER], False),
+        (KEYS, "10.2.2.3", b"NULL", [], False),
+        (KEYS, "10.2.2.3", b"PLAIN", [FRIEND, b""], False),
+        (KEYS, "10.2.2.3", b"CURVE", [], False),
+        (BOTH, "10.1.2.3", b"CURVE", [FRIEND], True),
+        (BOTH, "10.2.2.3", b"CURVE", [FRIEND], False),
+    ],
+)
+def test_who_is_let_in(trust, address, mechanism, credentials, allowed) -> None:
+    reply = Doorkeeper(trust).answer(request(address, mechanism, *credentials), 0.0)
+    route, empty, version, number, status, _, user, metadata = reply
+    assert (route, empty, version, number, metadata) == (b"route", b"", b"1.0", b"7", b"")
+    assert status == (b"200" if allowed else b"400")
+    assert bool(user) is (allowed and mechanism == b"CURVE")
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [b"x"], [b"r", b"", b"2.0", *[b""] * 6], [b"r", b"x", b"1.0", *[b""] * 6]]
+)
+def test_what_is_no_request_gets_no_answer(parts: list[bytes]) -> None:
+    assert Doorkeeper(KEYS).answer(parts, 0.0) is None
+
+
+def test_who_tries_again_and_again_does_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    doorkeeper = Doorkeeper(LAN)
+    for now in (0.0, 1.0, LOG_AGAIN_S - 0.1, LOG_AGAIN_S + 0.1):
+        doorkeeper.answer(request("192.0.2.1", b"NULL"), now)
+    for address in range(5000):
+        doorkeeper.answer(request(f"192.0.3.{address}", b"NULL"), 30.0)
+    assert capsys.readouterr().out.count("192.0.2.1") == 2
+    assert len(doorkeeper._logged) <= 1024
