@@ -19,8 +19,8 @@ ADMIN_ROUTES = [route for route in ROUTES if route.access is Access.ADMIN]
 POST = """
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[1])
-head = f"{sys.argv[2]} {sys.argv[3]} HTTP/1.1\\r\\nHost: kvxferd\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\n"
-connection.sendall(head.encode() + b"{}")
+head = f"{sys.argv[2]} {sys.argv[3]} HTTP/1.1", "Host: kvxferd", "Content-Length: 2", "Connection: close"
+connection.sendall("\\r\\n".join([*head, "", "{}"]).encode())
 print(connection.recv(65536).split()[1].decode())
 """
 
@@ -62,8 +62,7 @@ async def test_names_come_as_json_or_in_the_query(tmp_path: Path, path, asked, s
 async def test_a_drain_that_is_waited_for_says_what_it_left(tmp_path: Path) -> None:
     config, node = config_in(tmp_path), StillNode()
     async with serving(config, node), over_unix(config) as client:
-        async with client.post("/v1/drain", params={"wait": "true"}) as response:
-            got = await response.json()
+        got = await (await client.post("/v1/drain", params={"wait": "true"})).json()
     assert node.draining
     assert got["drained"] is False
     assert [t["transfer_id"] for t in got["transfers"]] == ["req-1", "req-2"]
@@ -81,8 +80,7 @@ async def test_warnings_do_not_make_a_node_unready(tmp_path: Path) -> None:
 @pytest.mark.parametrize("route", ADMIN_ROUTES, ids=lambda route: route.path)
 async def test_no_lever_is_there_over_tcp(tmp_path: Path, route) -> None:
     async with serving(config_in(tmp_path), StillNode()) as server, over_tcp(server) as tcp:
-        async with tcp.request(route.method, route.path) as response:
-            assert response.status == 403
+        assert (await tcp.request(route.method, route.path)).status == 403
 
 
 @needs_root
