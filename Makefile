@@ -14,6 +14,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/pytest $(PYTEST_FLAGS)
 
+# Random models between random deployments, every byte: N pairs through real movers, N by arithmetic.
+N ?= 2000
+.PHONY: test-random
+test-random: $(STAMP)
+	RANDOM_PAIRS=$(N) $(VENV)/bin/pytest -s tests/random_pairs/test_random_pairs.py tests/plan/test_any_to_any.py
+
 # Every order of events in sizes up to DEPTH, 1 to 3; 1 is part of `make test`.
 DEPTH ?= 2
 .PHONY: model
