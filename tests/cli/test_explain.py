@@ -144,6 +144,7 @@ def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
         ("llama-3-8b,size=2", ["'size'", "block_tokens"]),
         ("llama-3-8b,layout=DNH", ["'DNH'", "kv-first"]),
         ("llama-3-8b,tp=0", ["tp 0"]),
+        ("llama-3-8b,tp=512,pp=512", ["512 x 512 ranks", "1024 is the limit"]),
         ("llama-3-8b,kv_dtype=int3", ["int3", "bfloat16"]),
         ("llama-3-8b,stages=10+10", ["10, 10", "32"]),
         ("nemotron-h-8b,pages=none", ["pages=none"]),

@@ -24,6 +24,9 @@ from kvxferd.plan import check_engine
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
+# Sixteen times the largest engine that we know of; a plan for each of its ranks takes 10 ms.
+MAX_ENGINE_RANKS = 1024
+
 _NUMBERS = ("tp", "pp", "block_tokens", "num_blocks", "cp", "interleave", "page_bytes")
 _WORDS = ("layout", "kv_dtype", "stages", "pages", "draft")
 _FORM = (
@@ -72,22 +75,20 @@ def read_description(text: str, daemon: Callable[[], Daemon]) -> Engine:
     `daemon` is asked for only where the text begins with "@". Raises ConfigError naming what is
     wrong with the description, and KvxferdError where the daemon does not answer.
     """
+    if text.startswith("@"):
+        ranks = _live(text[1:], daemon())
+    else:
+        try:
+            is_file = text.endswith((".json", ".toml")) or "/" in text
+            ranks = _from_file(Path(text)) if is_file else _from_keys(text)
+        except ValueError as error:
+            raise ConfigError(f"{error} (in {text!r})") from error
     try:
-        if text.startswith("@"):
-            ranks = _live(text[1:], daemon())
-        elif text.endswith((".json", ".toml")) or "/" in text:
-            ranks = _from_file(Path(text))
-        else:
-            ranks = _from_keys(text)
         for spec, layout in ranks.values():
             validate_layout(spec, layout)
         check_engine(ranks)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"cannot use {text!r}: {error}") from error
     except KvxferdError as error:
-        raise type(error)(f"cannot use {text!r}: {error.message}", error.code) from error
+        raise ConfigError(f"{error.message} (in {text!r})", error.code) from error
     return Engine(text, ranks)
 
 
@@ -127,7 +128,12 @@ def _preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[Engi
         chosen["shared_pages"] = pages == "shared"
     if "draft" in chosen:
         chosen["draft"] = find_model(chosen["draft"])
-    return deployed(model, Choices(**chosen))
+    choices = Choices(**chosen)
+    if choices.pp * choices.ranks_per_stage > MAX_ENGINE_RANKS:
+        raise ConfigError(
+            f"cannot explain {choices.pp} x {choices.ranks_per_stage} ranks: {MAX_ENGINE_RANKS} is the limit"
+        )
+    return deployed(model, choices)
 
 
 def _number(key: str, value: Any) -> Any:
@@ -210,4 +216,8 @@ def _complete(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpec
 
 def _live(engine_id: str, daemon: Daemon) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     answer = daemon.get(f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/layouts")
-    return _complete(f"@{engine_id}", msgspec.convert(answer["ranks"], list[_RankForm]))
+    try:
+        listed = msgspec.convert(answer["ranks"], list[_RankForm])
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"cannot read what the daemon says of {engine_id!r}: {error}") from error
+    return _complete(f"@{engine_id}", listed)

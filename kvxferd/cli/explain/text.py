@@ -81,10 +81,11 @@ def _legend(most: int, margin: int) -> str:
 def _column_heads(prefill: list[Rank], margin: int, width: int) -> Iterator[str]:
     """Yield the stage of each column where it begins, then each tp_rank, its digits from top to bottom."""
     stages = ""
+    narrow = any(sum(r.pp_rank == rank.pp_rank for r in prefill) * width < 5 for rank in prefill)
     for pp_rank in sorted({rank.pp_rank for rank in prefill}):
         columns = sum(rank.pp_rank == pp_rank for rank in prefill) * width
-        stages += f"pp{pp_rank}"[:columns].ljust(columns)
-    yield " " * (margin + 1) + stages
+        stages += (f"{pp_rank}" if narrow else f"pp{pp_rank}")[:columns].ljust(columns)
+    yield ("pp" if narrow else "").rjust(margin) + " " + stages
     digits = max(len(str(rank.tp_rank)) for rank in prefill)
     for place in range(digits):
         numbers = (str(rank.tp_rank).rjust(digits)[place] for rank in prefill)
