@@ -75,6 +75,7 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         draining=draining,
         num_sessions=5,
         num_quarantined=4,
+        quarantined_bytes=6 << 20,
         engines=(whole, lacking),
         peers=(
             PeerSnapshot(endpoint=PEER, boot=BootId("boot-b"), state="up", engines=(remote,), num_grants=7),

@@ -2,102 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import StrEnum
-
 from kvxferd.core.effects import Observed, ToMover, ToWorker
 from kvxferd.core.holds import Hold, Holds, HoldState
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
+from kvxferd.core.pull import Phase, Pull, Signal
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import AgentName, GroupName, MoverId, PullId, Ticket
-from kvxferd.layout import PackedBlocks
+from kvxferd.ids import AgentName, MoverId, PullId, Ticket
 from kvxferd.plan import check_request
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.ids_stream import split_ids
 from kvxferd.wire.mover import AbortPull, FencePlace, PullOutcome, Source, StartPull
 from kvxferd.wire.worker import Delivered, Failed, Quiesced
 
-
-class Phase(StrEnum):
-    """Where a pull is. Nothing was posted before POSTED."""
-
-    HOLDING = "holding"  # handshake, plan and grant
-    POSTED = "posted"  # the mover has it
-    STOPPING = "stopping"  # cancelled: the mover was told to post nothing more
-    DELIVERED = "delivered"
-    FAILED = "failed"
-    IN_DOUBT = "in-doubt"  # failed, and the mover may still write
-    QUIET = "quiet"  # failed, and proven ended since
-
-
-class Signal(StrEnum):
-    """What happens to a pull."""
-
-    POST = "post"
-    REFUSE = "refuse"  # the hold, the request or the mover's bind said no
-    CANCEL = "cancel"
-    EXPIRE = "expire"
-    DELIVER = "deliver"
-    FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
-    FAULT = "fault"  # not delivered, and not proven ended
-
-
-# A pair that is not here is a bug, never ignored: callers ask `can` first where both may happen.
-MOVES: dict[tuple[Phase, Signal], Phase] = {
-    (Phase.HOLDING, Signal.POST): Phase.POSTED,
-    (Phase.HOLDING, Signal.REFUSE): Phase.FAILED,  # no DMA yet: free now
-    (Phase.HOLDING, Signal.CANCEL): Phase.FAILED,
-    (Phase.HOLDING, Signal.EXPIRE): Phase.FAILED,
-    (Phase.HOLDING, Signal.DELIVER): Phase.DELIVERED,  # nothing to read: a full prefix hit
-    (Phase.POSTED, Signal.CANCEL): Phase.STOPPING,
-    (Phase.POSTED, Signal.EXPIRE): Phase.IN_DOUBT,
-    (Phase.POSTED, Signal.DELIVER): Phase.DELIVERED,
-    (Phase.POSTED, Signal.FINISH): Phase.FAILED,
-    (Phase.POSTED, Signal.FAULT): Phase.IN_DOUBT,  # DMA may still be landing
-    (Phase.STOPPING, Signal.EXPIRE): Phase.IN_DOUBT,
-    (Phase.STOPPING, Signal.DELIVER): Phase.DELIVERED,  # it was done before it could be stopped
-    (Phase.STOPPING, Signal.FINISH): Phase.FAILED,
-    (Phase.STOPPING, Signal.FAULT): Phase.IN_DOUBT,
-    (Phase.IN_DOUBT, Signal.DELIVER): Phase.QUIET,  # too late: the engine has been told Failed
-    (Phase.IN_DOUBT, Signal.FINISH): Phase.QUIET,
-}
-
-
-@dataclass(slots=True)
-class Pull:
-    """One local rank's read of one transfer."""
-
-    pull: PullId
-    rank: LocalRank
-    ticket: Ticket
-    ref: TransferRef
-    blocks: dict[GroupName, PackedBlocks]
-    num_tokens: int
-    deadline: float
-    received: float
-    hold: Hold
-    phase: Phase = Phase.HOLDING
-    mover: MoverId | None = None  # that has it, from POSTED on
-    posted: float | None = None
-    outcome: PullOutcome | None = None
-    phases_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def blocks_are_free(self) -> bool:
-        """Whether nothing can write the pull's blocks any more."""
-        return self.phase in (Phase.DELIVERED, Phase.FAILED, Phase.QUIET)
-
-    def can(self, signal: Signal) -> bool:
-        """Whether this may happen to the pull now."""
-        return (self.phase, signal) in MOVES
-
-    def move(self, signal: Signal) -> Phase:
-        """Take the step; a KeyError is our own bug."""
-        self.phase = MOVES[self.phase, signal]
-        return self.phase
+# A retry that has less time than this would end at the deadline, in doubt instead of safely failed.
+RETRY_ROOM_S = 0.25
+# Where the source cannot be asked again within this, it is gone for now, and the engine should know.
+RETRY_WITHIN_S = 2.0
 
 
 class Pulls:
@@ -117,6 +40,11 @@ class Pulls:
     def num_quarantined(self) -> int:
         """Pulls that failed and are not proven ended."""
         return sum(pull.phase is Phase.IN_DOUBT for pull in self._pulls.values())
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """The local memory of those pulls' blocks."""
+        return sum(pull.local_bytes for pull in self._pulls.values() if pull.phase is Phase.IN_DOUBT)
 
     def next_id(self) -> PullId:
         """A pull number never used before."""
@@ -142,6 +70,7 @@ class Pulls:
         if hold.refusal is not None:
             self._refuse(pull, hold.refusal.code, hold.refusal.message)
             return
+        self._let_go_of_former(pull)
         self.post(pull)
 
     def post(self, pull: Pull) -> None:
@@ -206,11 +135,48 @@ class Pulls:
         if outcome.delivered:
             self._deliver(pull, outcome)
         elif outcome.finished or not outcome.started:
+            if self._can_retry(pull, outcome):
+                self._retry(pull, mover, outcome)
+                return
             self._fail(pull, Signal.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
         elif pull.can(Signal.FAULT):
             self._fail(pull, Signal.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
         if outcome.agent is not None and outcome.code is Code.TRANSPORT:
-            self._distrust(pull, outcome.agent)
+            self._distrust(pull.hold, mover, outcome.agent)
+
+    def _can_retry(self, pull: Pull, outcome: PullOutcome) -> bool:
+        """Whether the engine need not hear of a failure yet. Only where nothing writes any more."""
+        return (
+            outcome.code is Code.TRANSPORT
+            and pull.can(Signal.RETRY)
+            and not pull.retried
+            and pull.deadline - self._moment.now > RETRY_ROOM_S
+        )
+
+    def _retry(self, pull: Pull, mover: MoverId, outcome: PullOutcome) -> None:
+        """Read once more: engine, grant and connection anew, as whoever failed may have been replaced.
+
+        The new hold is taken before the old one is given back, so that the source never sees the
+        transfer without a reader.
+        """
+        pull.move(Signal.RETRY)
+        pull.retried, pull.mover, pull.former = True, None, pull.hold
+        if outcome.agent is not None:
+            self._distrust(pull.hold, mover, outcome.agent)
+        left_s = pull.deadline - self._moment.now
+        pull.hold = self._holds.take(pull.rank, pull.ref, left_s)
+        self._moment.after(
+            ("retry", pull.pull),
+            min(RETRY_WITHIN_S, left_s - RETRY_ROOM_S / 2),
+            lambda: self._refuse(pull, outcome.code or Code.TRANSPORT, outcome.message),
+        )
+        self._holds.when_settled(pull.hold, lambda: self._settled(pull))
+
+    def _let_go_of_former(self, pull: Pull) -> None:
+        self._moment.timers.stop(("retry", pull.pull))
+        former, pull.former = pull.former, None
+        if former is not None:
+            self._holds.give_back(former)
 
     def quiet(self, pull_id: PullId, mover: MoverId) -> None:
         """The mover says that every handle of a pull in doubt is terminal now."""
@@ -283,6 +249,7 @@ class Pulls:
         del self._pulls[pull.pull]
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
+        self._let_go_of_former(pull)
 
     # --- stopping
 
@@ -340,12 +307,11 @@ class Pulls:
     def _tell(self, pull: Pull, message: Message) -> None:
         self._moment.do(ToWorker(pull.rank.session, message))
 
-    def _distrust(self, pull: Pull, agent: AgentName) -> None:
+    def _distrust(self, hold: Hold, mover: MoverId, agent: AgentName) -> None:
         """A remote agent failed. What was loaded of it goes, unless others are reading from it."""
-        assert pull.mover is not None
-        self._holds.forget_engine(pull.hold)
-        if not any(p.mover == pull.mover for p in self._pulls.values()):
-            self._movers.drop_remote(pull.mover, agent)
+        self._holds.forget_engine(hold)
+        if not any(pull.mover == mover for pull in self._pulls.values()):
+            self._movers.drop_remote(mover, agent)
 
     def _take_times(self, pull: Pull, outcome: PullOutcome) -> None:
         pull.phases_s |= {
@@ -371,6 +337,7 @@ class Pulls:
             runs=known.runs,
             total_s=ended - pull.received,
             phases_s=pull.phases_s,
+            retried=pull.retried,
         )
         self._moment.do(Observed(record))
 

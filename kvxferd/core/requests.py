@@ -11,7 +11,8 @@ from kvxferd.core.holds import Hold, Holds, HoldState
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
-from kvxferd.core.pulls import Pull, Pulls
+from kvxferd.core.pull import Pull
+from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source

@@ -25,6 +25,7 @@ def take_snapshot(node: Node) -> NodeSnapshot:
         draining=node.moment.draining,
         num_sessions=len(node.sessions),
         num_quarantined=node.pulls.num_quarantined,
+        quarantined_bytes=node.pulls.quarantined_bytes,
         engines=tuple(_engine(node, engine) for engine in node.registry),
         peers=node.peers.snapshot(node.holds.num_grants()),
         transfers=tuple(transfers),

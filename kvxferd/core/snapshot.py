@@ -26,6 +26,7 @@ class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
     runs: int
     total_s: float  # pull received to terminal event sent
     phases_s: dict[str, float]  # keys among PHASES; a phase never entered is absent
+    retried: bool = False  # the transport failed once, and it was read again
 
 
 class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +142,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
     num_sessions: int
     num_quarantined: int  # pulls whose blocks are not proven quiet
+    quarantined_bytes: int  # of local memory, those blocks
     engines: tuple[EngineSnapshot, ...]
     peers: tuple[PeerSnapshot, ...]
     transfers: tuple[TransferSnapshot, ...]

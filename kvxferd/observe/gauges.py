@@ -42,6 +42,7 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     yield _single(
         "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined
     )
+    yield _single("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
     yield _single("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
 
 

@@ -58,6 +58,12 @@ class Metrics:
         self._pulls = Counter(
             "kvxferd_pulls", "Pulls of local ranks that ended.", ["outcome", "code"], registry=registry
         )
+        self._retries = Counter(
+            "kvxferd_pull_retries",
+            "Pulls read a second time because the transport failed.",
+            ["outcome"],
+            registry=registry,
+        )
         self._pulled_bytes = Counter("kvxferd_pulled_bytes", "Bytes of delivered pulls.", registry=registry)
         self._pulled_runs = Counter(
             "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls.", registry=registry
@@ -114,6 +120,8 @@ class Metrics:
         code = NO_CODE if record.code is None else record.code.value
         self._pulls.labels(record.outcome, code).inc()
         self._pull_seconds.labels(record.outcome).observe(record.total_s)
+        if record.retried:
+            self._retries.labels(record.outcome).inc()
         for phase, elapsed_s in record.phases_s.items():
             self._phase_seconds.labels(phase).observe(elapsed_s)
         if record.outcome == "delivered":
@@ -124,6 +132,7 @@ class Metrics:
         # A series that first appears at 1 is no increase to a rate().
         self._pulls.labels("delivered", NO_CODE)
         self._pull_seconds.labels("delivered")
+        self._retries.labels("delivered")
         self._handshakes.labels("ok")
         for phase in PHASES:
             self._phase_seconds.labels(phase)

@@ -218,6 +218,8 @@ def test_mischief_really_happens():
             run.step()
         run.settle()
         total += run.counts
+        records = [record for host in run.world.hosts.values() for record in host.records]
+        total["retried"] += sum(getattr(record, "retried", False) for record in records)
         for worker, ticket, *_ in run.pulls:
             ended = worker.ended(ticket)
             total[type(ended).__name__] += 1
@@ -225,7 +227,7 @@ def test_mischief_really_happens():
                 total[ended.code] += 1
                 total["unsafe"] += not ended.safe_to_reuse
     wanted = ["lost", "doubled", "movers killed", "workers killed", "Delivered", "Failed", "unsafe"]
-    wanted += ["released", "deadline", "cancelled", "mover-lost", "transport"]
+    wanted += ["released", "deadline", "cancelled", "mover-lost", "retried"]
     assert all(total[name] > 0 for name in wanted), total
 
 

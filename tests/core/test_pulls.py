@@ -7,7 +7,7 @@ import itertools
 import pytest
 from world import World
 
-from kvxferd.core.pulls import MOVES, Phase, Signal
+from kvxferd.core.pull import MOVES, Phase, Signal
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 
