@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvxferd.cli.explain.descriptions import Engine
-from kvxferd.cli.explain.wording import spans
+from kvxferd.cli.explain.wording import layers_in_short, spans
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, RankLayout, UnitRange
 
@@ -44,11 +44,13 @@ class Stage:
 
     def variants(self) -> tuple[str, ...]:
         """Return what to call it, the longest first."""
-        layers = f"{self.start_layer}-{self.end_layer - 1}" if self.end_layer > self.start_layer else "none"
+        layers = range(self.start_layer, self.end_layer)
+        if not layers:
+            return (f"stage {self.pp_rank}: no layers", f"pp{self.pp_rank}: none", str(self.pp_rank))
         return (
-            f"stage {self.pp_rank}: layers {layers}",
-            f"pp{self.pp_rank}: L{layers}",
-            f"L{layers}",
+            f"stage {self.pp_rank}: layers {spans(layers)}",
+            f"pp{self.pp_rank}: {layers_in_short(layers)}",
+            layers_in_short(layers),
             f"pp{self.pp_rank}",
             str(self.pp_rank),
         )

@@ -38,7 +38,7 @@ BARS = 150.0  # of the longest bar
 NOT_READ = "#f4f5f7"
 SENTENCES = 4  # on runs
 # (ranks along one side, a cell's width if they are columns, its height if they are rows)
-_CELLS = ((4, 128.0, 58.0), (8, 96.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
+_CELLS = ((4, 128.0, 58.0), (8, 104.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
 _LEAST = (9.0, 12.0)  # beyond those; the picture grows
 
 
@@ -87,6 +87,8 @@ class _Matrix:
         self.columns = sorted(explanation.prefill.ranks)
         self.rows = list(explanation.ranks)
         self.width, self.height = _cell(len(self.columns), 0), _cell(len(self.rows), 1)
+        if len(self.kinds) > 1 and len(self.rows) <= 16:
+            self.height = max(self.height, 64.0)  # two lines for each kind
         self.column_tracks = tracks(explanation.prefill, self.kinds)
         self.row_tracks = tracks(explanation.decode, self.kinds)
         self.most = {kind: max(self._sizes(kind), default=1) or 1 for kind in self.kinds}
@@ -212,6 +214,8 @@ class _Matrix:
         self.canvas.rect(x, y, self.width - 2, height, shade(SCALES[read.kind], fraction), title=title)
         ink = "#ffffff" if fraction > 0.5 else INK
         layers, heads = layers_in_short(read.layers), heads_in_short(read.units)
+        if text_width(f"{layers}, {heads}", 10) > self.width - 6:
+            layers = fitting((layers, f"{len(read.layers)} layers"), self.width - 34, 10) or layers
         lines = [in_bytes(read.num_bytes), f"{layers}, {heads}"]
         if text_width(lines[1], 10) > self.width - 6:
             lines = [lines[0], layers, heads]
