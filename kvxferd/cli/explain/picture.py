@@ -213,13 +213,16 @@ class _Matrix:
         )
         self.canvas.rect(x, y, self.width - 2, height, shade(SCALES[read.kind], fraction), title=title)
         ink = "#ffffff" if fraction > 0.5 else INK
-        layers, heads = layers_in_short(read.layers), heads_in_short(read.units)
-        if text_width(f"{layers}, {heads}", 10) > self.width - 6:
-            layers = fitting((layers, f"{len(read.layers)} layers"), self.width - 34, 10) or layers
-        lines = [in_bytes(read.num_bytes), f"{layers}, {heads}"]
-        if text_width(lines[1], 10) > self.width - 6:
-            lines = [lines[0], layers, heads]
         room = self.width - 6
+        layers, heads = layers_in_short(read.layers), heads_in_short(read.units)
+        if (
+            fitting((f"{layers}, {heads}", counted := f"{len(read.layers)} layers, {heads}"), room, 10)
+            == counted
+        ):
+            layers = f"{len(read.layers)} layers"
+        lines = [in_bytes(read.num_bytes), f"{layers}, {heads}"]
+        if text_width(lines[1], 10) > room:
+            lines = [lines[0], layers, heads]
         lines = [line for line in lines if text_width(line, 10) <= room][: int((height - 4) // 12)]
         together = f"{in_bytes(read.num_bytes)}: {layers}, {heads}"
         if len(lines) == 1 and text_width(together, 10) <= room:
