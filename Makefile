@@ -41,3 +41,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# Faults against real daemons, movers and workers; the last line is JSON. SABOTAGE=corrupt, late-write,
+# hang or leak shows that a broken promise is noticed.
+FAULTS ?= 100
+.PHONY: chaos
+chaos: $(STAMP)
+	PYTHONPATH=tests $(VENV)/bin/python -m chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
+		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
+
+# Engines come and go for a long while, and nothing may grow.
+MINUTES ?= 30
+TRANSFERS ?= 100000
+.PHONY: soak
+soak: $(STAMP)
+	PYTHONPATH=tests $(VENV)/bin/python -m chaos.soak --minutes $(MINUTES) --transfers $(TRANSFERS) \
+		$(if $(SEED),--seed $(SEED))

@@ -1,4 +1,4 @@
-"""A transport failure is read once more, on a new grant and new connections, before the engine hears of it."""
+"""A transport failure is read once more, on a new grant and a new connection, before anybody hears of it."""
 
 from __future__ import annotations
 
