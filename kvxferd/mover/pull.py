@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, PullId
+from kvxferd.ids import AgentName, PullId, Rank
 from kvxferd.mover.slices import Slicer
 from kvxferd.mover.transport import ReadHandle
+from kvxferd.plan import Runs
 from kvxferd.wire.mover import PullOutcome, StartPull
 
 
@@ -38,6 +40,8 @@ class Pull:
 
     request: StartPull
     arrived_at: float
+    # What is not worked out yet: a request of many millions of runs is expanded a part at a time.
+    parts: Iterator[dict[Rank, Runs]] | None = None
     sources: deque[tuple[AgentName, Slicer]] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
     fault: Fault | None = None
@@ -49,6 +53,7 @@ class Pull:
     num_bytes: int = 0
     num_runs: int = 0
     expanded_at: float | None = None
+    queue_s: float = 0.0
     expand_s: float = 0.0
     post_s: float = 0.0
     first_post_at: float | None = None
@@ -65,20 +70,41 @@ class Pull:
         return self.fault is None and bool(self.sources)
 
     @property
+    def needs_part(self) -> bool:
+        """What was worked out is posted, and there is more."""
+        return self.parts is not None and not self.sources
+
+    @property
     def awaits_fence(self) -> bool:
         """All data is here; the fence word has not been asked for."""
-        return self.fault is None and not self.sources and not self.flights and self.fence_posted_at is None
+        left = self.sources or self.parts is not None or self.flights
+        return self.fault is None and not left and self.fence_posted_at is None
+
+    def next_part(self) -> None:
+        """Work out the next part, or find that there is none. Raises what the expansion raises."""
+        assert self.parts is not None
+        part = next(self.parts, None)
+        if part is None:
+            self.parts = None
+            return
+        agents = {source.rank: source.agent for source in self.request.sources}
+        for rank, columns in part.items():
+            slicer = Slicer(columns)
+            if not slicer.is_empty:
+                self.num_bytes += slicer.num_bytes
+                self.num_runs += slicer.num_runs
+                self.sources.append((agents[rank], slicer))
 
     def fail(self, fault: Fault) -> None:
         """Post nothing more. The first reason counts."""
         if self.fault is None:
             self.fault = fault
         self.sources.clear()
+        self.parts = None
 
     def outcome(self, now: float) -> PullOutcome:
         """Say how it ended, at `now`."""
         fault = self.fault
-        expanded_at = now if self.expanded_at is None else self.expanded_at
         data_done_at = now if self.data_done_at is None else self.data_done_at
         return PullOutcome(
             delivered=fault is None,
@@ -89,7 +115,7 @@ class Pull:
             agent=fault.agent if fault else None,
             bytes=self.num_bytes,
             runs=self.num_runs,
-            queue_s=max(0.0, expanded_at - self.expand_s - self.arrived_at),
+            queue_s=self.queue_s,
             expand_s=self.expand_s,
             post_s=self.post_s,
             wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,

@@ -27,9 +27,9 @@ from kvxferd.ids import AgentName, Digest, PullId, RegionId
 from kvxferd.mover.pull import Fault, Flight, Pull
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch
-from kvxferd.mover.slices import Budget, Slicer
+from kvxferd.mover.slices import Budget
 from kvxferd.mover.transport import Transport, TransportError
-from kvxferd.plan import Expander, Runs, decode_plan
+from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiet, StartPull
 
@@ -43,11 +43,18 @@ SETTLE_S = 0.1
 class PullEngine:
     """Runs the pulls of one mover. One thread."""
 
-    def __init__(self, transport: Transport, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float] = time.perf_counter,
+        max_runs: int = MAX_RUNS,
+    ) -> None:
+        """`max_runs`: about as many runs of one pull are worked out at a time."""
         self.outbox: deque[FromMover] = deque()
         self.remotes = Remotes(transport)
         self._transport = transport
         self._clock = clock
+        self._max_runs = max_runs
         self._scratch = Scratch(transport)
         self._bases: Mapping[RegionId, int] = {}
         self._plans: dict[Digest, Expander] = {}
@@ -99,6 +106,7 @@ class PullEngine:
         for pull in tuple(self._reading):
             moved |= self._poll(pull)
         moved |= self._expand_next()
+        moved |= self._expand_further()
         moved |= self._post_next()
         for pull in tuple(self._reading):
             moved |= self._conclude(pull)
@@ -111,36 +119,44 @@ class PullEngine:
             return False
         pull = self._waiting.popleft()
         if pull.fault is None:
-            began = self._clock()
-            try:
-                self._expand(pull)
-            except KvxferdError as error:
-                pull.fail(Fault(error.code, error.message, self._clock()))
-            except Exception as error:
-                _LOG.exception("cannot expand pull %s", pull.pull)
-                pull.fail(Fault(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
+            pull.queue_s = self._clock() - pull.arrived_at
+            self._expand(pull, self._begin)
             pull.expanded_at = self._clock()
-            pull.expand_s = pull.expanded_at - began
         self._reading.append(pull)
         return True
 
-    def _expand(self, pull: Pull) -> None:
+    def _expand_further(self) -> bool:
+        """Work out the next part of one pull that has posted all it had."""
+        for pull in self._reading:
+            if pull.needs_part:
+                self._expand(pull, Pull.next_part)
+                return True
+        return False
+
+    def _expand(self, pull: Pull, work: Callable[[Pull], None]) -> None:
+        began = self._clock()
+        try:
+            work(pull)
+        except KvxferdError as error:
+            pull.fail(Fault(error.code, error.message, self._clock()))
+        except Exception as error:
+            _LOG.exception("cannot expand pull %s", pull.pull)
+            pull.fail(Fault(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
+        pull.expand_s += self._clock() - began
+
+    def _begin(self, pull: Pull) -> None:
         request = pull.request
         expander = self._plans.get(request.plan)
         if expander is None:
             raise KvxferdError(f"cannot expand plan {request.plan}: it is not known here")
-        agents = {source.rank: source.agent for source in request.sources}
         remote_bases = {
             source.rank: {region.region: region.address for region in source.regions}
             for source in request.sources
         }
-        runs = expander.expand(request.local, request.remote, request.num_tokens, self._bases, remote_bases)
-        for rank, columns in runs.items():
-            slicer = Slicer(columns)
-            if not slicer.is_empty:
-                pull.num_bytes += slicer.num_bytes
-                pull.num_runs += slicer.num_runs
-                pull.sources.append((agents[rank], slicer))
+        pull.parts = expander.parts(
+            request.local, request.remote, request.num_tokens, self._bases, remote_bases, self._max_runs
+        )
+        pull.next_part()
 
     def _post_next(self) -> bool:
         """Post one slice, of the pull that has waited longest for its turn."""
@@ -261,7 +277,7 @@ class PullEngine:
         """Nothing is under way, and nothing more will be."""
         if pull.fault is not None:
             return True
-        if pull.expanded_at is None or pull.sources:
+        if pull.expanded_at is None or pull.sources or pull.parts is not None:
             return False
         return pull.fence_posted_at is not None or not pull.num_runs
 

@@ -14,7 +14,7 @@ from kvxferd.plan.conv import (
     logical_to_remote_block_ids,
 )
 from kvxferd.plan.differences import Difference, find_differences
-from kvxferd.plan.expand import Expander, Runs
+from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
 from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.planner import make_plan
@@ -33,6 +33,7 @@ from kvxferd.plan.structs import Plan, decode_plan, encode_plan
 from kvxferd.plan.topology import TransferTopology
 
 __all__ = [
+    "MAX_RUNS",
     "CacheProperties",
     "Difference",
     "EngineTransferInfo",

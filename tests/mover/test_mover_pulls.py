@@ -19,7 +19,7 @@ from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.pulls import PullEngine
 from kvxferd.mover.slices import MAX_DESCRIPTORS, MAX_PIECE_BYTES, Budget, Slicer
 from kvxferd.mover.transport import Span, TransportError
-from kvxferd.plan import Runs, encode_plan, make_plan
+from kvxferd.plan import MAX_RUNS, Runs, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import FencePlace, FromMover, PullDone, PullOutcome, PullQuiet, Source, StartPull
 
@@ -56,7 +56,7 @@ class Memory:
 class Bench:
     """A reader of TP 1 and an engine of TP 2 that it reads, on a fabric."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_runs: int = MAX_RUNS) -> None:
         self.now = 0.0
         self.fabric = Fabric()
         self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
@@ -73,7 +73,7 @@ class Bench:
         transport = MemoryTransport(self.fabric, AgentName("d/0"))
         ours = layout(spec("D", 1, 0))
         self.local = Memory(transport, ours.regions[0].size_bytes)
-        self.engine = PullEngine(transport, lambda: self.now)
+        self.engine = PullEngine(transport, lambda: self.now, max_runs)
         self.engine.bind({RegionId("kv"): self.local.span.address})
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
@@ -378,3 +378,35 @@ def test_a_budget_follows_the_time_that_slices_take() -> None:
     for _ in range(20):
         budget.took(0.0, was_full=True)
     assert budget.bytes == Budget.MAX_BYTES
+
+
+def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
+    """Memory is bounded by the part, not by the request; what arrives and what is told stay the same."""
+    whole, parts = Bench(), Bench(max_runs=16)
+    for one in (whole, parts):
+        number = one.start(scattered(200))
+        one.run()
+        assert one.outcomes()[number].delivered
+    assert (whole.local.array == parts.local.array).all()
+    (first,), (second,) = whole.outcomes().values(), parts.outcomes().values()
+    assert first.bytes == second.bytes
+    assert second.runs >= first.runs > 16
+
+
+def test_a_pull_that_is_aborted_between_two_parts_ends() -> None:
+    bench = Bench(max_runs=16)
+    number = bench.start(scattered(200))
+    bench.engine.step()
+    bench.engine.abort(number)
+    bench.run()
+    assert bench.outcomes()[number].code is Code.CANCELLED
+    assert not bench.engine.is_busy
+
+
+def test_a_word_that_changes_between_two_parts_is_no_delivery() -> None:
+    bench = Bench(max_runs=16)
+    number = bench.start(scattered(200))
+    bench.engine.step()
+    bench.fence.page[0:16] = bytes(16)
+    bench.run()
+    assert bench.outcomes()[number].code is Code.RELEASED
