@@ -47,6 +47,7 @@ from kvxferd.core.events import (
     MoverUnavailable,
     Tick,
 )
+from kvxferd.core.limits import Limits
 from kvxferd.core.node import Node
 from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -74,6 +75,15 @@ def settings_of(config: Config, trust: Trust) -> Settings:
     """What the core needs of the configuration."""
     return Settings(
         trust=trust,
+        limits=Limits(
+            max_ranks=config.limits.max_ranks,
+            max_transfers_per_engine=config.limits.max_transfers_per_engine,
+            max_pulls_per_rank=config.limits.max_pulls_per_rank,
+            max_inflight_bytes=config.limits.max_inflight_bytes,
+            max_peers=config.limits.max_peers,
+            max_waiting_per_peer=config.limits.max_waiting_per_peer,
+            max_waiting=config.limits.max_waiting,
+        ),
         lease_s=config.transfer.lease_s,
         max_hold_s=config.transfer.max_hold_s,
         unknown_wait_s=config.transfer.unknown_wait_s,
@@ -99,7 +109,7 @@ class Daemon:
         self._idle = asyncio.Event()
         self._history = History()
         self._metrics = Metrics(self.snapshot)
-        self._workers = WorkerSocket(config.worker, self._on_event)
+        self._workers = WorkerSocket(config.worker, self._on_event, config.limits.max_sessions)
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
         self._trust = trust_of(config.peer, key)

@@ -82,6 +82,7 @@ class KvxferdError(Exception):
     """Base of all: a code for machines, a sentence for people."""
 
     default_code = Code.INTERNAL
+    retry_after_s: float = 0.0  # 0: asking again after a while is not what helps
 
     def __init__(self, message: str, code: Code | None = None) -> None:
         super().__init__(message)

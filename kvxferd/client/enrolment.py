@@ -96,7 +96,8 @@ class Enrolment:
         self._unproven = False
         if not self.awaited:
             return False
-        self.refusal, self.awaited = Refusal(message.code, message.message), False
+        self.refusal = Refusal(message.code, message.message, message.retry_after_s)
+        self.awaited = False
         if self.done_before:
             self.left()
         else:

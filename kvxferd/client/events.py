@@ -51,6 +51,7 @@ class Failed:
     message: str
     blocks: Mapping[str, BlockList]
     safe_to_reuse: bool
+    retry_after_s: float = 0.0  # with the code `busy`: when pulling again may help
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class PublishRefused:
     transfer_id: TransferId
     code: Code
     message: str
+    retry_after_s: float = 0.0  # with the code `busy`: when publishing again may help
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from kvxferd.client.connection import Connection
 from kvxferd.client.membership import Member, PublisherMember, RankMember, Regions, checked, export
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import check_name
-from kvxferd.client.waiting import await_answer, await_welcome
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.client.waiting import as_error, await_answer, await_welcome
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
 
@@ -48,7 +48,8 @@ class Client:
         `regions` gives the sealed memory of each region of the layout: a mapping, or a list of
         `Region` where several lie in one memory. Every rank of an engine gives one generation,
         chosen by the first. Raises EngineError with the daemon's code and sentence when it
-        refuses, and the connection can be used again; KvxferdError after `timeout_s`.
+        refuses (with the code `busy` and `retry_after_s` at one of its limits), and the connection can be
+        used again; KvxferdError after `timeout_s`.
         """
         engine, layout = checked(engine, "engine"), checked(layout, "layout")
         exports = export(layout, regions)
@@ -80,7 +81,7 @@ class Client:
                 connection.hang_up()  # an answer that comes late must not register anything
                 raise
             if answer is not None:
-                raise EngineError(answer.message, answer.code)
+                raise as_error(answer)
 
     def close(self) -> None:
         """Close the connection, and with it the rank or publisher that it became."""

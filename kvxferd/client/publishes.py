@@ -141,7 +141,7 @@ class Publishes:
             self._again[publish.transfer_id] = now + AGAIN_AFTER_S
             return
         self._forget(message.transfer_id)
-        self._emit(PublishRefused(message.transfer_id, message.code, message.message))
+        self._emit(PublishRefused(message.transfer_id, message.code, message.message, message.retry_after_s))
 
     def take_again(self, now: float) -> list[TransferId]:
         """Return what to send once more."""

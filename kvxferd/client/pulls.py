@@ -95,6 +95,7 @@ class Pull:
     due: float | None = None  # when its timer fires
     code: Code = Code.DEADLINE  # why it fails when its timer fires, or its mover dies
     message: str = ""
+    retry_after_s: float = 0.0
 
 
 class Pulls:
@@ -169,6 +170,7 @@ class Pulls:
         if pull := self._known(message.ticket):
             if pull.phase is Phase.SENT:
                 pull.code, pull.message = message.code, message.message
+                pull.retry_after_s = message.retry_after_s
             self._step(pull, Signal.FAILED_SAFE if message.safe_to_reuse else Signal.FAILED_UNSAFE)
 
     def quiesced(self, message: worker.Quiesced) -> None:
@@ -256,4 +258,5 @@ class Pulls:
                 self._emit(Quiesced(pull.ticket, unpack(pull.blocks)))
             case Says.FAILED_SAFE | Says.FAILED_UNSAFE:
                 safe = says is Says.FAILED_SAFE
-                self._emit(Failed(pull.ticket, pull.code, pull.message, unpack(pull.blocks), safe))
+                blocks = unpack(pull.blocks)
+                self._emit(Failed(pull.ticket, pull.code, pull.message, blocks, safe, pull.retry_after_s))

@@ -13,7 +13,7 @@ from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.membership import Regions, export
 from kvxferd.client.refs import AnyRef, TransferRef, check_name, read_ref
 from kvxferd.client.standing import Standing
-from kvxferd.client.waiting import await_answer
+from kvxferd.client.waiting import as_error, await_answer
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import RankLayout
@@ -180,7 +180,7 @@ class RankHandle(Publisher):
             connection.wake()
             answer = await_answer(connection, f"resume {self._session.enrolment.member}", timeout_s)
             if answer is not None:
-                raise EngineError(answer.message, answer.code)
+                raise as_error(answer)
 
 
 def _seconds(value: float, name: str, what: str) -> float:

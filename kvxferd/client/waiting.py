@@ -6,7 +6,7 @@ import errno
 
 from kvxferd.client.connection import Connection
 from kvxferd.client.standing import Standing
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.wire.common import Refusal
 
 # Whoever waits may see these pass: the daemon is not there yet, or its backlog is full.
@@ -69,6 +69,13 @@ def await_answer(connection: Connection, what: str, timeout_s: float) -> Refusal
         f"cannot {what} within {timeout_s:g} s: the daemon has not answered; look at its log, or wait longer",
         Code.DEADLINE,
     )
+
+
+def as_error(refusal: Refusal) -> EngineError:
+    """Return the daemon's refusal as what a caller is told."""
+    error = EngineError(refusal.message, refusal.code)
+    error.retry_after_s = refusal.retry_after_s
+    return error
 
 
 def _is_lasting(trouble: OSError | None) -> bool:

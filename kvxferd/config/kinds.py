@@ -38,6 +38,7 @@ HostPort = Annotated[
     msgspec.Meta(pattern=rf"^({_HOST_PORT})?\Z", title='host:port; port 0 takes any free one; "" is off'),
 ]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1_000_000, title="a count, 1 to 1000000")]
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 60, title="bytes")]
 PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]

@@ -9,6 +9,7 @@ import msgspec
 
 from kvxferd.config.kinds import (
     Advertised,
+    Bytes,
     Directory,
     Environment,
     FileMode,
@@ -16,6 +17,7 @@ from kvxferd.config.kinds import (
     Ids,
     KeyFile,
     Keys,
+    Limit,
     LogFormat,
     LogLevel,
     MoverLibrary,
@@ -101,6 +103,19 @@ class DrainConfig(Section, frozen=True):
     limit_s: SecondsOrZero = 30.0
 
 
+class LimitsConfig(Section, frozen=True):
+    """How much the node takes before it says `busy`, with a time to ask again."""
+
+    max_sessions: Limit = 256  # connections on the worker socket
+    max_ranks: Limit = 64  # registered here
+    max_transfers_per_engine: Limit = 8192  # published and not released
+    max_pulls_per_rank: Limit = 1024  # that have not ended
+    max_inflight_bytes: Bytes = 1 << 40  # of those pulls, all ranks together
+    max_peers: Limit = 512  # daemons that this one asks
+    max_waiting_per_peer: Limit = 8192  # questions of one peer that wait for something
+    max_waiting: Limit = 32_768  # of all peers
+
+
 class LogConfig(Section, frozen=True):
     """The log, on standard error."""
 
@@ -119,6 +134,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     transfer: TransferConfig = TransferConfig()
     mover: MoverConfig = MoverConfig()
     drain: DrainConfig = DrainConfig()
+    limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:

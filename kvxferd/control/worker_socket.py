@@ -83,9 +83,12 @@ class _Connection:
 class WorkerSocket:
     """Listens on the socket's path while started. `on_event` gets every event, on the loop's thread."""
 
-    def __init__(self, config: WorkerConfig, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, on_event: Callable[[Event], None], max_sessions: int = 256
+    ) -> None:
         self._config = config
         self._on_event = on_event
+        self._max_sessions = max_sessions
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, _Connection] = {}
         self._numbers = itertools.count(1)
@@ -152,8 +155,10 @@ class WorkerSocket:
             )
         )
         link = Link(accepted)
-        if not self._may_connect(credentials):
-            self._turn_away(link, credentials)
+        if (farewell := self._obstacle(credentials)) is not None:
+            link.send(encode(farewell))
+            link.flush()
+            link.close()
             return
         session = SessionId(next(self._numbers))
         connection = _Connection(session, link, credentials, *_death_watch(accepted, credentials.pid))
@@ -167,14 +172,21 @@ class WorkerSocket:
             return True  # the file's mode has decided
         return credentials.uid in (0, os.geteuid(), *uids) or credentials.gid in gids
 
-    def _turn_away(self, link: Link, credentials: Credentials) -> None:
-        text = (
-            f"cannot use this socket as uid {credentials.uid}, gid {credentials.gid}: "
-            "add one of them to worker.allowed_uids or worker.allowed_gids"
-        )
-        link.send(encode(Farewell(code=Code.NOT_ALLOWED, message=text)))
-        link.flush()
-        link.close()
+    def _obstacle(self, credentials: Credentials) -> Farewell | None:
+        """What whoever connects is told before the connection is closed; None if they may stay."""
+        if not self._may_connect(credentials):
+            text = (
+                f"cannot use this socket as uid {credentials.uid}, gid {credentials.gid}: "
+                "add one of them to worker.allowed_uids or worker.allowed_gids"
+            )
+            return Farewell(code=Code.NOT_ALLOWED, message=text)
+        if len(self._connections) >= self._max_sessions:
+            text = (
+                f"cannot take another connection: {self._max_sessions} are open (limits.max_sessions); "
+                "close some, or try again later"
+            )
+            return Farewell(code=Code.BUSY, message=text)
+        return None
 
     # --- hearing
 

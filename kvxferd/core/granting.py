@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToRoute
 from kvxferd.core.fences import Fences, PagePlace
+from kvxferd.core.limits import check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import Grant, Transfer
-from kvxferd.errors import Code
+from kvxferd.errors import BusyError, Code
 from kvxferd.ids import AgentName, GrantId
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.ids_stream import split_ids
@@ -26,6 +27,7 @@ from kvxferd.wire.peer import (
     PeerRefused,
     RenewGrants,
     ReturnGrant,
+    refusal_of,
 )
 
 
@@ -69,6 +71,12 @@ class Granting:
         if waiting is not None:
             waiting.route, waiting.question = route, question  # asked again: the last route is the live one
         else:
+            try:
+                routes = (ask.route for ask in self._asks.values())
+                check_waiting(routes, len(self._asks), route, self._moment.settings.limits)
+            except BusyError as error:
+                self._moment.do(ToRoute(route, refusal_of(question.request, error)))
+                return
             waiting = self._asks[question.grant] = _Ask(route, question, self._moment.now)
         self._consider(waiting)
 

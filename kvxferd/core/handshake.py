@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.effects import ToRoute
+from kvxferd.core.limits import check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import BusyError, Code, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.plan import require_pp_aware
-from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused
+from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
 
 
 @dataclass(slots=True)
@@ -34,6 +35,12 @@ class Handshakes:
         """Answer now or later. The same question again changes nothing."""
         key = (route, question.request)
         if key not in self._fetches:
+            try:
+                routes = (fetch.route for fetch in self._fetches.values())
+                check_waiting(routes, len(self._fetches), route, self._moment.settings.limits)
+            except BusyError as error:
+                self._moment.do(ToRoute(route, refusal_of(question.request, error)))
+                return
             self._fetches[key] = _Fetch(route, question, self._moment.now)
         self._consider(self._fetches[key])
 

@@ -151,7 +151,7 @@ class Holds:
                 self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn(hold)
                 return
-            self._settle(hold, Refusal(answer.code, answer.message))
+            self._settle(hold, Refusal(answer.code, answer.message, answer.retry_after_s))
         else:
             what = type(answer).__name__
             self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))

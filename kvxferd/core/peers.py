@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxferd.core.effects import ForgetPeer, Observed
+from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
 from kvxferd.core.registry import check_manifest
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
@@ -33,8 +34,8 @@ from kvxferd.wire.peer import (
     PeerMessage,
     PeerRefused,
     Question,
+    refusal_of,
 )
-
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
@@ -80,6 +81,11 @@ class Peers:
 
     def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
         """Ask a peer, after greeting it. `make` gets the request number."""
+        try:
+            self._check_room(endpoint)
+        except BusyError as error:
+            on_answer(refusal_of(0, error))
+            return
         peer = self._peer(endpoint)
         self._forget_later(peer)
         if peer.boot is not None:
@@ -88,6 +94,12 @@ class Peers:
         peer.waiting.append((make, give_up_s, on_answer))
         if len(peer.waiting) == 1:
             self._greet(peer)
+
+    def _check_room(self, endpoint: Endpoint) -> None:
+        if endpoint not in self._peers:
+            what = f"reach {endpoint}: {len(self._peers)} peers are known already"
+            limit = self._moment.settings.limits.max_peers
+            check_count(len(self._peers), limit, what, "limits.max_peers", RETRY_LATER_S)
 
     def _peer(self, endpoint: Endpoint) -> Peer:
         if endpoint not in self._peers:
@@ -190,6 +202,11 @@ class Peers:
 
     def learn(self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt) -> None:
         """Find out about an engine; at once where it is known."""
+        try:
+            self._check_room(endpoint)
+        except BusyError as error:
+            on_learnt(Refusal(error.code, error.message, error.retry_after_s))
+            return
         peer = self._peer(endpoint)
         if key in peer.engines:
             on_learnt(peer.engines[key])
@@ -217,7 +234,7 @@ class Peers:
         """Turn the answer into an engine, if it is one that can be read."""
         if not isinstance(answer, EngineManifest):
             refused = _as_refusal(answer)
-            return Refusal(refused.code, refused.message)
+            return Refusal(refused.code, refused.message, refused.retry_after_s)
         if not answer.ranks or any(manifest.spec.key != key for manifest in answer.ranks):
             return Refusal(
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"

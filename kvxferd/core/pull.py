@@ -8,7 +8,7 @@ from enum import StrEnum
 from kvxferd.core.holds import Hold
 from kvxferd.core.registry import LocalRank
 from kvxferd.ids import GroupName, MoverId, PullId, Ticket
-from kvxferd.layout import PackedBlocks, RankLayout
+from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.mover import PullOutcome
 
@@ -89,8 +89,7 @@ class Pull:
     @property
     def local_bytes(self) -> int:
         """The memory of its blocks on this rank."""
-        num = {group: len(packed) for group, packed in self.blocks.items()}
-        return sum(num.get(group, 0) * size for group, size in block_bytes(self.rank.layout).items())
+        return self.rank.bytes_of(self.blocks)
 
     def can(self, signal: Signal) -> bool:
         """Whether this may happen to the pull now."""
@@ -100,13 +99,3 @@ class Pull:
         """Take the step; a KeyError is our own bug."""
         self.phase = MOVES[self.phase, signal]
         return self.phase
-
-
-def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
-    """Bytes that one block id of each group stands for on this rank."""
-    groups = {group.name: group for group in layout.groups}
-    sizes = dict.fromkeys(groups, 0)
-    for tensor in layout.tensors:
-        items = max(1, groups[tensor.group].block_tokens // tensor.granule_tokens)
-        sizes[tensor.group] += tensor.num_units * tensor.content_bytes * items
-    return sizes

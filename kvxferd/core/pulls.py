@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvxferd.core.effects import Observed, ToMover, ToWorker
 from kvxferd.core.holds import Hold, Holds, HoldState
+from kvxferd.core.limits import Load
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.pull import Phase, Pull, Signal
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import AgentName, MoverId, PullId, Ticket
+from kvxferd.ids import AgentName, GroupName, MoverId, PullId, Ticket
+from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.ids_stream import split_ids
@@ -32,6 +36,7 @@ class Pulls:
         self._movers = movers
         self._pulls: dict[PullId, Pull] = {}
         self._last = 0
+        self._load = Load(moment.settings.limits)
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -51,9 +56,14 @@ class Pulls:
         self._last += 1
         return PullId(self._last)
 
+    def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
+        """Raise BusyError where a pull into these blocks would be one too many."""
+        self._load.check(rank.session, rank.bytes_of(blocks), what)
+
     def start(self, pull: Pull) -> None:
         """Follow a pull whose hold has been asked for."""
         self._pulls[pull.pull] = pull
+        self._load.add(pull.rank.session, pull.local_bytes)
         self._moment.timers.set(("deadline", pull.pull), pull.deadline, lambda: self._expire(pull))
         self._holds.when_settled(pull.hold, lambda: self._settled(pull))
 
@@ -68,7 +78,8 @@ class Pulls:
         if hold.settled is not None:
             pull.phases_s["grant"] = max(0.0, hold.settled - max(hold.learnt or 0.0, pull.received))
         if hold.refusal is not None:
-            self._refuse(pull, hold.refusal.code, hold.refusal.message)
+            refusal = hold.refusal
+            self._fail(pull, Signal.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
             return
         self._let_go_of_former(pull)
         self.post(pull)
@@ -215,7 +226,7 @@ class Pulls:
     def _refuse(self, pull: Pull, code: Code, message: str) -> None:
         self._fail(pull, Signal.REFUSE, code, message)
 
-    def _fail(self, pull: Pull, signal: Signal, code: Code, message: str) -> None:
+    def _fail(self, pull: Pull, signal: Signal, code: Code, message: str, retry_after_s: float = 0.0) -> None:
         was_stopping = pull.phase is Phase.STOPPING
         phase = pull.move(signal)
         if phase is Phase.QUIET:
@@ -223,10 +234,14 @@ class Pulls:
             return
         if was_stopping and phase is Phase.FAILED:
             code, message = Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled"
-        self._tell(
-            pull,
-            Failed(ticket=pull.ticket, code=code, message=message, safe_to_reuse=pull.blocks_are_free),
+        failed = Failed(
+            ticket=pull.ticket,
+            code=code,
+            message=message,
+            safe_to_reuse=pull.blocks_are_free,
+            retry_after_s=retry_after_s,
         )
+        self._tell(pull, failed)
         outcome = "cancelled" if code is Code.CANCELLED else "failed"
         self._observe(pull, outcome, code, message, self._moment.now)
         if phase is Phase.FAILED:
@@ -247,6 +262,7 @@ class Pulls:
 
     def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.pull]
+        self._load.remove(pull.rank.session, pull.local_bytes)
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
         self._let_go_of_former(pull)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, NeedMover, ToWorker
 from kvxferd.core.fences import Fences
+from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
@@ -64,6 +65,7 @@ class Ranks:
                 return
             _check_problem(problem)
             self._check_admission(session)
+            self._check_room()
             spec = check_spec(said.engine, said.incarnation)
             if not self._registry.is_home(spec):
                 self._moment.settings.trust.check(spec.home)
@@ -72,7 +74,7 @@ class Ranks:
             rank = LocalRank(session.session, spec, said.layout, said.regions, said.incarnation, said.request)
             self._registry.claim(rank)
         except KvxferdError as error:
-            self._refuse(session, said.request, error.code, error.message)
+            self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return
         session.rank = rank
         self._moment.do(AdoptRegions(session.session))
@@ -87,6 +89,12 @@ class Ranks:
             raise EngineError(
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
+
+    def _check_room(self) -> None:
+        num_ranks = sum(len(list(engine.sessions())) for engine in self._registry)
+        limit = self._moment.settings.limits.max_ranks
+        what = f"register: {num_ranks} ranks are registered here"
+        check_count(num_ranks, limit, what, "limits.max_ranks", RETRY_LATER_S)
 
     def _register_again(self, session: Session, rank: LocalRank, said: Register) -> None:
         if (said.engine.key, said.engine.rank) != (rank.spec.key, rank.spec.rank):
@@ -118,8 +126,11 @@ class Ranks:
         registered = Registered(request=said.request, endpoint=self._moment.endpoint)
         self._moment.do(ToWorker(session.session, registered))
 
-    def _refuse(self, session: Session, request: int, code: Code, message: str) -> None:
-        self._moment.do(ToWorker(session.session, Refused(request=request, code=code, message=message)))
+    def _refuse(
+        self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
+        self._moment.do(ToWorker(session.session, refused))
 
     # --- the mover comes
 

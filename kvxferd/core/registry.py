@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,12 +15,13 @@ from kvxferd.ids import (
     Endpoint,
     EngineId,
     EngineKey,
+    GroupName,
     Incarnation,
     MoverId,
     Rank,
     SessionId,
 )
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Plan, TransferTopology, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
@@ -67,9 +68,15 @@ class LocalRank:
     metadata: bytes = b""
     planned: dict[EngineId, Planned] = field(default_factory=dict)
     topology: TransferTopology = field(init=False)
+    block_bytes: dict[GroupName, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.topology = TransferTopology(self.spec, self.layout)
+        self.block_bytes = block_bytes(self.layout)
+
+    def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
+        """The memory of those blocks."""
+        return sum(len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items())
 
     @property
     def is_readable(self) -> bool:
@@ -294,3 +301,13 @@ def check_manifest(manifest: RankManifest) -> RankManifest:
             Code.REGION_INVALID,
         )
     return msgspec.structs.replace(manifest, spec=spec)
+
+
+def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
+    """Bytes that one block id of each group stands for on this rank."""
+    groups = {group.name: group for group in layout.groups}
+    sizes = dict.fromkeys(groups, 0)
+    for tensor in layout.tensors:
+        items = max(1, groups[tensor.group].block_tokens // tensor.granule_tokens)
+        sizes[tensor.group] += tensor.num_units * tensor.content_bytes * items
+    return sizes

@@ -141,7 +141,13 @@ class Requests:
         try:
             rank, ref = self._admit(session, said, blocks)
         except KvxferdError as error:
-            failed = Failed(ticket=said.ticket, code=error.code, message=error.message, safe_to_reuse=True)
+            failed = Failed(
+                ticket=said.ticket,
+                code=error.code,
+                message=error.message,
+                safe_to_reuse=True,
+                retry_after_s=error.retry_after_s,
+            )
             self._moment.do(ToWorker(session.session, failed))
             return
         hold = self._prepared(session, ref) or self._holds.take(rank, ref, said.deadline_s)
@@ -174,6 +180,7 @@ class Requests:
             raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
         ref = self._clean(said.ref)
         check_blocks(rank.layout, blocks, said.num_tokens)
+        self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
         return rank, ref
 
     def _clean(self, ref: TransferRef) -> TransferRef:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.core.limits import DEFAULT_LIMITS, Limits
 from kvxferd.core.trust import EVERYBODY, Trust
 
 
@@ -24,4 +25,5 @@ class Settings:
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     trust: Trust = EVERYBODY
+    limits: Limits = DEFAULT_LIMITS
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage

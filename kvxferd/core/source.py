@@ -5,12 +5,13 @@ from __future__ import annotations
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import Observed, OverwriteFence, ToWorker
 from kvxferd.core.fences import Fences
+from kvxferd.core.limits import check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import Questions
 from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, Registry
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.transfers import Transfer, TransferKey, Transfers
-from kvxferd.errors import Code, EngineError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks
@@ -50,13 +51,14 @@ class Source:
         """Start a transfer's life, or refuse it. `rank`: the publisher's own, None for a scheduler."""
         try:
             transfer = self._admit(session, engine, rank, said, blocks, fence_word)
-        except EngineError as error:
-            self._moment.do(
-                ToWorker(
-                    session,
-                    PublishRefused(transfer_id=said.transfer_id, code=error.code, message=error.message),
-                )
+        except KvxferdError as error:
+            refused = PublishRefused(
+                transfer_id=said.transfer_id,
+                code=error.code,
+                message=error.message,
+                retry_after_s=error.retry_after_s,
             )
+            self._moment.do(ToWorker(session, refused))
             return
         self.transfers.add(transfer)
         self._watch_lease(transfer)
@@ -73,6 +75,9 @@ class Source:
         engine = self._registry.get(engine_key)
         self._check_publisher(engine_key, engine, said)
         self._check_slot(session, said)
+        limit = self._moment.settings.limits.max_transfers_per_engine
+        full = f"publish transfer {said.transfer_id}: engine {engine_key} has {limit} that are not released"
+        check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
         assert engine is not None
         layouts = (
             [engine.ranks[rank].layout] if rank is not None else [r.layout for r in engine.ranks.values()]
@@ -139,6 +144,9 @@ class Source:
         if transfer := self.transfers.live.get(key):
             transfer.ready.add(rank)
             return
+        limit = self._moment.settings.limits.max_transfers_per_engine
+        if not self.transfers.has_room_for_ready(engine, limit):
+            return  # an engine that says ready and never publishes; its transfers stay unready
         self.transfers.early_ready.setdefault(key, set()).add(rank)
         self._moment.after(
             ("early-ready", key),
@@ -198,7 +206,8 @@ class Source:
         moment.do(OverwriteFence(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
-        self.transfers.end(transfer, why)
+        if (forgotten := self.transfers.end(transfer, why)) is not None:
+            moment.timers.stop(("tombstone", forgotten))
         key = (transfer.engine, transfer.transfer_id)
         moment.timers.stop(("lease", key))
         moment.after(

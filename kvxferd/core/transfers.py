@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxferd.core.limits import MAX_TOMBSTONES
 from kvxferd.core.snapshot import TransferSnapshot
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
@@ -129,14 +130,30 @@ class Transfers:
         self._in_slot[transfer.session, transfer.fence_slot] = transfer
         self._of_engine.setdefault(transfer.engine, {})[key] = None
 
-    def end(self, transfer: Transfer, why: Code) -> None:
-        """End it. What is asked about it later is answered by its tombstone."""
+    def end(self, transfer: Transfer, why: Code) -> TransferKey | None:
+        """End it. What is asked about it later is answered by its tombstone.
+
+        Returns the oldest ended transfer where it had to be forgotten for this one.
+        """
         key = (transfer.engine, transfer.transfer_id)
         del self.live[key]
         self.tombstones[key] = Tombstone(transfer.nonce, why)
         del self._in_slot[transfer.session, transfer.fence_slot]
         _discard(self._of_session, transfer.session, key)
         _discard(self._of_engine, transfer.engine, key)
+        if len(self.tombstones) <= MAX_TOMBSTONES:
+            return None
+        oldest = next(iter(self.tombstones))
+        del self.tombstones[oldest]
+        return oldest
+
+    def num_of_engine(self, engine: EngineKey) -> int:
+        """How many live transfers the engine has."""
+        return len(self._of_engine.get(engine, ()))
+
+    def has_room_for_ready(self, engine: EngineKey, limit: int) -> bool:
+        """Whether the engine has said `ready` for fewer transfers than that before their publish."""
+        return len(self.early_ready) < limit or sum(key[0] == engine for key in self.early_ready) < limit
 
     def grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a grant on the transfer's lease, in place of one of the same name."""

@@ -86,6 +86,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     code: Code
     message: str
+    retry_after_s: float = 0.0  # with the code `busy`: when asking again may help
 
 
 class BlockIds(Message, frozen=True, tag="block-ids"):

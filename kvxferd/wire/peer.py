@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import (
     AgentName,
     BootId,
@@ -247,3 +247,10 @@ PeerMessage = (
     | PeerRefused
     | BlockIds
 )
+
+
+def refusal_of(request: int, error: KvxferdError) -> PeerRefused:
+    """Return the answer that says no because of the error."""
+    return PeerRefused(
+        request=request, code=error.code, message=error.message, retry_after_s=error.retry_after_s
+    )

@@ -148,6 +148,7 @@ class Refused(Message, frozen=True, tag="refused"):
     request: int
     code: Code
     message: str
+    retry_after_s: float = 0.0  # with the code `busy`
 
 
 class Delivered(Message, frozen=True, tag="delivered"):
@@ -166,6 +167,7 @@ class Failed(Message, frozen=True, tag="failed"):
     code: Code
     message: str
     safe_to_reuse: bool
+    retry_after_s: float = 0.0  # with the code `busy`
 
 
 class Quiesced(Message, frozen=True, tag="quiesced"):
@@ -187,6 +189,7 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
     transfer_id: TransferId
     code: Code
     message: str
+    retry_after_s: float = 0.0  # with the code `busy`
 
 
 class Suspended(Message, frozen=True, tag="suspended"):

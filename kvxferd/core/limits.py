@@ -1,0 +1,96 @@
+"""How much of everything a node takes before it says `busy`, and when to ask again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvxferd.errors import BusyError
+from kvxferd.ids import SessionId
+
+# What fills a limit ends within seconds where all is well: a pull, a handshake, a grant's wait.
+RETRY_AFTER_S = 1.0
+# A rank or a peer that goes makes room for another; that is somebody's restart, not a moment.
+RETRY_LATER_S = 10.0
+
+# An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that
+# bound 200 transfers a second are remembered for their whole ten minutes. Of one that was forgotten
+# early a late reader hears `transfer-unknown` where it would have heard how the transfer ended.
+MAX_TOMBSTONES = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The operator's; each default says its arithmetic in config/kvxferd.toml."""
+
+    max_ranks: int = 64
+    max_transfers_per_engine: int = 8192
+    max_pulls_per_rank: int = 1024
+    max_inflight_bytes: int = 1 << 40
+    max_peers: int = 512
+    max_waiting_per_peer: int = 8192
+    max_waiting: int = 32_768
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def check_count(
+    count: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+) -> None:
+    """Raise BusyError where one more would pass the limit. `what` ends a sentence: "register: ..."."""
+    if count >= limit:
+        raise BusyError(
+            f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s", retry_after_s
+        )
+
+
+class Load:
+    """The pulls that run on a node, counted as they come and go."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_pulls: Counter[SessionId] = Counter()
+        self.inflight_bytes = 0
+
+    def check(self, session: SessionId, size_bytes: int, what: str) -> None:
+        """Raise BusyError where one more pull would be too much. One that is too large goes alone."""
+        limits, running = self._limits, self._num_pulls[session]
+        check_count(
+            running,
+            limits.max_pulls_per_rank,
+            f"{what}: {running} pulls of this rank have not ended",
+            "limits.max_pulls_per_rank",
+        )
+        if self.inflight_bytes and self.inflight_bytes + size_bytes > limits.max_inflight_bytes:
+            raise BusyError(
+                f"cannot {what}: {self.inflight_bytes} bytes are being read on this node, and "
+                f"limits.max_inflight_bytes = {limits.max_inflight_bytes}; try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+
+    def add(self, session: SessionId, size_bytes: int) -> None:
+        """A pull has begun."""
+        self._num_pulls[session] += 1
+        self.inflight_bytes += size_bytes
+
+    def remove(self, session: SessionId, size_bytes: int) -> None:
+        """It is over: nothing writes its blocks any more."""
+        self._num_pulls[session] -= 1
+        if not self._num_pulls[session]:
+            del self._num_pulls[session]
+        self.inflight_bytes -= size_bytes
+
+
+def check_waiting(routes: Iterable[bytes], num_waiting: int, route: bytes, limits: Limits) -> None:
+    """Raise BusyError where one more question of a peer would wait too much.
+
+    `routes` of the questions that wait is looked at only once there are more than one peer may have.
+    """
+    if num_waiting < limits.max_waiting_per_peer:
+        return
+    what = "wait for what was asked: too many questions wait"
+    check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
+    of_peer = sum(other == route for other in routes)
+    check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
