@@ -58,6 +58,7 @@ from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.observe.history import History
 from kvxferd.observe.logs import log_record
+from kvxferd.notify import Notifier
 from kvxferd.observe.metrics import Metrics
 from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
@@ -68,6 +69,9 @@ from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
+STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
+# 64 ranks with 253 descriptors each, and 256 sessions and 512 peers with a handful each.
+MAX_DESCRIPTORS = 64 << 10
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
 
 
@@ -105,6 +109,7 @@ class Daemon:
         self._handles: dict[MoverId, MoverHandle] = {}
         self._exited: set[MoverId] = set()  # gone before the core heard that they were taken
         self._tasks: set[asyncio.Task[None]] = set()
+        self._notifier = Notifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
         self._history = History()
@@ -152,6 +157,7 @@ class Daemon:
                 worker_socket=self._config.worker.socket,
                 pid=os.getpid(),
             )
+            self._notifier.say("READY=1", f"STATUS=serving {self._node.moment.endpoint}")
             await self._stopping.wait()
             await self._drained()
         log.info("stopped", boot=self._boot)
@@ -188,6 +194,8 @@ class Daemon:
         """Wait until nothing runs, or as long as a drain may take."""
         snapshot = self.snapshot()
         log.info("draining", pulls=len(snapshot.pulls), transfers=len(snapshot.transfers))
+        patience_us = int((self._config.drain.limit_s + STOP_S) * 1e6)
+        self._notifier.say("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
         try:
             async with asyncio.timeout(self._config.drain.limit_s):
                 await self._idle.wait()
@@ -349,11 +357,21 @@ class Daemon:
         self._after_events()
 
 
+def _raise_descriptor_limit() -> None:
+    """Most systems start a process with 1,024; it may help itself to more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(config: Config) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
     # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    _raise_descriptor_limit()
 
     async def run() -> int:
         return await Daemon(config).run()
