@@ -56,9 +56,9 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
+from kvxferd.notify import Notifier
 from kvxferd.observe.history import History
 from kvxferd.observe.logs import log_record
-from kvxferd.notify import Notifier
 from kvxferd.observe.metrics import Metrics
 from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
@@ -70,8 +70,6 @@ from kvxferd.wire.worker import Farewell
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
-# 64 ranks with 253 descriptors each, and 256 sessions and 512 peers with a handful each.
-MAX_DESCRIPTORS = 64 << 10
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
 
 
@@ -357,21 +355,11 @@ class Daemon:
         self._after_events()
 
 
-def _raise_descriptor_limit() -> None:
-    """Most systems start a process with 1,024; it may help itself to more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def serve(config: Config) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
     # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-    _raise_descriptor_limit()
 
     async def run() -> int:
         return await Daemon(config).run()
