@@ -13,6 +13,11 @@ from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout
 from kvxferd.plan.segments import check_first_token, unpacked
 from kvxferd.plan.structs import BlockSide, Lane, Plan, block_side
 
+# Expansion counts in int64. A million-token prompt is 2**20.
+MAX_TOKENS = 1 << 48
+# A 16M-token request at page size 1: 128 MiB of arrays on each side.
+MAX_KERNEL_BLOCKS = 1 << 24
+
 
 def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
     """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` on this rank.
@@ -70,6 +75,7 @@ def _check_lane(
     for side, listed in ((lane.local, mine), (lane.remote, theirs)):
         _check_ids(side.group, side.num_blocks, listed)
         if side.kind is GroupKind.ATTENTION:
+            _check_reach(side, listed)
             check_first_token(side, lane.granule_tokens, listed)
     if lane.local.kind is GroupKind.STATE:
         if not theirs.ids or theirs.state_at != num_tokens:
@@ -97,6 +103,7 @@ def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: in
             )
         return
     side = block_side(group)
+    _check_reach(side, listed)
     check_first_token(side, granule, listed)
     needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
     if len(listed) != needed:
@@ -124,6 +131,16 @@ def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
     for worst in (int(ids.min()), int(ids.max())):
         if not 0 <= worst < num_blocks:
             raise _invalid(f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}")
+
+
+def _check_reach(side: BlockSide, listed: PackedBlocks) -> None:
+    """Check that the list's kernel blocks can be counted and its tokens numbered without overflow."""
+    end = listed.first_token + len(listed) * side.id_tokens
+    if end > MAX_TOKENS or len(listed) * side.blocks_per_id > MAX_KERNEL_BLOCKS:
+        raise _invalid(
+            f"cannot use the {len(listed)} blocks of group {side.group!r}: they end at token {end}, at "
+            f"{side.blocks_per_id} kernel blocks each; the limits are {MAX_TOKENS} and {MAX_KERNEL_BLOCKS}"
+        )
 
 
 def _granule(layout: RankLayout, name: GroupName) -> int:

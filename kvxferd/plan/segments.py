@@ -70,8 +70,8 @@ def lane_segments(lane: Lane, local: PackedBlocks, remote: PackedBlocks) -> Segm
     Blocks are taken whole as far as both lists reach. Raises EngineError (blocks-invalid) for a
     list that begins inside an item.
     """
-    if lane.local.kind is GroupKind.STATE:
-        return _state_segment(local, remote)
+    if lane.local.kind is GroupKind.STATE or not (local.ids and remote.ids):
+        return _state_segment(local, remote)  # an empty list's first_token means nothing
     for side, blocks in ((lane.local, local), (lane.remote, remote)):
         check_first_token(side, lane.granule_tokens, blocks)
     mine = _Listed(

@@ -242,3 +242,11 @@ def bytes_named(runs: Runs) -> list[tuple[int, int]]:
         for local, remote, length in zip(*(column.tolist() for column in runs), strict=True)
         for i in range(length)
     ]
+
+
+def test_an_empty_list_begins_nowhere() -> None:
+    """Its first_token may be anything: nothing is computed with it."""
+    plan = plan_between(engine(), engine(layout="NHD"))
+    for first in (3, 2**63):
+        assert expand(plan, [], [0, 1], (first, 0)) == {}
+        assert expand(plan, [0, 1], [], (0, first)) == {}

@@ -54,6 +54,7 @@ def hybrid() -> RankLayout:
         (blocks([0, 1, 2]), 8, ["3 blocks", "take 2"]),  # too long
         (blocks([0], first_token=8), 8, ["take 0"]),  # begins where the request ends
         (blocks([0, 1]), 0, ["num_tokens 0"]),
+        (blocks([0, 1], first_token=2**62), 2**62 + 8, [f"token {2**62 + 8}", f"{2**48}"]),
     ],
 )
 def test_unusable_lists_are_refused(
@@ -154,6 +155,18 @@ def test_the_sources_ids_are_checked_too() -> None:
     assert caught.value.code is Code.BLOCKS_INVALID
     with pytest.raises(EngineError, match="first_token -4"):
         check_request(plan, blocks([0]), blocks([0, 1], first_token=-4), 4)
+
+
+def test_a_source_cannot_make_a_reader_count_without_end() -> None:
+    """16 million ids are one frame's worth each; what they stand for must fit in memory too."""
+    own, layout = engine()[Rank(0, 0)]
+    huge = with_group(layout, block_tokens=1 << 20, physical_blocks_per_logical=1 << 18)
+    plan = plan_between(engine(), {Rank(0, 0): (own, huge)})
+    check_request(plan, blocks([0]), blocks(range(16)), 4)
+    with pytest.raises(EngineError, match=f"{1 << 18} kernel blocks each"):
+        check_request(plan, blocks([0]), blocks([0] * 65), 4)
+    with pytest.raises(EngineError, match="end at token"):
+        check_request(plan, blocks([0]), blocks([0], first_token=2**63), 4)
 
 
 def test_a_state_elsewhere_is_not_published() -> None:
