@@ -26,6 +26,13 @@ DEPTH ?= 2
 model: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m model --depth $(DEPTH) $(MODEL_FLAGS)
 
+# Coverage-guided fuzzing; says so and does nothing where there is no atheris for this machine.
+SECONDS ?= 600
+.PHONY: fuzz
+fuzz: $(STAMP)
+	-$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --seconds $(SECONDS)
+
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -33,7 +40,7 @@ check: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -38,7 +38,11 @@ def encode_frame(payload: bytes, num_fds: int = 0) -> bytes:
 
 
 class FrameDecoder:
-    """Bytes and descriptors in, frames out. After it raised, the connection must be closed."""
+    """Bytes and descriptors in, frames out. After it raised, the connection must be closed.
+
+    Whoever feeds it descriptors closes those of frames that it did not return: also of complete ones,
+    where what follows them in the same chunk cannot be read.
+    """
 
     def __init__(self, max_payload_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_payload_bytes = max_payload_bytes
@@ -86,9 +90,3 @@ class FrameDecoder:
         """Say that the stream is over. Raises ProtocolError if it was cut inside a frame."""
         if self._buffer:
             raise ProtocolError(f"the connection ended inside a frame: {len(self._buffer)} bytes of it came")
-
-    def orphans(self) -> list[int]:
-        """Give up the descriptors that no frame has taken; the caller closes them."""
-        left = list(self._fds)
-        self._fds.clear()
-        return left
