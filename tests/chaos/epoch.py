@@ -200,4 +200,3 @@ class Epoch:
         for node in self.fleet.nodes:
             for what in node.stop():
                 self._tally.problem("leaked", what)
-            node.link.stop()

@@ -146,8 +146,11 @@ class Surgeon:
 
     def link(self, node: Node, mode: Mode) -> Heal | None:
         """What others ask this node passes through its link."""
-        node.link.set(mode)
-        return lambda: node.link.set(Mode.OPEN)
+        link = node.link
+        if link is None:
+            return None
+        link.set(mode)
+        return lambda: link.set(Mode.OPEN)
 
     def _claim(self, thing: Engine | Node) -> bool:
         if id(thing) in self._dead:

@@ -38,32 +38,40 @@ def free_port() -> int:
 
 
 class Node:
-    """`kvxferd serve`, killed and started again at will. Other daemons reach it through `link`."""
+    """`kvxferd serve`, killed and started again at will.
 
-    def __init__(self, name: str, directory: Path, environ: dict[str, str]) -> None:
+    Other daemons reach it through `link`, or directly at `address` where one is given. `prefix` is
+    what its command is run with: a network namespace, say.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        environ: dict[str, str],
+        address: str = "",
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "daemon.log"
-        self.port = free_port()
-        self.link = Proxy(("127.0.0.1", self.port))
+        self.link: Proxy | None = None
+        bound = address
+        if not bound:
+            port = free_port()
+            bound = f"tcp://127.0.0.1:{port}"
+            self.link = Proxy(("127.0.0.1", port))
+        self.endpoint = self.link.endpoint if self.link is not None else bound
         self.parents: set[int] = set()  # every movers' parent that was seen
         self.stopped_s = 0.0  # how long the daemon has been stopped in all
         self.num_stopped = 0  # stops of this node's processes under way
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | environ
-        self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-        self._command += [
-            "--peer-bind",
-            f"tcp://127.0.0.1:{self.port}",
-            "--peer-advertise",
-            self.link.endpoint,
-        ]
+        self._command = [*prefix, sys.executable, "-m", "kvxferd.cli", "serve"]
+        self._command += ["--node-run-dir", str(directory)]
+        self._command += ["--peer-bind", bound, "--peer-advertise", self.endpoint]
         self._command += [word for flag in FLAGS.items() for word in flag]
         self.start()
-
-    @property
-    def endpoint(self) -> str:
-        return self.link.endpoint
 
     @property
     def worker_socket(self) -> str:
@@ -116,6 +124,8 @@ class Node:
         """End it as an operator would; return what is wrong about how it ended."""
         self.parent()
         movers = self.movers()
+        if self.link is not None:
+            self.link.stop()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(20)

@@ -162,7 +162,6 @@ class Soak:
         for node in self.fleet.nodes:
             for what in node.stop():
                 self.tally.problem("leaked", what)
-            node.link.stop()
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from chaos.__main__ import chaos
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
