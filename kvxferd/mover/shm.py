@@ -2,11 +2,14 @@
 
 UCX unlinks each file right after opening it; a process killed in between leaves 4 MiB in /dev/shm
 that nobody can attribute to anyone. So the movers of one parent get a directory of their own,
-named by the parent's pid; the parent removes it, or else the daemon when the parent is gone.
+named by the parent's pid; the parent removes it, or else the daemon when the parent is gone, or
+else, where both were killed at once, the next parent on this machine. A parent holds a lock on its
+directory as long as it lives: pids prove nothing where several PID namespaces share /dev/shm.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -17,11 +20,17 @@ _VARIABLE = "UCX_POSIX_DIR"
 
 def make_directory() -> None:
     """Make this process's directory and name it in the environment, unless the operator named another."""
-    directory = _directory(os.getpid())
     if _VARIABLE in os.environ:
         return
+    directory = _directory(os.getpid())
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
+        _remove_abandoned()
+        remove_directory(os.getpid())  # an earlier process of this pid may have left it to us
+        # Locked before it has its name, so that nobody can take it for an abandoned one.
+        unnamed = directory.with_name(f".{directory.name}")
+        unnamed.mkdir(mode=0o700, exist_ok=True)
+        _lock(unnamed)  # until this process ends
+        unnamed.rename(directory)
     except OSError:  # no /dev/shm here, or not ours: UCX finds its own way
         return
     os.environ[_VARIABLE] = str(directory)
@@ -30,6 +39,27 @@ def make_directory() -> None:
 def remove_directory(pid: int) -> None:
     """Remove the directory of a parent that has no movers any more. Idempotent."""
     shutil.rmtree(_directory(pid), ignore_errors=True)
+
+
+def _remove_abandoned() -> None:
+    for directory in _SHM.glob("kvxferd-movers-*"):
+        try:
+            lock = _lock(directory)
+        except OSError:  # its parent lives, or it is another user's, or has just gone
+            continue
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    """Return a descriptor that holds the directory's lock. Raises OSError where another does."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _directory(pid: int) -> Path:
