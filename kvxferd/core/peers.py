@@ -11,7 +11,7 @@ from kvxferd.core.effects import ForgetPeer, Observed
 from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
-from kvxferd.core.registry import check_manifest
+from kvxferd.core.registry import check_manifests
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
@@ -240,7 +240,7 @@ class Peers:
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
             )
         try:
-            ranks = {manifest.rank: check_manifest(manifest) for manifest in answer.ranks}
+            ranks = check_manifests(answer.ranks)
             check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
             if sorted(ranks) != answer.ranks[0].spec.ranks():
                 text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"

@@ -22,11 +22,12 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout.overlap import Places
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Plan, TransferTopology, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
-from kvxferd.wire.limits import MAX_METADATA_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
+from kvxferd.wire.limits import MAX_ENGINE_TENSORS, MAX_METADATA_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
 from kvxferd.wire.worker import RegionExport
 
 
@@ -281,10 +282,27 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 
-def check_manifest(manifest: RankManifest) -> RankManifest:
+def check_manifests(manifests: tuple[RankManifest, ...]) -> dict[Rank, RankManifest]:
+    """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
+
+    What the whole may cost is bounded: a rank named a thousand times is not checked a thousand times.
+    """
+    spec = manifests[0].spec
+    num_tensors = sum(len(manifest.layout.tensors) for manifest in manifests)
+    if num_tensors > MAX_ENGINE_TENSORS or len({m.rank for m in manifests}) != len(manifests):
+        raise EngineError(
+            f"cannot use the manifest of engine {spec.key}: {len(manifests)} ranks with {num_tensors} cache "
+            f"tensors; each rank once, and {MAX_ENGINE_TENSORS} tensors at most",
+            Code.LAYOUT_INVALID,
+        )
+    places = Places()
+    return {manifest.rank: check_manifest(manifest, places) for manifest in manifests}
+
+
+def check_manifest(manifest: RankManifest, places: Places | None = None) -> RankManifest:
     """Return a rank's statement that came from another daemon, checked as a registration is."""
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    validate_layout(spec, manifest.layout)
+    validate_layout(spec, manifest.layout, places)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
     if len(binding.regions) > MAX_REGIONS or bound != {

@@ -17,6 +17,18 @@ StridedSet = tuple[int, int, Sequence[Axis]]  # offset, contiguous bytes, axes
 MAX_PLACES = 1 << 16
 
 
+class Places:
+    """How many places may still be written out or compared: in one layout, or in all that come together."""
+
+    def __init__(self, left: int = MAX_PLACES) -> None:
+        self.left = left
+
+    def spend(self, count: int) -> bool:
+        """Take some; False: there were not so many left."""
+        self.left -= count
+        return self.left >= 0
+
+
 class _Part(NamedTuple):
     """A set, or a part of one, on the way to being compared."""
 
@@ -43,18 +55,18 @@ class _Part(NamedTuple):
         return True
 
 
-def find_overlap(sets: Sequence[StridedSet]) -> tuple[int, int] | None:
+def find_overlap(sets: Sequence[StridedSet], places: Places | None = None) -> tuple[int, int] | None:
     """Return the indexes of two sets that share a byte, twice the same if one meets itself, else None.
 
-    A pair that MAX_PLACES does not suffice to tell apart is returned as if it overlapped.
+    A pair that `places` (MAX_PLACES) do not suffice to tell apart is returned as if it overlapped.
     """
+    places = Places() if places is None else places
     parts = []
     for index, (offset, num_bytes, axes) in enumerate(sets):
         longer = tuple(sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]))
         if any(stride < num_bytes for _, stride in longer):
             return index, index
         parts.append(_Part(offset, num_bytes, longer, index))
-    budget = MAX_PLACES
     pending = [parts]
     while pending:
         for cluster in _clusters(pending.pop()):
@@ -62,16 +74,15 @@ def find_overlap(sets: Sequence[StridedSet]) -> tuple[int, int] | None:
                 continue
             stride = max((part.axes[0][1] for part in cluster if part.axes), default=0)
             if stride == 0:
-                pair = _meeting(cluster)
+                pair = _meeting(cluster, places)
                 if pair is not None:
                     return pair
                 continue
             if all(part.axes and part.axes[0][1] == stride >= _inside(part) for part in cluster):
                 pending.append(list(_modulo(cluster, stride)))
                 continue
-            opened = list(_written_out(cluster, stride, budget))
-            budget -= len(opened)
-            if budget < 0:
+            opened = list(_written_out(cluster, stride, places.left))
+            if not places.spend(len(opened)):
                 return cluster[0].owner, cluster[-1].owner
             pending.append(opened)
     return None
@@ -123,16 +134,14 @@ def _written_out(cluster: list[_Part], stride: int, budget: int) -> Iterator[_Pa
             yield part._replace(start=part.start + step * stride, axes=part.axes[1:])
 
 
-def _meeting(cluster: list[_Part]) -> tuple[int, int] | None:
+def _meeting(cluster: list[_Part], places: Places) -> tuple[int, int] | None:
     """Return two contiguous parts that share a byte at indexes that both of them have."""
-    pairs = 0
     for at, first in enumerate(cluster):
         for other in range(at + 1, len(cluster)):
             second = cluster[other]
-            pairs += 1
             if second.start >= first.start + first.num_bytes:
                 break
-            if pairs > MAX_PLACES:
+            if not places.spend(1):
                 return first.owner, second.owner
             if len(first.taken) != len(second.taken) or all(
                 max(a, c) < min(b, d) for (a, b), (c, d) in zip(first.taken, second.taken, strict=True)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvxferd.errors import LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.overlap import find_overlap
+from kvxferd.layout.overlap import Places, find_overlap
 from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout
 
 MAX_NAME_CHARS = 256  # longer than any layer or component name in use
@@ -33,12 +33,13 @@ MAX_BLOCKS = 1 << 31
 _Named = TypeVar("_Named")
 
 
-def validate_layout(spec: EngineSpec, layout: RankLayout) -> None:
+def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None = None) -> None:
     """Raise LayoutError (layout-invalid) for the first contradiction, naming where and the values.
 
     After it: ranks and layers are in range; every tensor names a known group and region; every
     place of every valid block id lies inside its region; no two places of one group share a byte;
-    granules and interleaves divide blocks; units are not listed twice; numbers are sane.
+    granules and interleaves divide blocks; units are not listed twice; numbers are sane. `places` bounds
+    the work for layouts that come together, as one rank's work is bounded without.
     """
     _check_spec(spec)
     _check_range(spec, layout)
@@ -64,7 +65,7 @@ def validate_layout(spec: EngineSpec, layout: RankLayout) -> None:
         _require(tensor.region in regions, f"{_cannot(tensor)}: there is no region {tensor.region!r}")
         _check_tensor(layout, tensor, groups[tensor.group])
         _check_extent(tensor, groups[tensor.group], regions[tensor.region].size_bytes)
-    _check_overlaps(layout, groups)
+    _check_overlaps(layout, groups, Places() if places is None else places)
 
 
 def _check_spec(spec: EngineSpec) -> None:
@@ -218,7 +219,7 @@ def axes_of(tensor: CacheTensor, group: Group) -> list[tuple[int, int]]:
     ]
 
 
-def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group]) -> None:
+def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], places: Places) -> None:
     """No byte belongs to two places of one group. Groups may overlay one another."""
     together: dict[tuple[GroupName, RegionId], list[CacheTensor]] = {}
     for tensor in layout.tensors:
@@ -226,7 +227,7 @@ def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group]) -> None:
             together.setdefault((tensor.group, tensor.region), []).append(tensor)
     for (name, region), tensors in together.items():
         group = groups[name]
-        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors])
+        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors], places)
         if found is not None:
             first, second = (tensors[index] for index in found)
             what = "itself" if first is second else f"layer {second.layer}'s component {second.component!r}"

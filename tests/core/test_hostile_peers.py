@@ -8,13 +8,14 @@ from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
+from kvxferd.core.registry import check_manifest
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
-from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message
+from kvxferd.wire.common import Message, RegionAddress
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from kvxferd.wire.peer import (
     AskGrant,
@@ -187,6 +188,49 @@ def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, chan
     )
     tamper(world, EngineManifest, ranks=(manifest,))
     assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
+
+
+def costly(layout: RankLayout) -> RankLayout:
+    """One whose two tensors can only be told apart by writing their blocks out."""
+    tensors = tuple(
+        msgspec.structs.replace(
+            layout.tensors[0],
+            component=component,
+            offset=offset,
+            block_stride=stride,
+            token_stride=0,
+            units=(UnitRange(0, 1),),
+            chunk_bytes=1,
+            group="state",
+        )
+        for component, offset, stride in (("a", 0, 6), ("b", 3, 12))
+    )
+    return msgspec.structs.replace(
+        layout, tensors=tensors, groups=(Group("state", 20_000, kind=GroupKind.STATE),)
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(1, 3), (4, 1)])
+def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ranks, copies):
+    """Neither one rank said many times nor many ranks that are each as hard to check as one may be."""
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    one = source.host.node.sessions[source.session].rank.manifest()
+    region = RegionSpec(one.layout.regions[0].region, 1 << 20)
+    layout = msgspec.structs.replace(costly(one.layout), regions=(region,))
+    binding = msgspec.structs.replace(one.binding, regions=(RegionAddress(region.region, 4096, 1 << 20),))
+    ranks = [
+        msgspec.structs.replace(
+            one,
+            spec=msgspec.structs.replace(one.spec, tp_rank=rank, tp_size=num_ranks),
+            layout=layout,
+            binding=binding,
+        )
+        for rank in range(num_ranks)
+    ]
+    check_manifest(ranks[0])
+    tamper(world, EngineManifest, ranks=tuple(ranks * copies))
+    assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
 
 def test_a_refusal_as_long_as_a_message_may_be_is_handed_on_in_short(world, source, sink):
