@@ -81,12 +81,15 @@ class Surgeon:
             self.fleet.tally.problem("leaked", f"movers {movers} of {node.name} outlive their daemon")
 
     def kill_node(self, node: Node) -> Heal | None:
-        """The daemon and every worker on it, at once."""
+        """The daemon, its movers' parent and every worker, at once."""
         engines = [e for e in self.fleet.engines if node in e.nodes]
         if id(node) in self._dead or any(id(e) in self._dead for e in engines):
             return None
         self._dead |= {id(node), *map(id, engines)}
+        parent = node.parent()
         node.process.kill()
+        if parent is not None:
+            self._kill(parent)
         for worker in self.fleet.workers():
             if worker.node is node:
                 self._bury(worker)
