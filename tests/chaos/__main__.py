@@ -15,15 +15,17 @@ from chaos.tally import Tally
 EPOCH_FAULTS = 40  # then everything is taken down, and another fleet started
 
 
-def chaos(seed: int, num_faults: int, directory: Path, sabotage: str = "", verbose: bool = False) -> Tally:
-    """Run; the tally says how it went."""
+def chaos(
+    seed: int, num_faults: int, directory: Path, sabotage: str = "", only: str = "", verbose: bool = False
+) -> Tally:
+    """Run; the tally says how it went. `only`: what the names of the faults must contain."""
     rng = random.Random(seed)
     tally = Tally()
     number = 0
     while tally.faults.total() < num_faults:
         transport = list(TRANSPORTS)[(number + seed) % len(TRANSPORTS)]
         shape = SHAPES[(number // 2 + seed) % len(SHAPES)]
-        epoch = Epoch(directory / str(number), rng, tally, shape, transport, sabotage)
+        epoch = Epoch(directory / str(number), rng, tally, shape, transport, sabotage, only)
         try:
             epoch.run(min(EPOCH_FAULTS, num_faults - tally.faults.total()))
         finally:
@@ -42,6 +44,9 @@ def main() -> int:
         "--sabotage", choices=("", "corrupt", "late-write", "hang", "leak"), default="",
         help="break a promise, to show that it is noticed",
     )  # fmt: skip
+    arguments.add_argument(
+        "--only", default="", help="only faults whose name contains this: kill, freeze, link"
+    )
     arguments.add_argument("--keep", type=Path, help="where logs are kept; else they are removed at the end")
     given = arguments.parse_args()
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
@@ -49,7 +54,7 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvxferd-chaos-") as made:
         directory = given.keep or Path(made)
-        tally = chaos(seed, given.faults, directory, given.sabotage, verbose=True)
+        tally = chaos(seed, given.faults, directory, given.sabotage, given.only, verbose=True)
     print(tally.line(seed, elapsed_s=round(time.monotonic() - began, 1)))
     return 0 if tally.is_good else 1
 

@@ -59,10 +59,12 @@ class Epoch:
         shape: Shape,
         transport: str,
         sabotage: str = "",
+        only: str = "",
     ) -> None:
         self._rng = rng
         self._tally = tally
         self._sabotage = sabotage
+        self._kinds = {name: kind for name, kind in KINDS.items() if only in name}
         self.fleet = Fleet(tally)
         self._surgeon = Surgeon(self.fleet, rng)
         self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
@@ -111,7 +113,7 @@ class Epoch:
         kinds: list[str] = []
         longest = 0.0
         while len(heals) < num_faults:
-            kind = self._rng.choices(list(KINDS), [k.weight for k in KINDS.values()])[0]
+            kind = self._rng.choices(list(self._kinds), [k.weight for k in self._kinds.values()])[0]
             heal = KINDS[kind].inject(self._surgeon)
             if heal is None:
                 self._requests(0.02)
