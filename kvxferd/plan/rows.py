@@ -166,6 +166,7 @@ def _require_few(num_rows: int) -> None:
 
 def _content_rows(local: Strides, remote: Strides) -> Rows:
     """Return one unit's content of one item, cut wherever either side's chunks end."""
+    _require_few(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
     content = local.num_chunks * local.chunk_bytes
     cuts = np.unique(
         np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])

@@ -189,6 +189,7 @@ def test_many_shapes_are_not_kept_for_ever() -> None:
     "changes",
     [
         {"chunk_bytes": 1, "num_chunks": 1 << 24, "chunk_stride": 2},  # bytes apart
+        {"chunk_bytes": 1, "num_chunks": 1 << 40, "chunk_stride": 2},  # more than there is memory for
         {"chunk_bytes": 2, "num_chunks": 1 << 18, "chunk_stride": 4},  # few in a head, many in a block
     ],
 )
