@@ -19,6 +19,7 @@ from kvxferd.layout import EngineSpec
 
 START_S = 60.0
 RECOVER_S = 40.0  # past this the fleet counts as hung
+SLOW_MS = 4000.0  # worth a look
 PROBE_EVERY_S = 0.1
 MAX_PROBES = 3
 PROBE_DEADLINE_S = 3.0
@@ -128,7 +129,10 @@ class Epoch:
         for heal in reversed(heals):
             heal()
         name = kinds[0] if len(set(kinds)) == 1 else "several at once"
-        if self._recover(name) is None:
+        took = self._recover(name)
+        if took is not None and took > SLOW_MS:
+            self._tally.slow.append(f"{took / 1e3:.1f} s after {', '.join(kinds)}")
+        if took is None:
             self._tally.problem("hung", f"no transfer works {RECOVER_S} s after {kinds}")
 
     def _requests(self, seconds: float) -> None:

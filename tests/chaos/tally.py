@@ -26,6 +26,7 @@ class Tally:
     late_unmaps: int = 0  # memory that was unmapped, but more than 1 s after its owner's death
     recovery_ms: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     unmap_ms: list[float] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def problem(self, kind: str, what: str) -> None:
@@ -63,6 +64,7 @@ class Tally:
                     kind: {"n": len(ms), "p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99)}
                     for kind, ms in sorted(self.recovery_ms.items())
                 },
+                "slow": self.slow[:20],
                 "problems": self.problems[:20],
             }
             | more
