@@ -173,20 +173,26 @@ class Home:
         self._source = source
         self._on_change = on_change
         self._members: dict[AgentName, MemberRank] = {}
+        self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
         self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
 
     def join(self, route: bytes, said: JoinRank) -> None:
         """A member says a rank, for the first time or again."""
         spec = said.manifest.spec
+        present = self._present(spec.key, spec.rank)
+        if present is not None and (present.boot, present.joined) == (said.boot, said.manifest):
+            self._beat(present, route)  # nearly every time: nothing is checked anew
+            self._moment.do(ToRoute(route, Done(request=said.request)))
+            return
         try:
-            record = MemberRank(check_manifest(said.manifest), route, said.boot, self._moment.now)
+            record = MemberRank(check_manifest(said.manifest), route, said.boot)
             if record.spec.home != self._moment.endpoint:
                 raise EngineError(
                     f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
                     f"{spec.home or 'elsewhere'}, and this is {self._moment.endpoint}",
                     Code.NOT_HOME,
                 )
-            present = self._present(spec.key, spec.rank)
+            self._check_agent(record)
             self._registry.claim(record)
         except KvxferdError as error:
             refused = PeerRefused(request=said.request, code=error.code, message=error.message)
@@ -194,18 +200,34 @@ class Home:
             return
         self._replaced(present, record)
         self._members[record.agent] = record
+        self._beat(record, route)
+        self._moment.do(ToRoute(route, Done(request=said.request)))
+        self._on_change()
+
+    def _beat(self, record: MemberRank, route: bytes) -> None:
+        """The rank was heard of, maybe by another route: what waits for an answer follows."""
+        if record.route != route:
+            self._questions.reroute(record.route, route)
+            record.route = route
         self._moment.after(
             ("member", record.spec.key, record.spec.rank),
             self._moment.settings.tombstone_s,
             lambda: self._lost(record),
         )
-        self._moment.do(ToRoute(route, Done(request=said.request)))
-        self._on_change()
+
+    def _check_agent(self, record: MemberRank) -> None:
+        other = self._members.get(record.agent)
+        if other is not None and (other.spec.key, other.spec.rank) != (record.spec.key, record.spec.rank):
+            raise EngineError(
+                f"cannot take rank {record.spec.rank} of engine {record.spec.key}: its agent is that of rank "
+                f"{other.spec.rank} of engine {other.spec.key}",
+                Code.RANK_TAKEN,
+            )
 
     def _replaced(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
             # Whatever an earlier home on this endpoint had the mover do is over.
-            self._tell_to_rest(record)
+            self._ask_to_poll(record, False, lambda answer: None)
             return
         self._members.pop(present.agent, None)
         if present.incarnation != record.incarnation:
@@ -213,9 +235,18 @@ class Home:
         if present.route != record.route:
             self._questions.reroute(present.route, record.route)
 
-    def _tell_to_rest(self, record: MemberRank) -> None:
-        question = AttendRank(request=self._questions.next_number(), agent=record.agent, on=False)
-        self._questions.ask(record.route, question, self._moment.settings.silent_after_s, lambda answer: None)
+    def _ask_to_poll(self, member: MemberRank, on: bool, on_answer: Callable[[Answer], None]) -> None:
+        """The last word counts: an earlier question, asked again, would take it back."""
+        agent, number = member.agent, self._questions.next_number()
+        self._questions.withdraw(self._last_word.get(agent, 0))
+        self._last_word[agent] = number
+
+        def answered(answer: Answer) -> None:
+            self._last_word.pop(agent, None)
+            on_answer(answer)
+
+        question = AttendRank(request=number, agent=agent, on=on)
+        self._questions.ask(member.route, question, self._moment.settings.silent_after_s, answered)
 
     def _lost(self, record: MemberRank) -> None:
         """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
@@ -268,10 +299,9 @@ class Home:
         member = self._members.get(agent)
         if member is None:
             return
-        question = AttendRank(request=self._questions.next_number(), agent=agent, on=on)
 
         def answered(answer: Answer) -> None:
             if on:
                 on_answer(isinstance(answer, Done))
 
-        self._questions.ask(member.route, question, self._moment.settings.silent_after_s, answered)
+        self._ask_to_poll(member, on, answered)

@@ -86,6 +86,12 @@ class Questions:
         self._moment.timers.stop(("give-up", number))
         asked.on_answer(answer)
 
+    def withdraw(self, number: int) -> None:
+        """Ask no more, and want no answer. Harmless where nothing is asked."""
+        if self._asked.pop(number, None) is not None:
+            self._moment.timers.stop(("resend", number))
+            self._moment.timers.stop(("give-up", number))
+
     def reroute(self, old: bytes, new: bytes) -> None:
         """Whoever connected by `old` has connected anew: unanswered questions follow."""
         for number in [n for n, asked in self._asked.items() if asked.to == old]:

@@ -98,7 +98,6 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
-    heard: float
 
     @property
     def spec(self) -> EngineSpec:

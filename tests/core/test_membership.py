@@ -205,3 +205,33 @@ def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
     world.host("p0")  # another daemon on the same endpoint
     world.advance(10)
     assert not mover.attended
+
+
+def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
+    """A lost "rest" that is sent again after a "poll" would leave a reader without a source that polls."""
+    stages, sink = spread
+    (mover,) = stages[1].host.movers.values()
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    world.cut.add(("p0", "p1"))
+    sink.say(wk.Abandon(ref=ref))
+    world.advance(world.settings.attend_linger_s + 0.5)  # "rest" is said, and lost
+    world.cut.clear()
+    again = stages[0].publish("t2", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t2"))
+    sink.say(wk.Prepare(ref=again))
+    world.advance(10)
+    assert mover.attended
+
+
+def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
+    stages, _ = spread
+    home = stages[0].host
+    record = next(iter(home.node.registry)).ranks[1, 0]
+    spec = msgspec.structs.replace(record.spec, engine_id="other")
+    manifest = msgspec.structs.replace(record.manifest(), spec=spec)
+    said = JoinRank(request=9, boot="evil", manifest=manifest)
+    (effect,) = home.node.feed(ev.RouteSaid(b"evil", said), world.now)
+    assert effect.message.code is Code.RANK_TAKEN
