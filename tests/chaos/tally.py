@@ -64,6 +64,7 @@ class Tally:
                     kind: {"n": len(ms), "p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99)}
                     for kind, ms in sorted(self.recovery_ms.items())
                 },
+                "samples_ms": {kind: [round(ms) for ms in each] for kind, each in self.recovery_ms.items()},
                 "slow": self.slow[:20],
                 "problems": self.problems[:20],
             }
