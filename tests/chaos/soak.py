@@ -34,9 +34,8 @@ LEASE_S = 20.0
 PREFILL_LIVES_S = 10.0
 DECODE_LIVES_S = 45.0
 SAMPLE_EVERY_S = 30.0
-# Ended transfers are remembered for 600 s, and the history of what ended fills up: growth until then is
-# no leak. After this share of the time what is measured must stay.
-SETTLED_SHARE = 0.4
+# Ended transfers are remembered for 600 s: growth until then is no leak, and nothing is judged by it.
+SETTLED_S = 630.0
 GROWTH_KIB = 6 << 10
 
 
@@ -142,9 +141,13 @@ class Soak:
         self.samples.append(sample)
         print(json.dumps(sample), file=sys.stderr, flush=True)
 
+    def settled(self) -> list[dict[str, Any]]:
+        """The samples since when nothing may grow; none in a short run."""
+        return [sample for sample in self.samples if sample["at_s"] >= SETTLED_S]
+
     def check_growth(self) -> None:
         """Compare the settled part's first samples with its last ones."""
-        settled = self.samples[int(SETTLED_SHARE * len(self.samples)) :]
+        settled = self.settled()
         if len(settled) < 4:
             return
         for node in ("p", "d"):
@@ -186,7 +189,7 @@ def main() -> int:
             latency_ms_p50=quantile(soak.latency_ms, 0.5),
             latency_ms_p99=quantile(soak.latency_ms, 0.99),
             first=soak.samples[0],
-            settled=soak.samples[int(SETTLED_SHARE * len(soak.samples))],
+            settled=next(iter(soak.settled()), None),
             last=soak.samples[-1],
         )
     )
