@@ -13,7 +13,7 @@ from kvxferd.core.registry import LocalRank, RankState, Registry, check_spec
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import EngineKey, MoverId, SessionId
+from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
@@ -71,7 +71,16 @@ class Ranks:
                 self._moment.settings.trust.check(spec.home)
             validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
-            rank = LocalRank(session.session, spec, said.layout, said.regions, said.incarnation, said.request)
+            self._check_owner(session, spec.engine_id)
+            rank = LocalRank(
+                session.session,
+                spec,
+                said.layout,
+                said.regions,
+                said.incarnation,
+                said.request,
+                session.uid,
+            )
             self._registry.claim(rank)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
@@ -95,6 +104,16 @@ class Ranks:
         limit = self._moment.settings.limits.max_ranks
         what = f"register: {num_ranks} ranks are registered here"
         check_count(num_ranks, limit, what, "limits.max_ranks", RETRY_LATER_S)
+
+    def _check_owner(self, session: Session, engine_id: EngineId) -> None:
+        """Nobody adds to another user's engine, publishes for it, or replaces it by a new generation."""
+        if not self._registry.is_owner(session.uid, engine_id):
+            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
+            raise EngineError(
+                f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are of uid "
+                f"{owners}; run it as that user, or choose another engine id",
+                Code.NOT_ALLOWED,
+            )
 
     def _register_again(self, session: Session, rank: LocalRank, said: Register) -> None:
         if (said.engine.key, said.engine.rank) != (rank.spec.key, rank.spec.rank):
@@ -120,6 +139,11 @@ class Ranks:
         if session.engine is not None:
             text = f"cannot attach: this connection is of engine {session.engine} already; open another"
             self._refuse(session, said.request, Code.OUT_OF_PLACE, text)
+            return
+        try:
+            self._check_owner(session, said.engine_id)
+        except EngineError as error:
+            self._refuse(session, said.request, error.code, error.message)
             return
         session.attached = EngineKey(said.engine_id, said.generation)
         self._serve_fence(session.attached, session)

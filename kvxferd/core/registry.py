@@ -60,6 +60,7 @@ class LocalRank:
     exports: tuple[RegionExport, ...]
     incarnation: Incarnation
     request: int  # of the Register or Resume that waits for its answer
+    uid: int = 0  # the worker's user
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping
     mover: MoverId | None = None
@@ -180,6 +181,16 @@ class Registry:
     def newest(self, engine_id: EngineId) -> EngineKey | None:
         """The generation that started last, of those that are here."""
         return self._newest.get(engine_id)
+
+    def owners(self, engine_id: EngineId) -> set[int]:
+        """The users whose workers are ranks of the engine's newest start here."""
+        engine = self._engines.get(self._newest[engine_id]) if engine_id in self._newest else None
+        return {r.uid for r in engine.ranks.values() if isinstance(r, LocalRank)} if engine else set()
+
+    def is_owner(self, uid: int, engine_id: EngineId) -> bool:
+        """Whether that user may act for the engine: root, its ranks' user, or anybody while it has none."""
+        owners = self.owners(engine_id)
+        return not owners or uid in (0, *owners)
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer start of the engine is here: no new grants for this one."""

@@ -112,6 +112,10 @@ class Requests:
         problem = ""
         if session.engine is None:
             problem = "register or attach first"
+        elif session.rank is None and not self._registry.is_owner(session.uid, session.engine.engine_id):
+            problem = (
+                f"engine {session.engine.engine_id} is another user's"  # its ranks came after the attach
+            )
         elif len(fence_word) != FENCE_WORD_BYTES:
             problem = f"fence slot {said.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
         elif not (0 < len(said.transfer_id) <= MAX_NAME_CHARS):
