@@ -39,7 +39,7 @@ from kvxferd.core.registry import Registry
 from kvxferd.core.requests import Requests
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import take_snapshot
+from kvxferd.core.showing import show_engines, show_transfers
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
@@ -126,7 +126,18 @@ class Node:
 
     def snapshot(self) -> NodeSnapshot:
         """Everything, as of the last event."""
-        return take_snapshot(self)
+        return NodeSnapshot(
+            boot=self.moment.boot,
+            endpoint=self.moment.endpoint,
+            draining=self.moment.draining,
+            num_sessions=len(self.sessions),
+            num_quarantined=self.pulls.num_quarantined,
+            quarantined_bytes=self.pulls.quarantined_bytes,
+            engines=show_engines(self.registry, self.moment.endpoint),
+            peers=self.peers.snapshot(self.holds.num_grants()),
+            transfers=show_transfers(self.source, self.registry, self.moment.now),
+            pulls=self.pulls.snapshot(),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord
-from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot, RankSnapshot
-
-if TYPE_CHECKING:
-    from kvxferd.core.node import Node
+from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
+from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot, TransferSnapshot
+from kvxferd.core.source import Source
+from kvxferd.ids import Endpoint
 
 
-def take_snapshot(node: Node) -> NodeSnapshot:
-    """Everything, as of the last event."""
-    now = node.moment.now
-    transfers = []
-    for transfer in node.source.transfers.live.values():
-        engine = node.registry.get(transfer.engine)
-        is_ready = engine is not None and node.source.is_ready(transfer, engine)
-        transfers.append(transfer.snapshot(now, is_ready))
-    return NodeSnapshot(
-        boot=node.moment.boot,
-        endpoint=node.moment.endpoint,
-        draining=node.moment.draining,
-        num_sessions=len(node.sessions),
-        num_quarantined=node.pulls.num_quarantined,
-        quarantined_bytes=node.pulls.quarantined_bytes,
-        engines=tuple(_engine(node, engine) for engine in node.registry),
-        peers=node.peers.snapshot(node.holds.num_grants()),
-        transfers=tuple(transfers),
-        pulls=node.pulls.snapshot(),
-    )
+def show_transfers(source: Source, registry: Registry, now: float) -> tuple[TransferSnapshot, ...]:
+    """Every live transfer of this node's engines."""
+    shown = []
+    for transfer in source.transfers.live.values():
+        engine = registry.get(transfer.engine)
+        is_ready = engine is not None and source.is_ready(transfer, engine)
+        shown.append(transfer.snapshot(now, is_ready))
+    return tuple(shown)
 
 
-def _engine(node: Node, engine: LocalEngine) -> EngineSnapshot:
-    is_home = node.registry.is_home(engine.spec)
+def show_engines(registry: Registry, endpoint: Endpoint) -> tuple[EngineSnapshot, ...]:
+    """Every engine of which a rank is known here. `endpoint`: this daemon's."""
+    return tuple(_engine(engine, registry.is_home(engine.spec), endpoint) for engine in registry)
+
+
+def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint) -> EngineSnapshot:
     lacking = tuple(engine.lacking())
     return EngineSnapshot(
         engine_id=engine.key.engine_id,
@@ -45,7 +34,7 @@ def _engine(node: Node, engine: LocalEngine) -> EngineSnapshot:
         complete=is_home and not lacking,
         lacking=lacking if is_home else (),
         problem="" if is_home else "aggregated at its home",
-        home=engine.spec.home or node.moment.endpoint,
+        home=engine.spec.home or endpoint,
         ranks=tuple(_rank(record) for _, record in sorted(engine.ranks.items())),
     )
 
