@@ -14,6 +14,7 @@ from typing import Any
 from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids, unpack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
@@ -225,7 +226,7 @@ class Host:
         is_safe = worker.ended.get(job.ticket) in ("delivered", "failed") or job.ticket in worker.quiet
         assert not is_safe, f"the blocks of ticket {job.ticket} are written after they were said to be safe"
         if content is None:
-            self._report(mover, job, delivered=False, agent=agent, message="gone", code="transport")
+            self._report(mover, job, delivered=False, agent=agent, message="gone", code=Code.TRANSPORT)
             return
         worker.memory[block] = content
         job.read += 1
@@ -235,11 +236,13 @@ class Host:
         job = mover.jobs[pull]
         assert job.fence.agent in mover.remotes, "the fence's agent was never loaded"
         if word is None:
-            self._report(mover, job, delivered=False, agent=job.fence.agent, message="gone", code="transport")
+            self._report(
+                mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
+            )
         elif word == job.fence.word or self.scenario.blind:
             self._report(mover, job, delivered=True)
         else:
-            self._report(mover, job, delivered=False, message="fence word changed", code="released")
+            self._report(mover, job, delivered=False, message="fence word changed", code=Code.RELEASED)
 
     def _do_stop(self, number: int, pull: int) -> None:
         mover = self.movers[number]
@@ -250,7 +253,7 @@ class Host:
         mover = self.movers[number]
         job = mover.jobs[pull]
         job.doubted = True
-        outcome = mv.PullOutcome(delivered=False, finished=False, code="transport", message="not known")
+        outcome = mv.PullOutcome(delivered=False, finished=False, code=Code.TRANSPORT, message="not known")
         mover.reports.append(ev.MoverSaid(number, mv.PullDone(pull=pull, outcome=outcome)))
 
     def _do_quiet(self, number: int, pull: int) -> None:

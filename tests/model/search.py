@@ -81,11 +81,6 @@ class Search:
         found.core_steps = sum(hosts.num_steps for hosts in self._hosts.values())
         return found
 
-    @property
-    def ends_met(self) -> set[str]:
-        """How pulls ended in some state."""
-        return {how for view in self._hosts["sink"].views for how in view.ended}
-
     def _first(self) -> State:
         scenario = self._scenario
         state = State(0, 0, (), scenario.drops, scenario.duplicates, scenario.clocks)

@@ -23,7 +23,6 @@ class View:
     due: bool
     deadlines: tuple[float, ...]
     leftovers: tuple[str, ...]
-    ended: frozenset[str]  # how pulls have ended
 
 
 class Broken(Exception):
@@ -106,7 +105,6 @@ def view_of(host: Host) -> View:
         due=host.due(),
         deadlines=tuple(host.deadlines()),
         leftovers=tuple(host.leftovers()),
-        ended=frozenset(how for worker in host.workers.values() for how in worker.ended.values()),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import effects as fx
+from kvxferd.core.pull import MOVES, Phase, Pull, Signal
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import Transfer
@@ -26,10 +27,19 @@ def test_no_order_of_events_breaks_a_promise(scenario):
     assert found.states > 100
 
 
-def test_one_search_meets_every_way_in_which_a_pull_can_end():
-    search = Search(Scenario(clocks=(1, 1), doubt=True))
-    search.run(max_states=10_000)
-    assert {"delivered", "failed", "in-doubt"} <= search.ends_met
+def test_every_move_of_a_pull_is_made(monkeypatch):
+    """All but one: a pull without blocks is over before it begins, and says nothing of leases."""
+    made = set()
+    move = Pull.move
+
+    def noted(pull: Pull, signal: Signal) -> Phase:
+        made.add((pull.phase, signal))
+        return move(pull, signal)
+
+    monkeypatch.setattr(Pull, "move", noted)
+    Search(Scenario(doubt=True, clocks=(0, 1))).run()
+    Search(Scenario(deaths=1, drops=1, cancel=False)).run()
+    assert MOVES.keys() - made == {(Phase.HOLDING, Signal.DELIVER)}
 
 
 def test_without_the_fence_wrong_bytes_are_delivered():
