@@ -30,7 +30,7 @@ model: $(STAMP)
 SECONDS ?= 600
 .PHONY: fuzz
 fuzz: $(STAMP)
-	-$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	-$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --seconds $(SECONDS)
 
 check: $(STAMP)
