@@ -67,3 +67,16 @@ def test_peers_transfers_and_a_drain(fleet: Fleet):
     assert prefill.process.wait(20) == 0
     assert kvxferd(decode, "drain", "--wait") == (0, "drained: nothing was left\n")
     assert decode.process.wait(20) == 0
+
+
+def test_the_service_manager_hears_when_it_is_ready_and_when_it_stops(fleet: Fleet, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        daemon = fleet.daemon("node", NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert manager.recv(4096).split(b"\n")[0] == b"READY=1"
+        daemon.process.terminate()
+        stopping = manager.recv(4096).split(b"\n")
+        assert stopping[0] == b"STOPPING=1"
+        assert stopping[-1] == b"EXTEND_TIMEOUT_USEC=40000000"
+        assert daemon.process.wait(20) == 0
