@@ -17,7 +17,7 @@ import numpy as np
 from chaos.blocks import Blocks, Yard
 from kvxferd import client
 from kvxferd.cli.demo import content
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import EngineError, KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
@@ -160,6 +160,21 @@ class Agent:
         if number in self._pulls:
             self._pulls[number].ticket.cancel()
 
+    def suspend(self) -> None:
+        self._rank.suspend()
+
+    def resume(self) -> None:
+        region = self._layout.regions[0].region
+        while True:
+            try:
+                self._rank.resume({region: self._memory})
+            except EngineError as error:
+                self._say("refused", str(error.code), error.message)  # still suspended
+                time.sleep(0.1)
+                continue
+            self._say("registered", 0.0)
+            return
+
     # --- events
 
     def _take(self, event: client.Event) -> None:
@@ -176,6 +191,8 @@ class Agent:
                 number = self._numbers.pop(event.ticket.number)
                 self._yard.park(self._pulls.pop(number).ids)
                 self._say("quiesced", number)
+            case client.Suspended():
+                self._say("suspended")
             case client.Disconnected():
                 self._say("disconnected", str(event.code), event.message)
 

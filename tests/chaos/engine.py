@@ -73,6 +73,7 @@ class Worker:
         theirs.close()
         self.inode = 0
         self.is_registered = False
+        self.is_suspended = False
         self.stopped_s = 0.0
         self.stopped_at: float | None = None
 

@@ -19,6 +19,7 @@ from kvxferd.layout import EngineSpec
 
 START_S = 60.0
 RECOVER_S = 40.0  # past this the fleet counts as hung
+MAX_TRIES = 30
 SLOW_MS = 4000.0  # worth a look
 PROBE_EVERY_S = 0.1
 MAX_PROBES = 3
@@ -113,7 +114,9 @@ class Epoch:
         heals: list[Heal] = []
         kinds: list[str] = []
         longest = 0.0
-        while len(heals) < num_faults:
+        for _ in range(MAX_TRIES):  # a fault may find no victim that others have left
+            if len(heals) == num_faults:
+                break
             kind = self._rng.choices(list(self._kinds), [k.weight for k in self._kinds.values()])[0]
             heal = KINDS[kind].inject(self._surgeon)
             if heal is None:
@@ -128,6 +131,8 @@ class Epoch:
         self._requests(longest)
         for heal in reversed(heals):
             heal()
+        if not kinds:
+            return
         name = kinds[0] if len(set(kinds)) == 1 else "several at once"
         took = self._recover(name)
         if took is not None and took > SLOW_MS:

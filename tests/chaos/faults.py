@@ -12,8 +12,10 @@ from typing import NamedTuple
 from chaos.engine import Engine, Worker
 from chaos.fleet import Fleet
 from chaos.node import Node
-from chaos.processes import lives, maps
+from chaos.processes import lives, mappers_of, maps
 from chaos.proxy import Mode
+
+SUSPEND_S = 12.0  # a read that does not end is given quiesce_s (5 s)
 
 Heal = Callable[[], None]
 Inject = Callable[["Surgeon"], Heal | None]
@@ -65,6 +67,24 @@ class Surgeon:
                 worker.go_on()
 
         return go_on
+
+    def suspend(self, engine: Engine) -> Heal | None:
+        """One rank's memory is to be free while its engine sleeps."""
+        worker = self.rng.choice(engine.workers)
+        if worker.node.num_stopped or not worker.is_registered or not self._claim(engine):
+            return None
+        worker.is_registered = False
+        worker.tell("suspend")
+        if not self.fleet.pump_until(lambda: worker.is_suspended, SUSPEND_S):
+            self.fleet.tally.problem("hung", f"a rank of {engine.name} is not suspended in {SUSPEND_S} s")
+        elif left := [pid for pid in mappers_of(worker.inode) if pid != worker.pid]:
+            self.fleet.tally.problem("leaked", f"suspended memory of {engine.name} is mapped by {left}")
+
+        def resume() -> None:
+            if not worker.pipe.closed:
+                worker.tell("resume")
+
+        return resume
 
     # --- daemons and movers
 
@@ -184,6 +204,8 @@ P, D = 0, 1
 KINDS: dict[str, Kind] = {
     "kill prefill worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, P))),
     "kill decode worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, D))),
+    "suspend prefill rank": Kind(3, (0.0, 0.5), lambda s: s.suspend(_engine(s, P))),
+    "suspend decode rank": Kind(3, (0.0, 0.5), lambda s: s.suspend(_engine(s, D))),
     "kill source mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, P))),
     "kill sink mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, D))),
     "kill movers' parent": Kind(4, (0.0, 0.0), lambda s: s.kill_parent(s.rng.choice(s.fleet.nodes))),

@@ -88,7 +88,9 @@ class Fleet:
             case "born":
                 worker.inode = args[1]
             case "registered":
-                worker.is_registered = True
+                worker.is_registered, worker.is_suspended = True, False
+            case "suspended":
+                worker.is_suspended = True
             case "refused":
                 self.tally.mischief[f"register again: {args[0]}"] += 1
             case "published":
