@@ -39,7 +39,7 @@ def main() -> None:
         for kind, each in run.get("samples_ms", {}).items():
             samples[kind] += each
     every = [ms for each in samples.values() for ms in each]
-    last = (worst, quantile(every, 0.99), sum(run["elapsed_s"] for run in runs))
+    last = (worst, quantile(every, 0.99), round(sum(run["elapsed_s"] for run in runs), 1))
     table(columns, [*rows, ("sum", *sums, *last)])
     for what in ("faults_by_kind", "outcomes", "mischief"):
         counts: Counter[str] = Counter()
