@@ -26,7 +26,7 @@ class Auditor:
         """Bring everything to rest, count what is left."""
         fleet = self._fleet
         self._traffic.is_paused = True
-        fleet.pump_until(lambda: not fleet.pulls and not fleet.doubtful, self._peace_s)
+        fleet.pump_until(lambda: not fleet.pulls and not fleet.doubtful, PEACE_S)
         for engine in fleet.engines:
             for transfer in list(engine.transfers.values()):
                 engine.unpublish(transfer)

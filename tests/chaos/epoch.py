@@ -70,8 +70,8 @@ class Epoch:
         self.fleet = Fleet(tally)
         self._surgeon = Surgeon(self.fleet, rng)
         self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
-        # What was sabotaged needs no patience.
-        self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage else PEACE_S)
+        # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
+        self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
         nodes = [Node(name, directory / name, TRANSPORTS[transport]) for name in ("p", "d")]
         self.fleet.nodes += nodes
         try:
