@@ -20,7 +20,7 @@ SHAPES = {
     ),
     "TP4 PP2 -> TP2, other layout and blocks": "",
 }
-FIGURES = ("ready_s", "registered_s", "first_request_s")
+FIGURES = ("daemons_ready_s", "registered_s", "first_request_s")
 
 
 def one_round(flags: str) -> dict[str, float]:
