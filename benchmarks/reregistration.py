@@ -1,0 +1,76 @@
+"""How long after a daemon was killed and started again its engines are back, without anybody's help.
+
+Two engines of one rank each in this process; the daemon is killed and started again, several times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from idle_cpu import register
+
+from kvxferd.cli.asking import Daemon
+from kvxferd.errors import KvxferdError
+
+
+def start(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the daemon; it need not be ready."""
+    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
+    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
+    return subprocess.Popen(command)
+
+
+def wait_for(control: Daemon, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
+    """Return when the daemon first answered, and when that many engines were complete."""
+    answered = None
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        with suppress(KvxferdError):
+            engines = control.get("/v1/status")["node"]["engines"]
+            answered = answered or time.monotonic()
+            if sum(engine["complete"] for engine in engines) == num_engines:
+                return answered, time.monotonic()
+        time.sleep(0.005)
+    raise TimeoutError(f"{num_engines} engines are not back after {limit_s} s")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        daemon = start(directory)
+        control = Daemon(str(directory / "control.sock"))
+        wait_for(control, 0)
+        socket = str(directory / "worker.sock")
+        for name in ("prefill", "decode"):
+            register(stack, socket, name, 1)
+        from_start, from_answer = [], []
+        for _ in range(options.rounds):
+            daemon.send_signal(signal.SIGKILL)
+            daemon.wait()
+            daemon = start(directory)
+            began = time.monotonic()
+            answered, back = wait_for(control, 2)
+            from_start.append(back - began)
+            from_answer.append(back - answered)
+        stack.close()
+        daemon.terminate()
+        daemon.wait()
+    for what, values in (("its start", from_start), ("its first answer", from_answer)):
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        print(f"both engines registered again after {what}: {statistics.median(values):.2f} s ({spread})")
+
+
+if __name__ == "__main__":
+    main()
