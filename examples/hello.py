@@ -23,7 +23,9 @@ def join(
     socket: str, name: str, layout_name: str, block_tokens: int
 ) -> tuple[client.RankHandle, SealedMemory]:
     """Register one rank with memory of its own."""
-    spec = EngineSpec(engine_id=EngineId(name), generation=Generation("1"), num_layers=LAYERS)
+    spec = EngineSpec(
+        engine_id=EngineId(name), generation=Generation("1"), num_layers=LAYERS, num_kv_heads=HEADS
+    )
     layout = attention_layout(
         spec=spec,
         num_kv_heads=HEADS,
@@ -51,6 +53,8 @@ def wait_for(rank: client.RankHandle, kind: type[client.Event]) -> client.Event:
 
 def main() -> None:
     """Publish six blocks, pull them as three, and wait until they are released."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/hello.py WORKER_SOCKET")
     source, source_memory = join(sys.argv[1], "hello-prefill", "HND", block_tokens=16)
     sink, sink_memory = join(sys.argv[1], "hello-decode", "NHD", block_tokens=32)
 

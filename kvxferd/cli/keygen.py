@@ -30,4 +30,9 @@ def keygen(output: Path, known: Path | None) -> None:
     # Here, not above: no other verb of this module's group needs libzmq.
     from kvxferd.control.keys import make_key, read_key
 
-    click.echo((make_key(output) if known is None else read_key(known)).public)
+    if known is not None:
+        click.echo(read_key(known).public)
+        return
+    key = make_key(output)
+    click.echo(f"the secret key is in {output}; the public key:", err=True)
+    click.echo(key.public)

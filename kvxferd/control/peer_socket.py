@@ -83,7 +83,11 @@ class PeerSocket:
             router.bind(self._bind)
         except zmq.ZMQError as error:
             router.close(linger=0)
-            raise ConfigError(f"cannot bind the peer socket to {self._bind}: {error.strerror}") from error
+            reason = error.strerror.partition(" (addr")[0]
+            raise ConfigError(
+                f"cannot bind peer.bind = {self._bind}: {reason}; another daemon may have it: "
+                "give another port, or 0 for any free one"
+            ) from error
         self.bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._router = self._watch(router, self._routed)
 

@@ -122,7 +122,8 @@ class ParentProcess:
 def _spawn(
     control: int, library: str, lock_fd: int | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
+    # -P: what lies in the daemon's working directory is not imported.
+    command = [sys.executable, "-P", "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
     command += ["--library", library]
     inherited = [control]
     if lock_fd is not None:

@@ -66,8 +66,9 @@ def test_a_key_is_written_for_its_owner_alone_and_its_public_half_is_printed(tmp
     assert made.exit_code == 0
     assert path.stat().st_mode & 0o777 == 0o600
     key = read_key(path)
-    assert made.output == f"{key.public}\n"
-    assert keygen("--public", str(path)).output == made.output
+    assert made.stdout == f"{key.public}\n"
+    assert str(path) in made.stderr
+    assert keygen("--public", str(path)).output == made.stdout
     assert key.secret.hex() in path.read_text()
     assert key.secret.hex() not in repr(key)
     assert key.secret.hex() not in made.output

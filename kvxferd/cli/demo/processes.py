@@ -43,7 +43,7 @@ class DaemonProcess:
         environ |= {k: v for k, v in os.environ.items() if k.startswith("KVXFERD_MOVER_")}
         with (directory / "daemon.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvxferd.cli.demo.tether", "serve"),
+                *(sys.executable, "-P", "-m", "kvxferd.cli.demo.tether", "serve"),
                 *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0"),
                 *("--drain-limit-s", "5", "--log-format", "json"),
                 stdin=DEVNULL,
@@ -100,7 +100,7 @@ class WorkerProcess:
         path = directory / f"{name}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvxferd.cli.demo.worker"),
+                *(sys.executable, "-P", "-m", "kvxferd.cli.demo.worker"),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
