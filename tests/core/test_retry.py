@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from world import World
+from world import IDS, SINK_IDS, TOKENS, mover_of
 
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def source(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    source.fill(IDS, TOKENS, seed=1)
-    return source
-
-
-@pytest.fixture
-def sink(world):
-    return world.engine(world.host("d"), "decode")[0]
-
-
-def mover_of(worker):
-    return next(m for m in worker.host.movers.values() if m.worker is worker and m.alive)
 
 
 def fail(worker, **outcome):

@@ -42,6 +42,8 @@ from kvxferd.wire.ids_stream import IdsAssembly
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 
 BLOCK_TOKENS = 4
+# A request of 11 tokens, and where it lies at either end.
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
 
 @dataclass
@@ -491,3 +493,8 @@ def spec_of(
         num_kv_heads=2,
         **more,
     )
+
+
+def mover_of(worker: Worker) -> Mover:
+    """The mover that serves a rank now."""
+    return next(m for m in worker.host.movers.values() if m.worker is worker and m.alive)

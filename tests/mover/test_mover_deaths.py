@@ -75,6 +75,7 @@ async def test_a_worker_that_is_dead_already(node: Node, make_worker: Make) -> N
     rank.process.kill()
     mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
     await node.gone(mover)
+    assert node.exits == [mover.mover_id]
 
 
 async def test_a_killed_mover_is_told_once_and_its_readers_fail(
@@ -216,7 +217,9 @@ async def test_a_parent_that_cannot_be_started_is_tried_again(monkeypatch: pytes
 
 async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> None:
     async with Node("here", environment={"HOME": "/nonexistent"}) as node:
-        await bind(node, make_worker("E"))
+        mover, bound = await bind(node, make_worker("E"))
+        assert mover.is_alive
+        assert bound.metadata
 
 
 async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
@@ -224,6 +227,7 @@ async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
     mover._stream.send(b"\xc1 not a message")
     mover._flush()
     await node.gone(mover)
+    assert node.exits == [mover.mover_id]
 
 
 async def test_stopping_while_movers_start(make_worker: Make) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.layout.presets import MODELS, model_ranks
+from kvxferd.layout.presets import MODELS, deploy
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, PlanCache, check_blocks, check_request, encode_plan, make_plan
 
@@ -52,7 +52,7 @@ Chosen = tuple[int, int, int, str]
 def measure(what: str, mine: Chosen, theirs: Chosen, num_tokens: int) -> str:
     """Return one case's line."""
     sink, source = (
-        model_ranks(MODEL, tp=tp, pp=pp, block_tokens=tokens, layout=layout, num_blocks=NUM_BLOCKS)
+        deploy(MODEL, tp=tp, pp=pp, block_tokens=tokens, layout=layout, num_blocks=NUM_BLOCKS)
         for tp, pp, tokens, layout in (mine, theirs)
     )
     spec, layout = sink[Rank(0, 0)]
@@ -89,7 +89,7 @@ def main() -> None:
     print(f"{'one rank of llama-3-70b':28}" + "".join(f"{head:>9}" for head in heads))
     for case in CASES:
         print(measure(*case))
-    spec, layout = model_ranks(MODEL, num_blocks=NUM_BLOCKS)[Rank(0, 0)]
+    spec, layout = deploy(MODEL, num_blocks=NUM_BLOCKS)[Rank(0, 0)]
     print(f"validating 80 layers: {best_ms(lambda: validate_layout(spec, layout)):.2f} ms")
 
 

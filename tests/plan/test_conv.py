@@ -6,7 +6,7 @@ import pytest
 
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks, pack_ids
-from kvxferd.layout.presets import MODELS, blocks_per_logical, model_ranks
+from kvxferd.layout.presets import MODELS, blocks_per_logical, deploy
 from kvxferd.plan import (
     Expander,
     MambaConvSplitInfo,
@@ -23,8 +23,8 @@ AT_TP4 = derive_mamba_conv_split((2560, 3), (32, 64, 128))
 
 def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[int, int, int]]:
     """Return (local offset, remote offset, bytes) of layer 0's states, from the plan."""
-    sink = model_ranks(NEMOTRON, tp=tp, num_blocks=1)
-    remote = model_ranks(NEMOTRON, tp=remote_tp, num_blocks=1)
+    sink = deploy(NEMOTRON, tp=tp, num_blocks=1)
+    remote = deploy(NEMOTRON, tp=remote_tp, num_blocks=1)
     plan = make_plan(*sink[Rank(0, rank)], remote[Rank(0, 0)][0], {r: h[1] for r, h in remote.items()})
     return {
         piece.component: (piece.local_offset, piece.remote_offset, strip.num_units * strip.local.unit)
@@ -148,8 +148,8 @@ def test_logical_ids_expand_by_the_remotes_ratio(
 )
 def test_runs_of_a_state(tp: int, remote_tp: int, want: int) -> None:
     """Layer 0 of one request: as few runs as the two pages allow, at the page of its block."""
-    sink = model_ranks(NEMOTRON, tp=tp, num_blocks=4)
-    remote = model_ranks(NEMOTRON, tp=remote_tp, num_blocks=4)
+    sink = deploy(NEMOTRON, tp=tp, num_blocks=4)
+    remote = deploy(NEMOTRON, tp=remote_tp, num_blocks=4)
     spec, layout = sink[Rank(0, 0)]
     plan = make_plan(spec, layout, remote[Rank(0, 0)][0], {r: h[1] for r, h in remote.items()})
     empty = {group.name: PackedBlocks(b"") for group in layout.groups}

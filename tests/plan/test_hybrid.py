@@ -7,7 +7,7 @@ import pytest
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, model_ranks
+from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
 from kvxferd.layout.presets.facts import key_and_value, mamba2_states
 from kvxferd.plan import (
     MambaEngineTransferInfo,
@@ -31,7 +31,7 @@ def engine(
     tp: int, heads: int, pp: int = 1, engine_id: str = "local"
 ) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     """Every rank of a deployment of the hybrid."""
-    return model_ranks(hybrid(heads), tp=tp, pp=pp, num_blocks=8, block_tokens=4, engine_id=engine_id)
+    return deploy(hybrid(heads), tp=tp, pp=pp, num_blocks=8, block_tokens=4, engine_id=engine_id)
 
 
 def topology(tp: int, rank: int, remote_tp: int, heads: int, remote_pp: int = 1) -> TransferTopology:
@@ -103,8 +103,8 @@ def test_filtering_block_ids() -> None:
 def test_an_engine_without_states_is_told_so() -> None:
     """By name, never an assertion: checks for one kind do not run on models that lack it."""
     plain = ModelFacts("plain", 4, (LayerKind.FULL,), key_and_value(4, 4))
-    made = TransferTopology(*model_ranks(plain, tp=1)[Rank(0, 0)])
-    source = model_ranks(plain, tp=2, engine_id=REMOTE)
+    made = TransferTopology(*deploy(plain, tp=1)[Rank(0, 0)])
+    source = deploy(plain, tp=2, engine_id=REMOTE)
     made.register_remote_ranks(source[Rank(0, 0)][0], {r: held[1] for r, held in source.items()})
     with pytest.raises(EngineError, match="engine 'remote', stage 0: it has no state layers") as caught:
         made.filter_block_ids_for_rank(REMOTE, 1, local=[], remote=[], is_state_group=[])

@@ -7,7 +7,7 @@ import pytest
 
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, pack_ids
-from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, TokenComponent, model_ranks
+from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, TokenComponent, deploy
 from kvxferd.layout.presets.facts import gdn_states, key_and_value, mamba1_states, mamba2_states
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_engine, check_request, make_plan, plan_reads
@@ -59,7 +59,7 @@ PAIRS = [
 def tiny_engine(model: ModelFacts, chosen: tuple[int, int, int, str]) -> Engine:
     """Return every rank, valid and complete."""
     tp, pp, block_tokens, layout = chosen
-    ranks = model_ranks(model, tp=tp, pp=pp, block_tokens=block_tokens, num_blocks=NUM_BLOCKS, layout=layout)
+    ranks = deploy(model, tp=tp, pp=pp, block_tokens=block_tokens, num_blocks=NUM_BLOCKS, layout=layout)
     for spec, made in ranks.values():
         validate_layout(spec, made)
     check_engine(ranks)
@@ -109,8 +109,8 @@ def test_every_rank_of_every_model(name: str, pair: tuple[tuple[int, int, int, s
 @pytest.mark.parametrize("name", MODELS)
 def test_presets_are_valid_engines(name: str) -> None:
     """Each model in two deployments; each rank can be planned for."""
-    sink = model_ranks(MODELS[name], tp=4, pp=2, layout="NHD", block_tokens=32, num_blocks=64)
-    source = model_ranks(MODELS[name], tp=8, pp=1, num_blocks=64)
+    sink = deploy(MODELS[name], tp=4, pp=2, layout="NHD", block_tokens=32, num_blocks=64)
+    source = deploy(MODELS[name], tp=8, pp=1, num_blocks=64)
     for ranks in (sink, source):
         for spec, layout in ranks.values():
             validate_layout(spec, layout)

@@ -9,7 +9,7 @@ from cases import KV, engine, layout_of, plan_between, spec
 
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, model_ranks
+from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
 from kvxferd.plan import (
     CacheProperties,
     SendPart,
@@ -118,7 +118,7 @@ def test_replicas_of_mla_do_not_all_send() -> None:
     """GOLDEN row 12: MLA P4 to D2: 0 and 2 send, 1 and 3 do not."""
     latent = TokenComponent("latent", 1, 8, is_replicated=True)
     model = ModelFacts("mla", 0, (LayerKind.FULL,), ((latent,),))
-    source, sink = model_ranks(model, tp=4, num_blocks=2), model_ranks(model, tp=2, num_blocks=2)
+    source, sink = deploy(model, tp=4, num_blocks=2), deploy(model, tp=2, num_blocks=2)
     sent = [parts(source, sink, producer) for producer in range(4)]
     assert [[consumer for consumer, *_ in one] for one in sent] == [[0], [], [1], []]
 

@@ -3,7 +3,7 @@
 from kvxferd.layout.presets.attention import LAYOUT_NAMES, attention_layout
 from kvxferd.layout.presets.build import blocks_per_logical, model_layout
 from kvxferd.layout.presets.choices import Choices
-from kvxferd.layout.presets.deploy import deploy, deployed, model_ranks, with_kv_dtype
+from kvxferd.layout.presets.deploy import deploy, deployed, with_kv_dtype
 from kvxferd.layout.presets.facts import LayerKind, ModelFacts, StateComponent, TokenComponent, key_and_value
 from kvxferd.layout.presets.models import MODELS, find_model
 from kvxferd.layout.presets.sharding import shard_units, stage_layers
@@ -23,7 +23,6 @@ __all__ = [
     "find_model",
     "key_and_value",
     "model_layout",
-    "model_ranks",
     "shard_units",
     "stage_layers",
     "with_kv_dtype",

@@ -68,28 +68,6 @@ def deployed(
     return ranks
 
 
-def model_ranks(
-    model: ModelFacts,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    block_tokens: int = 16,
-    num_blocks: int = 1024,
-    layout: str = "HND",
-    engine_id: str = "",
-) -> Ranks:
-    """Return what `deploy` returns, for the choices that every engine has."""
-    return deploy(
-        model,
-        tp=tp,
-        pp=pp,
-        block_tokens=block_tokens,
-        num_blocks=num_blocks,
-        layout=layout,
-        engine_id=engine_id,
-    )
-
-
 def with_kv_dtype(model: ModelFacts, dtype: str, itemsize: int) -> ModelFacts:
     """Return the model with keys, values and latents cached in another dtype; scales and states stay."""
     arrays = tuple(

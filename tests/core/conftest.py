@@ -1,0 +1,23 @@
+"""One source and one sink on two hosts, the source's memory filled with a request."""
+
+from __future__ import annotations
+
+import pytest
+from world import IDS, TOKENS, Worker, World
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def source(world: World) -> Worker:
+    source = world.engine(world.host("p"), "prefill")[0]
+    source.fill(IDS, TOKENS, seed=1)
+    return source
+
+
+@pytest.fixture
+def sink(world: World) -> Worker:
+    return world.engine(world.host("d"), "decode")[0]
