@@ -5,32 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
+from kvxferd.cli.children import DaemonProcess
 from kvxferd.cli.demo import speech
-from kvxferd.cli.demo.processes import DaemonProcess, WorkerProcess
+from kvxferd.cli.demo.processes import VERB, WorkerProcess
 from kvxferd.cli.demo.shape import DemoShape, Role
 from kvxferd.cli.demo.tally import Tally
+from kvxferd.cli.running import make_directory, together, until_signal
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.observe.history import record_from_json
 
-T = TypeVar("T")
 R = TypeVar("R", bound=speech.Line)
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 PUBLISHER = Rank(0, 0)
 # A daemon remembers 1024 records; each pull makes one, and handshakes a few.
 PULLS_BETWEEN_LOOKS = 256
-# sockaddr_un holds 107 bytes; below a longer one the sockets would not fit.
-MAX_TEMPORARY_PATH = 60
 
 
 class Fleet:
@@ -40,24 +35,17 @@ class Fleet:
         self.shape = shape
         self.daemons: dict[Role, DaemonProcess] = {}
         self.workers: dict[tuple[Role, Rank], WorkerProcess] = {}
-        parent = tempfile.gettempdir()
-        self._directory = Path(
-            tempfile.mkdtemp(
-                prefix="kvxferd-demo-", dir=parent if len(parent) < MAX_TEMPORARY_PATH else "/tmp"
-            )
-        )
+        self._directory = make_directory("kvxferd-demo-")
 
     async def start(self) -> None:
         """Start all; return when both daemons are ready. Raises KvxferdError."""
-        await _together(*(self._start_daemon(role) for role in ROLES))
-        await _together(
-            *(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role))
-        )
-        await _together(*(daemon.ready() for daemon in self.daemons.values()))
+        await together(*(self._start_daemon(role) for role in ROLES))
+        await together(*(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role)))
+        await together(*(daemon.ready() for daemon in self.daemons.values()))
 
     async def register(self) -> None:
         """Have every worker register with its daemon. Raises KvxferdError."""
-        await _together(
+        await together(
             *(
                 worker.ask(
                     speech.Begin(
@@ -73,7 +61,7 @@ class Fleet:
     ) -> dict[Rank, R]:
         """Give every rank of an engine a command; return their answers. Raises KvxferdError."""
         ranks = self.shape.ranks(role)
-        replies = await _together(*(self.workers[role, rank].ask(command(rank)) for rank in ranks))
+        replies = await together(*(self.workers[role, rank].ask(command(rank)) for rank in ranks))
         for reply in replies:
             assert isinstance(reply, kind)
         return dict(zip(ranks, replies, strict=True))  # type: ignore[arg-type]
@@ -90,7 +78,7 @@ class Fleet:
 
     async def _start_daemon(self, role: Role) -> None:
         os.mkdir(self._directory / role)
-        self.daemons[role] = await DaemonProcess.start(role, self._directory / role)
+        self.daemons[role] = await DaemonProcess.start(VERB, role, self._directory / role)
 
     async def _start_worker(self, role: Role, rank: Rank) -> None:
         self.workers[role, rank] = await WorkerProcess.start(f"{role}.{rank}", self._directory)
@@ -102,7 +90,7 @@ def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = 
     Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
     Raises KeyboardInterrupt for both.
     """
-    return asyncio.run(_until_signal(_run(shape, on_request, damage)))
+    return asyncio.run(until_signal(_run(shape, on_request, damage)))
 
 
 async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> Tally:
@@ -155,43 +143,3 @@ async def _look(fleet: Fleet, tally: Tally) -> None:
     answer = await asyncio.to_thread(fleet.daemons["decode"].control.get, "/v1/history")
     records = map(record_from_json, answer["records"])
     tally.add_records([record for record in records if isinstance(record, PullRecord)])
-
-
-async def _together(*awaitables: Awaitable[T]) -> list[T]:
-    """Await all at once; the first that raises ends the others."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Iterable[asyncio.Future[T]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _until_signal(work: Awaitable[T]) -> T:
-    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does.
-
-    Only the first signal counts: a second one (`timeout` sends two) would cut the clean-up short,
-    which ends by itself.
-    """
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
-    told = False
-
-    def on_signal() -> None:
-        nonlocal told
-        if not told:
-            told = True
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError, RuntimeError):  # not the main thread: a test, say
-            loop.add_signal_handler(number, on_signal)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None

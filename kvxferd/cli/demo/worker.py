@@ -17,7 +17,7 @@ import numpy as np
 from kvxferd import client
 from kvxferd.cli.demo import content, speech
 from kvxferd.cli.demo.shape import GROUP, DemoShape, Role
-from kvxferd.cli.demo.tether import tether
+from kvxferd.cli.tether import tether
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.memory import SealedMemory

@@ -21,7 +21,7 @@ def tether() -> None:
 
 
 def main() -> None:
-    """Run the `kvxferd` command line, tethered: `python -m kvxferd.cli.demo.tether serve ...`."""
+    """Run the `kvxferd` command line, tethered: `python -m kvxferd.cli.tether serve ...`."""
     tether()
     from kvxferd.cli import main as command_line
 

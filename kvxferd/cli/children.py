@@ -1,0 +1,184 @@
+"""Child processes of a verb: daemons, and processes that obey lines on standard input. None outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvxferd.cli.asking import Daemon
+from kvxferd.errors import Code, KvxferdError
+
+READY_S = 60.0  # a cold start on a machine that may be busy
+# A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
+NOT_READY_S = 5.0
+POLL_S = 0.05
+# A child keeps deadlines of its own and says so; this is for one that is stuck.
+ANSWER_S = 180.0
+STOP_S = 10.0
+# A line carries references, samples or a report, never block ids.
+LINE_BYTES = 8 << 20
+TAIL_LINES = 12
+
+
+class DaemonProcess:
+    """A daemon in a directory of its own. `verb` is what it serves, for messages: "the demo"."""
+
+    def __init__(self, verb: str, name: str, directory: Path, process: Process) -> None:
+        self.name = name
+        self.worker_socket = str(directory / "worker.sock")
+        self.control = Daemon(str(directory / "control.sock"))
+        self._verb = verb
+        self._log = directory / "daemon.log"
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        verb: str,
+        name: str,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        peer_host: str = "127.0.0.1",
+    ) -> DaemonProcess:
+        """Start it. Settings of the environment do not reach it, but for those of its movers."""
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
+        environ |= {k: v for k, v in os.environ.items() if k.startswith("KVXFERD_MOVER_")}
+        environ |= environment or {}
+        with (directory / "daemon.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "kvxferd.cli.tether", "serve"),
+                *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", f"tcp://{peer_host}:0"),
+                *("--drain-limit-s", "5", "--log-format", "json"),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environ,
+                start_new_session=True,  # Ctrl-C is for the verb, which then stops this
+            )
+        return cls(verb, name, directory, process)
+
+    @property
+    def pid(self) -> int:
+        """Its process; the movers' parent is a child of it."""
+        return self._process.pid
+
+    async def ready(self) -> None:
+        """Wait until it takes registrations. Raises KvxferdError if it ends, or is not ready in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + READY_S
+        why = ""
+        while loop.time() < deadline:
+            if self._process.returncode is not None:
+                raise KvxferdError(
+                    f"cannot run {self._verb}: the {self.name} daemon ended with {self._process.returncode}"
+                )
+            with suppress(KvxferdError):
+                status, answer = await asyncio.to_thread(self.control.ask, "GET", "/readyz")
+                if status == 200:
+                    return
+                if not why:
+                    deadline = min(deadline, loop.time() + NOT_READY_S)
+                why = "; ".join(answer.get("reasons", [])) or f"it answers {status}"
+            await asyncio.sleep(POLL_S)
+        raise KvxferdError(
+            f"cannot run {self._verb}: the {self.name} daemon is not ready: {why or 'it does not answer'}",
+            Code.DEADLINE,
+        )
+
+    async def stop(self) -> None:
+        """Have it drain and end; kill it if it does not."""
+        await _stop(self._process, signal.SIGTERM)
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        return _tail(self._log)
+
+
+class LineProcess:
+    """A Python module that answers each line on standard input with one on standard output."""
+
+    def __init__(self, verb: str, name: str, log: Path, process: Process) -> None:
+        self.name = name
+        self._verb = verb
+        self._log = log
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        verb: str,
+        module: str,
+        name: str,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        flags: tuple[str, ...] = (),
+    ) -> LineProcess:
+        """Start it; it waits for its first line."""
+        path = directory / f"{name}.log"
+        with path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", module, *flags),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                limit=LINE_BYTES,
+                env=None if environment is None else {**os.environ, **environment},
+                start_new_session=True,
+            )
+        return cls(verb, name, path, process)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    async def ask(self, line: bytes) -> bytes:
+        """Return its answer to a line. Raises KvxferdError if it ends, or does not answer in time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ConnectionError):  # then there is no answer either
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
+        try:
+            answer = await asyncio.wait_for(self._process.stdout.readline(), ANSWER_S)
+        except TimeoutError:
+            raise KvxferdError(
+                f"cannot run {self._verb}: process {self.name} has not answered for {ANSWER_S:.0f} s",
+                Code.DEADLINE,
+            ) from None
+        if not answer:
+            raise KvxferdError(f"cannot run {self._verb}: process {self.name} ended: {_tail(self._log)}")
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; one that has ended hears nothing."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def stop(self) -> None:
+        """Have it leave and end; kill it if it does not."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self.signal(signal.SIGCONT)  # one that is stopped would not read the end of its input
+        await _stop(self._process, None)
+
+
+async def _stop(process: Process, how: signal.Signals | None) -> None:
+    if process.returncode is None and how is not None:
+        process.send_signal(how)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(lines[-TAIL_LINES:])

@@ -1,0 +1,62 @@
+"""What verbs that run other processes share: several things at once, signals, a directory of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# sockaddr_un holds 107 bytes; below a longer one the sockets would not fit.
+MAX_TEMPORARY_PATH = 60
+
+
+def make_directory(prefix: str) -> Path:
+    """Make a directory whose path is short enough for sockets; the caller removes it."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) < MAX_TEMPORARY_PATH else "/tmp"))
+
+
+async def together(*awaitables: Awaitable[T]) -> list[T]:
+    """Await all at once; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancelled(tasks)
+
+
+async def until_signal(work: Awaitable[T]) -> T:
+    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does: KeyboardInterrupt.
+
+    Only the first signal counts: a second one (`timeout` sends two) would cut the clean-up short,
+    which ends by itself.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    told = False
+
+    def on_signal() -> None:
+        nonlocal told
+        if not told:
+            told = True
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError, RuntimeError):  # not the main thread: a test, say
+            loop.add_signal_handler(number, on_signal)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _cancelled(tasks: Iterable[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
