@@ -1,0 +1,53 @@
+"""What an operator may say in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The connector's settings, checked when the engine starts."""
+
+    socket: str = "/run/kvxferd/worker.sock"
+    connect_timeout_s: float = 60.0  # at start: the daemon may be starting too
+    pull_deadline_s: float = 60.0  # a pull ends in Delivered or Failed within it, whatever dies
+    lease_s: float | None = None  # how long published blocks wait for a first reader; None: the daemon's
+    num_readers: int = 1  # decode engines that read each request
+    home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
+    model_fingerprint: str = ""  # "" is derived from the model's configuration
+    adopt_cpu_memory: bool = True  # False: CPU caches are always copied through a shared buffer
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Return the options. Raises EngineError(config-invalid) naming the wrong one."""
+    try:
+        options = msgspec.convert(dict(given), Options)
+    except msgspec.ValidationError as error:
+        raise EngineError(
+            f"cannot read kv_connector_extra_config: {error}; known are {', '.join(Options.__struct_fields__)}",
+            Code.CONFIG_INVALID,
+        ) from error
+    for name in ("connect_timeout_s", "pull_deadline_s", "lease_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise EngineError(
+                f"cannot use {name} = {value} in kv_connector_extra_config: give seconds above 0",
+                Code.CONFIG_INVALID,
+            )
+    if options.num_readers < 1:
+        raise EngineError(
+            f"cannot use num_readers = {options.num_readers} in kv_connector_extra_config: give 1 or more",
+            Code.CONFIG_INVALID,
+        )
+    return options
+
+
+def home_of(options: Options) -> Endpoint:
+    """The endpoint of the engine's home daemon; empty for the local one."""
+    return Endpoint(options.home)

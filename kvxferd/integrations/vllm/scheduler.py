@@ -1,0 +1,215 @@
+"""The scheduler's side: which requests are published, which are pulled, what the workers are told.
+
+Nothing here waits: publishing puts a message in the client's outbox. Every decision leaves with the
+next step's `Orders`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvxferd.client import Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
+from kvxferd.integrations.vllm.requests import (
+    AllocatedBlocks,
+    Request,
+    answer,
+    has_ended_well,
+    ref_in,
+    wants_publish,
+    wants_pull,
+)
+from kvxferd.integrations.vllm.stats import Tally
+from kvxferd.wire import common
+from kvxferd.wire.limits import MAX_NAME_CHARS
+
+_LOG = logging.getLogger("vllm.kvxferd.scheduler")
+
+
+class SchedulerSide:
+    """One engine's transfers as its scheduler sees them. One thread."""
+
+    def __init__(self, groups: CacheGroups, num_readers: int = 1, lease_s: float | None = None) -> None:
+        self.tally = Tally()
+        self._groups = groups
+        self._num_readers = num_readers
+        self._lease_s = lease_s
+        self._publisher: Publisher | None = None
+        self._needs_ready = False
+        self._orders = Orders()
+        self._sequence = itertools.count(1)
+        self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
+        self._published: dict[str, str] = {}  # transfer id -> request id
+
+    def attach(self, publisher: Publisher, needs_ready: bool) -> None:
+        """From here on requests can be published."""
+        self._publisher = publisher
+        self._needs_ready = needs_ready
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether requests can be published."""
+        return self._publisher is not None
+
+    # --- the decode engine
+
+    def request_added(self, request: Request) -> None:
+        """A request is known, long before it is scheduled: the daemon shakes hands and plans meanwhile."""
+        if wants_publish(request):
+            self._shorten(request)
+        elif wants_pull(request) and (ref := self._reference(request)) is not None:
+            self._orders.prepares.append(ref)
+
+    def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
+        """How many tokens come from the prefill engine, beyond those that are cached here."""
+        if not wants_pull(request) or self._reference(request) is None:
+            return 0
+        return max(0, self._groups.prefill_tokens(request.num_prompt_tokens) - num_computed_tokens)
+
+    def blocks_allocated(self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
+        """The request has blocks: pull into them, or let go of the transfer if all is cached here."""
+        params = request.kv_transfer_params
+        if params is None or not wants_pull(request):
+            return
+        ref = self._reference(request)
+        params["do_remote_prefill"] = False  # once for a request, preempted or failed ones included
+        if ref is None:
+            return
+        if num_external_tokens <= 0:
+            self._orders.abandons.append(ref)
+            return
+        num_tokens = self._groups.prefill_tokens(request.num_prompt_tokens)
+        clipped = self._groups.clip(blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens)
+        # Where there are several groups, a block id means nothing to vLLM without its group.
+        block_ids = self._groups.block_ids(clipped) if self._groups.num_listed == 1 else set()
+        self._orders.pulls.append(
+            PullOrder(request.request_id, ref, clipped, num_tokens, frozenset(block_ids))
+        )
+        self._pulling[request.request_id] = ref
+
+    def pulls_ended(self, request_ids: Sequence[str] | set[str]) -> None:
+        """Every worker has said that the requests' pulls are over."""
+        for request_id in request_ids:
+            self._pulling.pop(request_id, None)
+
+    # --- the prefill engine
+
+    def request_ended(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over, however it ended.
+
+        Returns whether its blocks are kept until the workers report it sent, and what the router
+        hands to the decode engine.
+        """
+        if (ref := self._pulling.pop(request.request_id, None)) is not None:
+            self._orders.cancels.append(request.request_id)
+            self._orders.abandons.append(ref)
+        if wants_pull(request):  # it never had blocks
+            if (ref := self._reference(request)) is not None:
+                self._orders.abandons.append(ref)
+            return False, None
+        if not wants_publish(request) or not has_ended_well(request):
+            return False, None
+        published = self._publish(request, block_ids)
+        return (False, None) if published is None else (True, answer(published))
+
+    def _publish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> TransferRef | None:
+        if self._publisher is None:
+            _LOG.error("cannot publish %s: no worker has said yet what engine this is", request.request_id)
+            self.tally.publish_failed(Code.ENGINE_UNKNOWN)
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        name = f"{request.request_id[: MAX_NAME_CHARS - 20]}~{next(self._sequence):x}"
+        blocks = self._groups.clip(block_ids, num_tokens)
+        try:
+            ref = self._publisher.publish(
+                name, blocks, num_tokens, num_readers=self._num_readers, lease_s=self._lease_s
+            )
+        except KvxferdError as error:
+            _LOG.warning("request %s is not published, its reader will have to compute it: %s",
+                         request.request_id, error.message)  # fmt: skip
+            self.tally.publish_failed(error.code)
+            return None
+        self._published[name] = request.request_id
+        if self._needs_ready:
+            self._orders.sends.append(SendOrder(request.request_id, name, blocks, num_tokens))
+        return ref
+
+    # --- with every step
+
+    def take_orders(self) -> Orders:
+        """Return what the workers are to do with this step."""
+        for event in self._publisher.poll() if self._publisher is not None else ():
+            self._handle(event)
+        orders, self._orders = self._orders, Orders()
+        pulled = {order.ref for order in orders.pulls} | set(orders.abandons)
+        orders.prepares = [ref for ref in orders.prepares if ref not in pulled]
+        return orders
+
+    def close(self) -> None:
+        """The engine stops: what is published is taken back."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Released(transfer_id=transfer_id, why=why):
+                self._let_go(transfer_id)
+                if why is not Code.COMPLETED and why is not Code.ABANDONED:
+                    self.tally.released_unread(why)
+                    _LOG.info("transfer %s was released without being read: %s", transfer_id, why)
+            case PublishRefused(transfer_id=transfer_id, code=code, message=message):
+                _LOG.warning("%s (%s)", message, code)
+                self.tally.publish_failed(code)
+                self._let_go(transfer_id)
+            case Disconnected(code=code, message=message):
+                _LOG.error("nothing can be published any more: %s (%s); restart the engine", message, code)
+                for transfer_id in list(self._published):
+                    self._let_go(transfer_id)
+
+    def _let_go(self, transfer_id: str) -> None:
+        if (request_id := self._published.pop(transfer_id, None)) is not None:
+            self._orders.released.append(request_id)
+
+    def _reference(self, request: Request) -> common.TransferRef | None:
+        params = request.kv_transfer_params or {}
+        try:
+            return ref_in(params)
+        except EngineError as error:
+            _LOG.warning("request %s is computed here: %s", request.request_id, error.message)
+            params["do_remote_prefill"] = False
+            self.tally.pull_failed(error.code)
+            return None
+
+    def _shorten(self, request: Request) -> None:
+        """Have the prefill engine stop before the tokens that the decode engine computes itself."""
+        backoff = self._groups.prefill_backoff
+        if backoff and request.num_prompt_tokens > backoff:
+            drop_last_tokens(request, backoff)
+
+
+def drop_last_tokens(request: Any, count: int) -> None:
+    """Take the last `count` prompt tokens from a request that is not scheduled yet, once.
+
+    A state stands at one token alone: the decode engine, which has to compute the last prompt
+    token to have something to sample from, needs the state before it.
+    """
+    params: Mapping[str, Any] = request.kv_transfer_params
+    if params.get("_kvxferd_shortened"):
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-count:]
+    elif getattr(request, "prompt_embeds", None) is not None:
+        request.prompt_embeds = request.prompt_embeds[:-count]
+    else:
+        return
+    del request._all_token_ids[-count:]
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1
+    request.kv_transfer_params["_kvxferd_shortened"] = True

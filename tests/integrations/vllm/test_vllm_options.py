@@ -1,0 +1,60 @@
+"""What the connector's settings may be, and its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.integrations.vllm import stats
+from kvxferd.integrations.vllm.options import Options, read_options
+
+
+def test_nothing_need_be_said() -> None:
+    assert read_options({}) == Options()
+
+
+def test_seconds_may_be_whole_numbers() -> None:
+    assert read_options({"pull_deadline_s": 5, "lease_s": 40}).pull_deadline_s == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"sockett": "/run/x"}, "sockett"),
+        ({"socket": 7}, "socket"),
+        ({"pull_deadline_s": 0}, "pull_deadline_s"),
+        ({"lease_s": float("inf")}, "lease_s"),
+        ({"connect_timeout_s": "soon"}, "connect_timeout_s"),
+        ({"num_readers": 0}, "num_readers"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(EngineError, match=named) as caught:
+        read_options(given)
+    assert caught.value.code is Code.CONFIG_INVALID
+
+
+def test_intervals_of_several_ranks_add_up() -> None:
+    first, second = stats.Tally(), stats.Tally()
+    first.pulled(0.010, 0.004, 1 << 20, 3)
+    first.pull_failed(Code.DEADLINE)
+    second.pulled(0.030, 0.009, 3 << 20, 5)
+    second.pull_failed(Code.DEADLINE)
+    total = first.take()
+    more = second.take()
+    assert total is not None
+    assert more is not None
+    stats.add(total, more)
+    assert total["pulls_failed"] == {"deadline": 2}
+    assert stats.summary(total) == {
+        "Num pulls": 2,
+        "Median pull (ms)": 30.0,
+        "Slowest pull (ms)": 30.0,
+        "MiB per pull": 2.0,
+        "Num failed pulls": 2,
+        "Num failed publishes": 0,
+        "Num released unread": 0,
+    }
+    assert first.take() is None, "an interval in which nothing happened is not reported"

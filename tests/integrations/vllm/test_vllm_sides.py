@@ -1,0 +1,248 @@
+"""Requests travel from a prefill engine to a decode engine by the connector's two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet import DaemonUnderTest
+from sides import BLOCK_TOKENS, Blocks, EngineUnderTest, Request
+
+from kvxferd.client import BlockList
+from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.orders import Orders
+from kvxferd.memory import SealedMemory
+
+Make = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture
+def pair(engine: Make) -> tuple[EngineUnderTest, EngineUnderTest]:
+    return engine("prefill", publishes=True), engine("decode")
+
+
+Pair = tuple[EngineUnderTest, EngineUnderTest]
+
+
+def test_a_prefilled_request_arrives_and_its_blocks_come_back(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 10, [3, 4, 5], fill=7)
+    assert params is not None
+    decode.decode("d-1", 10, [9, 8, 7], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, set(), set())
+    assert (decode.bytes[[9, 8]] == 7).all()
+    assert (decode.bytes[7][: 2 * 64] == 7).all()  # the third block holds two of its four tokens
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    counted = decode.worker.tally.take()
+    assert counted is not None
+    assert len(counted["pull_s"]) == 1
+    assert counted["bytes"][0] >= 10 * 64
+
+
+def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.bytes[:] = 1
+    decode.decode("d-1", 16, [10, 11, 12, 13], params, cached=2 * BLOCK_TOKENS)
+    decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (decode.bytes[[10, 11]] == 1).all(), "blocks of a prefix hit may be others' as well"
+    assert (decode.bytes[[12, 13]] == 5).all()
+
+
+def test_a_full_prefix_hit_pulls_nothing_and_frees_the_prefill_engine(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    decode.bytes[:] = 1
+    decode.decode("d-1", 8, [10, 11], params, cached=8)
+    assert not decode.step().received
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    assert (decode.bytes == 1).all()
+
+
+def test_a_request_is_pulled_once(pair: Pair) -> None:
+    """vLLM tells of the same request's blocks again when the load is over, or after a preemption."""
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = decode.decode("d-1", 8, [10, 11], params)
+    decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
+    assert decode.scheduler.take_orders().is_empty
+
+
+def test_a_request_that_is_aborted_before_it_was_scheduled_frees_the_prefill_engine(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = Request("d-1", 8, dict(params))
+    decode.scheduler.request_added(request)
+    decode.abort(request, [])
+    assert not decode.step().received
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_request_that_is_aborted_while_it_is_pulled_ends_once(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = decode.decode("d-1", 8, [10, 11], params)
+    decode.abort(request, [10, 11])  # before the workers have heard of the pull
+    assert decode.step_until(lambda r: bool(r.received), "the pull is over").received == {"d-1"}
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_an_aborted_prefill_is_not_published(pair: Pair) -> None:
+    prefill, _ = pair
+    request = Request("p-1", 8, {"do_remote_decode": True}, num_computed_tokens=4)
+    prefill.scheduler.request_added(request)
+    prefill.abort(request, [1])
+    assert prefill.scheduler.take_orders().is_empty
+
+
+def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair) -> None:
+    _, decode = pair
+    foreign = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
+    request = Request("d-1", 8, foreign)
+    decode.scheduler.request_added(request)
+    assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
+    decode.abort(request, [])
+    assert decode.scheduler.take_orders().is_empty
+    counted = decode.scheduler.tally.take()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"transfer-unknown": 1}
+
+
+def test_a_failed_pull_names_its_blocks(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    params["kvxferd"]["nonce"] = "0" * 32
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, set(), {10, 11})
+
+
+def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> None:
+    """A block id alone names nothing there."""
+    two = CacheGroups(
+        (CacheGroup(0, CacheKind.FULL, BLOCK_TOKENS), CacheGroup(1, CacheKind.FULL, BLOCK_TOKENS)), 2
+    )
+    prefill, decode = engine("prefill", publishes=True), engine("decode", groups=two)
+    params = prefill.prefill("p-1", 4, [1], fill=5)
+    assert params is not None
+    request = Request("d-1", 4, params)
+    decode.scheduler.blocks_allocated(request, Blocks(([10], [11])), 4)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+
+
+def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
+    prefill = engine("prefill", publishes=True, lease_s=0.5)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    counted = prefill.scheduler.tally.take()
+    assert counted is not None
+    assert counted["released_unread"] == {"lease-expired": 1}
+
+
+def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill", publishes=True, lease_s=1.0)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+    prefill.step()
+    daemon.process.kill()
+    daemon.process.wait(10)
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    daemon.process.kill()
+    daemon.process.wait(10)
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
+    assert (results.received, results.bad_blocks) == ({"d-1"}, {10, 11})
+    daemon.start()
+    decode.bytes[:] = 0
+    for attempt in range(10):  # until both engines are registered there, and its new port is in references
+        again = prefill.prefill(f"p-2.{attempt}", 8, [3, 4], fill=6)
+        assert again is not None
+        decode.decode(f"d-2.{attempt}", 8, [12, 13], again)
+        if not decode.step_until(lambda r: bool(r.received), "the pull is over", 10).bad_blocks:
+            break
+    assert (decode.bytes[[12, 13]] == 6).all()
+
+
+def test_a_scheduler_that_has_heard_of_no_worker_leaves_the_request_to_its_reader(engine: Make) -> None:
+    decode = engine("decode")
+    assert decode.prefill("p-1", 8, [1, 2], fill=5) is None
+
+
+def test_the_daemon_lets_go_of_a_suspended_rank(pair: Pair) -> None:
+    prefill, decode = pair
+    decode.worker.suspend()
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    decode.decode("d-1", 8, [10, 11], params)
+    assert decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks == {10, 11}
+    decode.worker.resume(decode.region())
+    params = prefill.prefill("p-2", 8, [3, 4], fill=6)
+    assert params is not None
+    decode.decode("d-2", 8, [12, 13], params)
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
+    assert (decode.bytes[[12, 13]] == 6).all()
+
+
+class Copying:
+    """A cache that nobody else can map: the sealed memory stands for it."""
+
+    def __init__(self, memory: SealedMemory) -> None:
+        self.shared = np.frombuffer(memory.buffer, dtype=np.uint8)
+        self.own = np.zeros_like(self.shared).reshape(-1, BLOCK_TOKENS * 64)
+
+    def _rows(self, blocks: Mapping[str, BlockList]) -> Any:
+        (listed,) = blocks.values()
+        return list(memoryview(listed.ids))  # type: ignore[arg-type]
+
+    def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
+        rows = self._rows(blocks)
+        self.shared.reshape(self.own.shape)[rows] = self.own[rows]
+
+    def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
+        rows = self._rows(blocks)
+        self.own[rows] = self.shared.reshape(self.own.shape)[rows]
+
+
+def test_memory_that_cannot_be_shared_is_copied_before_it_is_read_and_after(engine: Make) -> None:
+    copies: list[Copying] = []
+
+    def mirror(memory: SealedMemory) -> Copying:
+        copies.append(Copying(memory))
+        return copies[-1]
+
+    prefill = engine("prefill", publishes=True, mirror=mirror)
+    decode = engine("decode", mirror=mirror)
+    copies[0].own[[1, 2]] = 9
+    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
+    assert params is not None
+    decode.decode("d-1", 8, [10, 11], params)
+    decode.step()
+    prefill.step()  # only now are the ranks ready
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert not results.bad_blocks
+    assert (copies[1].own[[10, 11]] == 9).all()
+    for copy in copies:
+        del copy.shared  # so that the memory can be closed
+
+
+def test_orders_of_nothing_are_empty() -> None:
+    assert Orders().is_empty
