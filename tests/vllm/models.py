@@ -38,15 +38,19 @@ def llama() -> Any:
 
 
 def mamba() -> Any:
-    """Mamba2 layers with one attention layer in four, as Bamba has them."""
-    from transformers import BambaConfig, BambaForCausalLM
+    """Mamba2 layers around one of attention, as Granite 4 has them; no experts."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    config = BambaConfig(
+    config = GraniteMoeHybridConfig(
         **COMMON,
         num_hidden_layers=4,
         num_key_value_heads=4,
-        attn_layer_indices=[1],
-        attn_rotary_emb=16,
+        attention_multiplier=32**-0.5,
+        position_embedding_type="rope",
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=512,
         mamba_n_heads=16,
         mamba_d_head=32,
         mamba_n_groups=2,
@@ -54,22 +58,22 @@ def mamba() -> Any:
         mamba_d_conv=4,
         mamba_expand=2,
     )
-    return BambaForCausalLM(config)
+    return GraniteMoeHybridForCausalLM(config)
 
 
 def mla() -> Any:
-    """Multi-head latent attention, as DeepSeek-V2 has it; no experts but in the last layer."""
+    """Multi-head latent attention, as DeepSeek-V2 has it; no experts. vLLM's CPU kernel takes these widths only."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
         **COMMON,
         num_hidden_layers=4,
         num_key_value_heads=8,
-        kv_lora_rank=64,
+        kv_lora_rank=512,
         q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
         first_k_dense_replace=4,
         n_routed_experts=4,
         n_shared_experts=1,
