@@ -62,7 +62,7 @@ def mamba() -> Any:
 
 
 def mla() -> Any:
-    """Multi-head latent attention, as DeepSeek-V2 has it; no experts. vLLM's CPU kernel takes these widths only."""
+    """Multi-head latent attention, as DeepSeek-V2 has it, in the only widths that the CPU kernel takes."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
