@@ -30,7 +30,8 @@ def read_options(given: Mapping[str, Any]) -> Options:
         options = msgspec.convert(dict(given), Options)
     except msgspec.ValidationError as error:
         raise EngineError(
-            f"cannot read kv_connector_extra_config: {error}; known are {', '.join(Options.__struct_fields__)}",
+            f"cannot read kv_connector_extra_config: {error}; "
+            f"known are {', '.join(Options.__struct_fields__)}",
             Code.CONFIG_INVALID,
         ) from error
     for name in ("connect_timeout_s", "pull_deadline_s", "lease_s"):

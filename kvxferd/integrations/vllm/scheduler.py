@@ -159,15 +159,15 @@ class SchedulerSide:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Released(transfer_id=transfer_id, why=why):
-                self._let_go(transfer_id)
+            case Released(transfer_id=released, why=why):
+                self._let_go(released)
                 if why is not Code.COMPLETED and why is not Code.ABANDONED:
                     self.tally.released_unread(why)
-                    _LOG.info("transfer %s was released without being read: %s", transfer_id, why)
-            case PublishRefused(transfer_id=transfer_id, code=code, message=message):
+                    _LOG.info("transfer %s was released without being read: %s", released, why)
+            case PublishRefused(transfer_id=refused, code=code, message=message):
                 _LOG.warning("%s (%s)", message, code)
                 self.tally.publish_failed(code)
-                self._let_go(transfer_id)
+                self._let_go(refused)
             case Disconnected(code=code, message=message):
                 _LOG.error("nothing can be published any more: %s (%s); restart the engine", message, code)
                 for transfer_id in list(self._published):

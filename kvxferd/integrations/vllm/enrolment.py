@@ -1,0 +1,92 @@
+"""How a worker's cache becomes a rank of the daemon on its node."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NamedTuple
+
+from kvxferd import client
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.integrations.vllm.agreement import agree
+from kvxferd.integrations.vllm.caches import DerivedCaches
+from kvxferd.integrations.vllm.identity import engine_spec
+from kvxferd.integrations.vllm.options import Options, home_of
+from kvxferd.integrations.vllm.orders import Enrolled
+from kvxferd.integrations.vllm.sharing import Shared
+from kvxferd.integrations.vllm.worker import WorkerSide
+
+_LOG = logging.getLogger("vllm.kvxferd")
+
+
+class Enrolment(NamedTuple):
+    """A registered rank, and what the scheduler's side is told of it."""
+
+    side: WorkerSide
+    told: Enrolled
+
+
+def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Options) -> Enrolment:
+    """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
+
+    Every worker of the engine has to come here: they settle the generation together.
+    """
+    generation, needs_ready = agree(shared.mirror is not None)
+    spec = engine_spec(
+        vllm_config,
+        generation=generation,
+        home=home_of(options),
+        fingerprint=options.model_fingerprint,
+        publish_implies_ready=not needs_ready,
+    )
+    began = time.monotonic()
+    rank = _register(options, spec, derived, shared, began + options.connect_timeout_s)
+    _LOG.info(
+        "rank (%d, %d) of %s@%s is registered at %s: %d layers, %.1f MiB, %.3f s",
+        spec.pp_rank,
+        spec.tp_rank,
+        spec.engine_id,
+        spec.generation,
+        options.socket,
+        derived.layout.end_layer - derived.layout.start_layer,
+        sum(region.size_bytes for region in derived.layout.regions) / 2**20,
+        time.monotonic() - began,
+    )
+    side = WorkerSide(
+        rank,
+        options.pull_deadline_s,
+        speaks_for_engine=(spec.pp_rank, spec.tp_rank) == (0, 0),
+        mirror=shared.mirror,
+    )
+    return Enrolment(side, Enrolled(str(spec.engine_id), generation, needs_ready))
+
+
+def _register(
+    options: Options, spec: Any, derived: DerivedCaches, shared: Shared, deadline: float
+) -> client.RankHandle:
+    name = f"vllm {spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
+    connection = reach(options, name, deadline)
+    while True:
+        try:
+            left = max(1.0, deadline - time.monotonic())
+            return connection.register(spec, derived.layout, shared.regions, timeout_s=left)
+        except EngineError as error:
+            if error.code is not Code.BUSY or time.monotonic() + error.retry_after_s > deadline:
+                connection.close()
+                raise
+            time.sleep(error.retry_after_s or 0.1)  # engine start: nothing else waits for this thread
+        except BaseException:
+            connection.close()
+            raise
+
+
+def reach(options: Options, name: str, deadline: float) -> client.Client:
+    """Return a connection to the node's daemon. Raises KvxferdError saying what to start."""
+    try:
+        return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
+    except KvxferdError as error:
+        raise KvxferdError(
+            f"{error.message}; start `kvxferd serve` on this node, or name its worker socket in "
+            'kv_connector_extra_config: {"socket": ...}',
+            error.code,
+        ) from error

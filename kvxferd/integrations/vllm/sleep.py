@@ -1,0 +1,55 @@
+"""Sleep mode: the daemon lets go of a worker's memory before vLLM frees it, and maps it again after.
+
+vLLM takes sleep-mode backends by name: ``--enable-sleep-mode --sleep-mode-backend kvxferd`` is the
+usual one with kvxferd told first. The plugin entry point of this package registers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvxferd.client import Region
+from kvxferd.integrations.vllm.worker import WorkerSide
+
+BACKEND = "kvxferd"
+_CACHE_TAG = "kv_cache"
+
+_watched: dict[WorkerSide, Callable[[], Sequence[Region]]] = {}
+_asleep: set[WorkerSide] = set()
+
+
+def watch(side: WorkerSide, export_again: Callable[[], Sequence[Region]]) -> None:
+    """From here on the rank follows this process's sleep mode."""
+    _watched[side] = export_again
+
+
+def forget(side: WorkerSide) -> None:
+    """The rank is gone."""
+    _watched.pop(side, None)
+    _asleep.discard(side)
+
+
+def fall_asleep() -> None:
+    """Return once no other process maps this process's caches. Raises KvxferdError(deadline)."""
+    for side in _watched.keys() - _asleep:
+        side.suspend()
+        _asleep.add(side)
+
+
+def wake_up(tags: Sequence[str] | None) -> None:
+    """Register the caches again, if they are among what has woken."""
+    if tags is not None and _CACHE_TAG not in tags:
+        return
+    for side in list(_asleep):
+        side.resume(_watched[side]())
+        _asleep.discard(side)
+
+
+def register_backend() -> None:
+    """Make the backend known to vLLM: the entry point ``vllm.general_plugins``."""
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    if BACKEND not in SleepModeBackendFactory._registry:  # plugins are loaded in every process, some twice
+        SleepModeBackendFactory.register_backend(
+            BACKEND, "kvxferd.integrations.vllm.sleep_backend", "KvxferdSleepBackend"
+        )

@@ -1,0 +1,26 @@
+"""vLLM's default sleep-mode backend, with kvxferd told before memory goes and after it is back."""
+
+from __future__ import annotations
+
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+from kvxferd.integrations.vllm import sleep
+
+
+class KvxferdSleepBackend(CuMemBackend):  # type: ignore[misc]
+    """Suspends this worker's rank around sleep: a source unmapped under a reader would kill its mover."""
+
+    def suspend(self, level: int = 1) -> None:
+        """Free the memory, once nobody else maps it. Raises KvxferdError(deadline), nothing freed."""
+        sleep.fall_asleep()
+        super().suspend(level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Bring memory back; with the cache, register the rank again."""
+        super().resume(tags)
+        sleep.wake_up(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Discard tagged memory, once nobody else maps it."""
+        sleep.fall_asleep()
+        super().discard(tags)
