@@ -71,3 +71,13 @@ def map_memfd(fd: int, size_bytes: int, offset: int = 0) -> Mapping:
         reason = os.strerror(ctypes.get_errno())
         raise EngineError(f"cannot map {size_bytes} bytes at offset {offset}: {reason}", Code.REGION_INVALID)
     return Mapping(address, size_bytes)
+
+
+def map_over(address: int, size_bytes: int, fd: int, offset: int) -> None:
+    """Put a descriptor's bytes in the place of the pages that are mapped there, which the caller owns.
+
+    Address, size and offset are multiples of the page size. Raises OSError; then nothing has changed.
+    """
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _LIBC.mmap(address, size_bytes, _READ_WRITE, flags, fd, offset) == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

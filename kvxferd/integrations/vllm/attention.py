@@ -1,0 +1,269 @@
+"""Attention caches: from the tensor that vLLM made to where keys and values lie.
+
+vLLM 0.29 and later make one tensor [blocks, heads, tokens, content] a layer, whatever the order in
+memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC: its strides), and leave it to the attention backend what the
+content is. Before, tensors had five axes, [2, blocks, tokens, heads, head_size] or
+[blocks, 2, tokens, heads, head_size].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvxferd.ids import GroupName
+from kvxferd.integrations.vllm.cpu_attention import HalfPacking, pack_keys, pack_values
+from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts
+from kvxferd.integrations.vllm.names import Place
+from kvxferd.integrations.vllm.refusal import refused
+from kvxferd.integrations.vllm.views import View
+from kvxferd.layout import CacheTensor, UnitRange
+
+# Backends that keep one token's key and then its value in the content of a head (`split(head_size, -1)`
+# in each one's forward). Others of the same name()s rearrange the block, so class names count.
+_KEY_THEN_VALUE = frozenset(
+    {
+        "FlashAttentionBackend",
+        "FlashAttentionDiffKVBackend",
+        "FlashInferBackend",
+        "FlexAttentionBackend",
+        "HpcAttentionBackend",
+        "TritonAttentionBackend",
+        "TritonAttentionDiffKVBackend",
+    }
+)
+_CPU = "CPUAttentionBackend"
+# Backends of latents, all of which store a token's latent as one row.
+_LATENT = frozenset(
+    {
+        "AMXMLABackend",
+        "CPUMLABackend",
+        "CutlassMLABackend",
+        "FlashAttnMLABackend",
+        "FlashAttnMLASparseBackend",
+        "FlashInferMLABackend",
+        "FlashInferMLASparseSM120Backend",
+        "FlashInferMLASparseSM90Backend",
+        "FlashInferMLASparseTRTLLMBackend",
+        "FlashMLABackend",
+        "FlashMLASparseBackend",
+        "TokenspeedMLABackend",
+        "TritonMLABackend",
+    }
+)
+_INDEXER = "DeepseekV32IndexerBackend"
+_INDEXER_SCALE_BYTES = 4  # one float32 for each 128 bytes of key
+_INDEXER_KEY_BYTES = 128
+
+
+class _Grid(NamedTuple):
+    """Byte strides of a cache's axes, and where keys and values begin."""
+
+    block: int
+    head: int
+    token: int
+    key_offset: int
+    value_offset: int
+
+
+def attention_tensors(
+    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName, heads: UnitRange
+) -> list[CacheTensor]:
+    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood."""
+    _check_shape(layer, cache, view)
+    if cache.is_indexer:
+        return _indexer(layer, cache, place, view, group)
+    if cache.head_size_v == 0:
+        return _latent(layer, cache, place, view, group)
+    if layer.backend == _CPU:
+        return _halves(layer, cache, place, view, group, heads)
+    if layer.backend not in _KEY_THEN_VALUE:
+        raise refused(
+            layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
+        )
+    grid = _grid(layer, cache, view)
+    return [
+        CacheTensor(
+            layer=place.layer,
+            component=place.component(name),
+            group=group,
+            region=view.region,
+            offset=view.offset + offset,
+            block_stride=grid.block,
+            token_stride=grid.token,
+            unit_stride=grid.head,
+            units=(heads,),
+            chunk_bytes=size * cache.itemsize,
+            itemsize=cache.itemsize,
+            dtype=cache.dtype,
+            encoding=cache.encoding,
+        )
+        for name, offset, size in (
+            ("k", grid.key_offset, cache.head_size),
+            ("v", grid.value_offset, cache.head_size_v),
+        )
+    ]
+
+
+def tokens_of(view: View) -> int:
+    """Return the tokens of one kernel block."""
+    return view.shape[2]
+
+
+def num_kernel_blocks(view: View) -> int:
+    """Return how many kernel blocks a tensor has."""
+    if len(view.shape) == 5 and view.shape[0] == 2:
+        return view.shape[1]
+    return view.shape[0]
+
+
+def _check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
+    """The tensor has the heads and the content that its spec tells of."""
+    content = (cache.head_size + cache.head_size_v) * cache.itemsize
+    if len(view.shape) == 4:
+        found = (view.shape[1], view.content_bytes)
+        wanted = (cache.num_heads, content)
+    elif len(view.shape) == 5 and 2 in view.shape[:2] and cache.head_size == cache.head_size_v:
+        found = (view.shape[3], view.content_bytes)
+        wanted = (cache.num_heads, content // 2)
+    else:
+        raise refused(layer.name, f"a tensor of shape {view.shape} is none that is known here")
+    if found != wanted or not view.is_dense_inside:
+        raise refused(
+            layer.name,
+            f"its tensor of shape {view.shape} has {found[0]} heads of {found[1]} bytes, its spec "
+            f"{wanted[0]} of {wanted[1]}",
+        )
+
+
+def _grid(layer: LayerFacts, cache: AttentionFacts, view: View) -> _Grid:
+    """Return the strides of a cache whose tokens' content lies by itself."""
+    if len(view.shape) == 4:
+        block, head, token, _ = view.strides
+        return _Grid(block, head, token, 0, cache.head_size * cache.itemsize)
+    if view.shape[0] == view.shape[1] == 2:
+        raise refused(layer.name, f"of a tensor of shape {view.shape} two axes may be keys and values")
+    if view.shape[0] == 2:
+        split, block, token, head, _ = view.strides
+    else:
+        block, split, token, head, _ = view.strides
+    return _Grid(block, head, token, 0, split)
+
+
+def _latent(
+    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName
+) -> list[CacheTensor]:
+    """A latent: one row a token, the same on every rank."""
+    if layer.backend not in _LATENT or len(view.shape) != 4:
+        raise refused(
+            layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
+        )
+    return [
+        CacheTensor(
+            layer=place.layer,
+            component=place.component("latent"),
+            group=group,
+            region=view.region,
+            offset=view.offset,
+            block_stride=view.strides[0],
+            token_stride=view.strides[2],
+            unit_stride=0,
+            units=(UnitRange(0, 1),),
+            chunk_bytes=view.content_bytes,
+            itemsize=cache.itemsize,
+            dtype=cache.dtype,
+            encoding=cache.encoding,
+        )
+    ]
+
+
+def _indexer(
+    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName
+) -> list[CacheTensor]:
+    """The keys of sparse attention's indexer: in each block all keys, then all scales."""
+    row = _INDEXER_KEY_BYTES + _INDEXER_SCALE_BYTES
+    is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
+    if layer.backend != _INDEXER or not is_dense or view.content_bytes != row:
+        raise refused(
+            layer.name,
+            f"an indexer's keys in {layer.backend}, {view.content_bytes} bytes a token, are not known here",
+        )
+    keys = tokens_of(view) * _INDEXER_KEY_BYTES
+    return [
+        CacheTensor(
+            layer=place.layer,
+            component=place.component(name),
+            group=group,
+            region=view.region,
+            offset=view.offset + offset,
+            block_stride=view.strides[0],
+            token_stride=size,
+            unit_stride=0,
+            units=(UnitRange(0, 1),),
+            chunk_bytes=size,
+            itemsize=itemsize,
+            dtype=dtype,
+        )
+        for name, offset, size, dtype, itemsize in (
+            ("indexer.k", 0, _INDEXER_KEY_BYTES, "float8_e4m3fn", 1),
+            ("indexer.scale", keys, _INDEXER_SCALE_BYTES, "float32", 4),
+        )
+    ]
+
+
+def _halves(
+    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName, heads: UnitRange
+) -> list[CacheTensor]:
+    """CPU attention: in a head's page of a block first all keys, then all values, each packed in its way."""
+    tokens = tokens_of(view)
+    is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
+    if not is_dense or cache.head_size != cache.head_size_v:
+        raise refused(
+            layer.name,
+            f"CPU attention has a head's block in one piece, keys and values alike, and its tensor has "
+            f"shape {view.shape} and strides of {view.strides} bytes",
+        )
+    if not layer.isa:
+        raise refused(layer.name, "the instruction set for which CPU attention packs its blocks is not known")
+    half = tokens * cache.head_size * cache.itemsize
+    try:
+        packings = (
+            ("k", 0, pack_keys(layer.isa, tokens, cache.head_size, cache.itemsize)),
+            ("v", half, pack_values(layer.isa, tokens, cache.head_size, cache.itemsize)),
+        )
+    except ValueError as error:
+        raise refused(layer.name, str(error)) from error
+    return [
+        _half(cache, place.layer, place.component(name), view, group, heads, offset, packing)
+        for name, offset, packing in packings
+    ]
+
+
+def _half(
+    cache: AttentionFacts,
+    layer: int,
+    component: str,
+    view: View,
+    group: GroupName,
+    heads: UnitRange,
+    offset: int,
+    packing: HalfPacking,
+) -> CacheTensor:
+    """Return keys or values of CPU attention."""
+    return CacheTensor(
+        layer=layer,
+        component=component,
+        group=group,
+        region=view.region,
+        offset=view.offset + offset,
+        block_stride=view.strides[0],
+        token_stride=packing.item_stride,
+        unit_stride=view.strides[1],
+        units=(heads,),
+        chunk_bytes=packing.chunk_bytes,
+        num_chunks=packing.num_chunks,
+        chunk_stride=packing.chunk_stride,
+        granule_tokens=packing.granule_tokens,
+        itemsize=cache.itemsize,
+        dtype=cache.dtype,
+        encoding=packing.encoding,
+    )

@@ -1,0 +1,87 @@
+"""Who a vLLM engine is to the daemon, and which model it runs, in words that two engines can compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxferd.ids import Endpoint, EngineId, Generation
+from kvxferd.integrations.vllm import reading
+from kvxferd.integrations.vllm.weights import digest_of_model
+from kvxferd.layout import EngineSpec
+
+
+def engine_spec(
+    vllm_config: Any,
+    *,
+    generation: str,
+    home: str = "",
+    fingerprint: str = "",
+    publish_implies_ready: bool = True,
+) -> EngineSpec:
+    """Return this worker's statement of its engine and of its place in it. Asks vLLM for the place.
+
+    A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
+    `fingerprint` stands for the derived one where an operator knows better.
+    """
+    tp_rank, pp_rank, _ = reading.here(vllm_config)
+    return spec_of(
+        vllm_config,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        generation=generation,
+        home=home,
+        fingerprint=fingerprint or model_fingerprint(vllm_config),
+        publish_implies_ready=publish_implies_ready,
+    )
+
+
+def spec_of(
+    vllm_config: Any,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    generation: str,
+    home: str,
+    fingerprint: str,
+    publish_implies_ready: bool,
+) -> EngineSpec:
+    """Return the statement of the rank in this place."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    draft = reading.draft_model(vllm_config)
+    draft_layers = 0 if draft is None else draft.get_total_num_hidden_layers()
+    return EngineSpec(
+        engine_id=EngineId(vllm_config.kv_transfer_config.engine_id),
+        generation=Generation(generation),
+        num_layers=model.get_total_num_hidden_layers() + draft_layers,
+        pp_size=parallel.pipeline_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=pp_rank,
+        tp_rank=tp_rank,
+        num_kv_heads=reading.total_kv_heads(model),
+        fingerprint=fingerprint,
+        home=Endpoint(home),
+        publish_implies_ready=publish_implies_ready,
+    )
+
+
+def model_fingerprint(vllm_config: Any) -> str:
+    """Return what two engines must have in common for their caches to mean the same.
+
+    Architecture, dtype, quantisation and a digest of configuration and weights; the same again of a draft
+    model. How the engine is parallelised or laid out is no part of it, nor under which name or path it
+    found the model.
+    """
+    parts = [_one_model(vllm_config.model_config)]
+    draft = reading.draft_model(vllm_config)
+    if draft is not None:
+        parts.append(f"{vllm_config.speculative_config.method}:{_one_model(draft)}")
+    return "+".join(parts)
+
+
+def _one_model(model: Any) -> str:
+    """Return one model's part."""
+    architecture = (getattr(model, "architectures", None) or ["unnamed"])[0]
+    dtype = str(model.dtype).removeprefix("torch.")
+    # The kernel that runs a quantisation is chosen by the device.
+    quantisation = str(model.quantization or "plain").removesuffix("_marlin")
+    return f"{architecture}/{dtype}/{quantisation}/{digest_of_model(model)}"

@@ -1,0 +1,48 @@
+"""Which layer of the whole model a name of vLLM's means."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvxferd.integrations.vllm.facts import WorkerFacts
+from kvxferd.integrations.vllm.refusal import refused
+
+# The draft of speculative decoding by a model of its own numbers its layers from 0.
+_DRAFT_PREFIX = "draft_model."
+
+
+class Place(NamedTuple):
+    """A cache's layer, and what tells it from other caches of the same kind in that layer."""
+
+    layer: int
+    suffix: str
+
+    def component(self, name: str) -> str:
+        """Return the component's name in this place."""
+        return name + self.suffix
+
+
+def place_of(name: str, worker: WorkerFacts) -> Place:
+    """Return where a layer's cache stands in the whole model. Raises LayoutError.
+
+    The first number in a name is the layer, counted over all pipeline stages; layers of a draft
+    follow the model's. A second number (two attentions in one layer) becomes a suffix.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise refused(name, "its name has no layer number")
+    layer = numbers[0]
+    if name.startswith(_DRAFT_PREFIX):
+        layer += worker.num_model_layers
+    if layer not in worker.stage:
+        raise refused(
+            name,
+            f"layer {layer} is none of this rank's, [{worker.stage.start}, {worker.stage.stop}) "
+            f"of {worker.num_layers} ({worker.num_draft_layers} of them a draft's)",
+        )
+    return Place(layer, "".join(f".{number}" for number in numbers[1:]))
+
+
+def is_draft(layer: int, worker: WorkerFacts) -> bool:
+    """Whether a layer belongs to the draft model."""
+    return layer >= worker.num_model_layers

@@ -1,0 +1,250 @@
+"""What vLLM's objects say of an engine's cache, taken as plain values: the one place that reads them.
+
+Specs are told apart by the exact names of their classes: a subclass may mean something else.
+Attributes are those of vLLM 0.32 and 0.33 (vllm/v1/kv_cache_interface.py, vllm/config). vLLM itself is
+imported only where it must be asked, so that this can be tested without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxferd.errors import LayoutError
+from kvxferd.integrations.vllm.facts import (
+    AttentionFacts,
+    CacheGroup,
+    CacheKind,
+    LayerFacts,
+    StateFacts,
+    WorkerFacts,
+)
+from kvxferd.integrations.vllm.refusal import refused
+
+_SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", *_SLIDING)
+_STATE = "MambaSpec"
+_UNIFORM = "UniformTypeKVCacheSpecs"
+# How a configuration calls the number of groups of B and C of Mamba2.
+_GROUP_COUNTS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+# One opaque row per token, contents and scales together: sizes as MLAAttention's spec has them.
+_OPAQUE_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
+
+
+def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...]:
+    """Return the groups that take part in transfers. Raises LayoutError for one of a kind not known here.
+
+    Scheduler and workers of an engine get the same.
+    """
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise LayoutError(
+            "cannot describe the cache: prefill_context_parallel_size is "
+            f"{parallel.prefill_context_parallel_size}; use 1"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(
+        _group(index, _specs(groups[index].kv_cache_spec), parallel.decode_context_parallel_size)
+        for index in kv_cache_config.transfer_group_ids
+    )
+
+
+def read_layers(
+    kv_cache_config: Any, vllm_config: Any, *, is_conv_dim_first: bool, fp8_dtype: str
+) -> list[LayerFacts]:
+    """Return the facts of every layer with a cache of its own on this rank. Raises LayoutError.
+
+    `fp8_dtype` is what this platform means by fp8; `is_conv_dim_first` how convolution states lie.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    layers = []
+    for index in kv_cache_config.transfer_group_ids:
+        group = kv_cache_config.kv_cache_groups[index]
+        for name in group.layer_names:
+            module = modules.get(name)
+            spec = _spec_of(group.kv_cache_spec, name)
+            if _kind(spec) == _STATE:
+                cache: AttentionFacts | StateFacts = _state(spec, vllm_config, is_conv_dim_first)
+            else:
+                cache = _attention(name, spec, module, vllm_config, fp8_dtype)
+            layers.append(LayerFacts(name, index, cache, _backend(module), str(getattr(module, "isa", ""))))
+    return layers
+
+
+def read_worker(
+    vllm_config: Any, kv_cache_config: Any, *, tp_rank: int, pp_rank: int, stage: tuple[int, int]
+) -> WorkerFacts:
+    """Return this worker's place in its engine."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    draft = draft_model(vllm_config)
+    return WorkerFacts(
+        start_layer=stage[0],
+        end_layer=stage[1],
+        num_model_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=total_kv_heads(model),
+        num_draft_layers=0 if draft is None else draft.get_total_num_hidden_layers(),
+        num_draft_kv_heads=0 if draft is None else total_kv_heads(draft),
+        tp_size=parallel.tensor_parallel_size,
+        tp_rank=tp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        pp_rank=pp_rank,
+        dcp_size=parallel.decode_context_parallel_size,
+        interleave=parallel.cp_kv_cache_interleave_size or 1,
+        num_blocks=kv_cache_config.num_blocks,
+    )
+
+
+def total_kv_heads(model_config: Any) -> int:
+    """Return a model's KV heads over all ranks; 0 where it has none, or latents in their place."""
+    if model_config.use_mla or model_config.is_attention_free:
+        return 0
+    return int(model_config.get_total_num_kv_heads())
+
+
+def draft_model(vllm_config: Any) -> Any | None:
+    """Return the configuration of the model that drafts, if its layers have caches of their own."""
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else speculative.draft_model_config
+
+
+def here(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
+    """Return this worker's tensor-parallel rank, its pipeline stage, and that stage's layers. Asks vLLM."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.utils import get_pp_indices
+
+    stage = parallel_state.get_pp_group()
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = get_pp_indices(num_layers, stage.rank_in_group, stage.world_size)
+    return parallel_state.get_tensor_model_parallel_rank(), stage.rank_in_group, layers
+
+
+def _specs(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers: one for all, or one for each."""
+    return list(spec.kv_cache_specs.values()) if _kind(spec) == _UNIFORM else [spec]
+
+
+def _spec_of(spec: Any, layer: str) -> Any:
+    return spec.kv_cache_specs[layer] if _kind(spec) == _UNIFORM else spec
+
+
+def _kind(spec: Any) -> str:
+    return type(spec).__name__
+
+
+def _group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
+    """Return one group."""
+    found = {_group_of(index, spec, dcp_size) for spec in specs}
+    if len(found) != 1:
+        raise LayoutError(
+            f"cannot describe cache group {index}: its layers differ in how blocks are used: "
+            + ", ".join(sorted({_kind(spec) for spec in specs}))
+        )
+    return found.pop()
+
+
+def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
+    """Return the group of one layer's spec."""
+    kind = _kind(spec)
+    if kind == _STATE:
+        return CacheGroup(
+            index,
+            CacheKind.STATE,
+            spec.block_size,
+            speculative_blocks=spec.num_speculative_blocks,
+            state_by_position=spec.mamba_cache_mode != "none",
+        )
+    if kind not in _ATTENTION:
+        raise LayoutError(f"cannot describe cache group {index}: a cache of {kind} is not known here")
+    shards = dcp_size if spec.dcp_sharded else 1
+    if kind not in _SLIDING:
+        return CacheGroup(index, CacheKind.FULL, spec.block_size, shard_count=shards)
+    if getattr(spec, "bounded_replay", False):
+        raise LayoutError(
+            f"cannot describe cache group {index}: a sliding window with bounded replay is not known here"
+        )
+    kept = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
+    return CacheGroup(index, CacheKind.SLIDING, spec.block_size, kept, shards)
+
+
+def _attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
+    """Return the facts of an attention layer. Raises LayoutError."""
+    cache_config = vllm_config.cache_config
+    asked = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
+    opaque = getattr(spec, "cache_dtype_str", None)
+    is_opaque = opaque in _OPAQUE_ROWS
+    mode = spec.kv_quant_mode.name
+    if mode not in ("NONE", "FP8_PER_TENSOR") and not is_opaque:
+        raise refused(name, f"a cache of dtype {asked!r} ({mode}) is not known here; use bfloat16 or fp8")
+    if mode == "FP8_PER_TENSOR" and getattr(cache_config, "calculate_kv_scales", False):
+        raise refused(name, "its fp8 scales are calculated at run time and differ from engine to engine")
+    if spec.tokens_per_state != 1:
+        raise refused(name, f"a cache with a state for {spec.tokens_per_state} tokens is not known here")
+    if spec.num_head_slots not in (None, spec.num_kv_heads):
+        raise refused(name, f"{spec.num_head_slots} slots for {spec.num_kv_heads} heads are not known here")
+    if spec.state_content_bytes is not None and not is_opaque:
+        raise refused(name, f"a content of {spec.state_content_bytes} bytes is not known here")
+    if _kind(spec) not in _LATENT:
+        heads, size, size_v = spec.num_kv_heads, spec.head_size, spec.head_size_v
+    else:
+        heads, size_v = 1, 0
+        size = spec.state_content_bytes if is_opaque else spec.head_size
+    dtype, itemsize = _dtype(spec.dtype)
+    if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_opaque:
+        dtype = "float8_e5m2" if "e5m2" in asked else fp8_dtype
+    role = getattr(spec, "cache_role", None)
+    return AttentionFacts(
+        num_heads=heads,
+        head_size=size,
+        head_size_v=size_v,
+        dtype=dtype,
+        itemsize=itemsize,
+        is_indexer=getattr(role, "value", role) == "indexer",
+        encoding=str(opaque) if is_opaque else "",
+    )
+
+
+def _state(spec: Any, vllm_config: Any, is_conv_dim_first: bool) -> StateFacts:
+    """Return the facts of a layer with a recurrent state."""
+    return StateFacts(
+        mixer=spec.mamba_type.name.lower(),
+        shapes=tuple(tuple(shape) for shape in spec.shapes),
+        dtypes=tuple(_dtype(dtype) for dtype in spec.dtypes),
+        is_conv_dim_first=is_conv_dim_first,
+        is_replicated=spec.tp_replicated,
+        num_groups=_num_groups(vllm_config.model_config.hf_text_config),
+    )
+
+
+def _num_groups(config: Any) -> int | None:
+    """Return how many groups of B and C a model says that it has."""
+    for name in _GROUP_COUNTS:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _dtype(dtype: Any) -> tuple[str, int]:
+    """Return a torch dtype's name and size."""
+    return str(dtype).removeprefix("torch."), dtype.itemsize
+
+
+def _backend(module: Any) -> str:
+    """Return the class name of a layer's attention backend, "" if the layer tells none."""
+    if module is None or not hasattr(module, "get_attn_backend"):
+        return ""
+    return str(module.get_attn_backend().__name__)
+
+
+def conv_state_is_dim_first() -> bool:
+    """Return how convolution states lie in this process. Asks vLLM."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())
+
+
+def platform_fp8_dtype() -> str:
+    """Return what this platform's vLLM means by fp8. Asks vLLM."""
+    from vllm.platforms import current_platform
+
+    return _dtype(current_platform.fp8_dtype())[0]

@@ -1,0 +1,215 @@
+"""Recurrent states: from the page that vLLM made for a layer to where their parts lie.
+
+A page holds the parts one behind the other: the convolution's last inputs, then the recurrent
+state. vLLM reports the convolution's shape as (columns, rows), DS, or (rows, columns), SD. Its columns are
+x alone (Mamba1, short convolutions), x, B and C (Mamba2) or Q, K and V (gated delta nets), and
+each of them is divided over the ranks by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from kvxferd.ids import GroupName, RegionId
+from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts
+from kvxferd.integrations.vllm.names import Place
+from kvxferd.integrations.vllm.refusal import refused
+from kvxferd.integrations.vllm.units import held_units
+from kvxferd.integrations.vllm.views import View
+from kvxferd.layout import CacheTensor, UnitRange
+
+
+class _Part(NamedTuple):
+    """A part of the convolution's columns: `width` columns to each head or group that the rank holds."""
+
+    name: str
+    units: UnitRange
+    width: int
+
+
+class _Page(NamedTuple):
+    """One of the parts of a page."""
+
+    region: RegionId
+    offset: int  # from the region's start to the part in block 0
+    block_stride: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+
+def state_tensors(
+    layer: LayerFacts,
+    state: StateFacts,
+    place: Place,
+    views: tuple[View, ...],
+    group: GroupName,
+    worker: WorkerFacts,
+) -> list[CacheTensor]:
+    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood.
+
+    `views` is the layer's page, [blocks, ..., bytes], or one tensor [blocks, *shape] for each part.
+    """
+    pages = _pages(layer, state, views)
+    tp_size, tp_rank = (1, 0) if state.is_replicated else (worker.tp_size, worker.tp_rank)
+    try:
+        parts, recurrent = _divide(state, tp_size, tp_rank)
+    except ValueError as error:
+        raise refused(layer.name, f"its states cannot be divided into units: {error}") from error
+    tensors: list[CacheTensor] = []
+    if parts:
+        tensors += _convolution(place, pages[0], state.is_conv_dim_first, parts, group)
+    if recurrent is not None:
+        tensors.append(_recurrent(place, pages[-1], recurrent, group))
+    return tensors
+
+
+def _pages(layer: LayerFacts, state: StateFacts, views: tuple[View, ...]) -> list[_Page]:
+    """Return where each part lies; checks sizes and density."""
+    sizes = [prod(shape) * itemsize for shape, (_, itemsize) in zip(state.shapes, state.dtypes, strict=True)]
+    if len(views) == 1 and views[0].shape[1:] != state.shapes[0]:
+        (view,) = views
+        inner = 1 if len(view.shape) == 1 else prod(view.shape[1:])
+        if not view.is_dense_inside or inner != view.shape[-1] or view.content_bytes < sum(sizes):
+            raise refused(
+                layer.name, f"a page of shape {view.shape} cannot hold its states of {sum(sizes)} bytes"
+            )
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        origins = [(view.region, view.offset + start, view.strides[0]) for start in starts]
+    else:
+        if len(views) != len(sizes):
+            raise refused(layer.name, f"it has {len(views)} tensors for {len(sizes)} states")
+        for view, shape, size in zip(views, state.shapes, sizes, strict=True):
+            if view.shape[1:] != shape or not _is_dense(view) or prod(view.shape[1:]) * view.itemsize != size:
+                raise refused(layer.name, f"a tensor of shape {view.shape} is no dense state of {shape}")
+        origins = [(view.region, view.offset, view.strides[0]) for view in views]
+    return [
+        _Page(*origin, shape, dtype, itemsize)
+        for origin, shape, (dtype, itemsize) in zip(origins, state.shapes, state.dtypes, strict=True)
+    ]
+
+
+def _is_dense(view: View) -> bool:
+    """Whether everything behind the block axis is contiguous."""
+    step = view.itemsize
+    for size, stride in zip(reversed(view.shape[1:]), reversed(view.strides[1:]), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _divide(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_Part], UnitRange | None]:
+    """Return the parts of the convolution's columns, and the units of the recurrent state if there is one.
+
+    Raises ValueError for a mixer or shapes that are not known here.
+    """
+    shapes = state.shapes
+    heads = shapes[-1][0]
+
+    def even(local: int) -> UnitRange:
+        return held_units(local, local * tp_size, tp_size, tp_rank)
+
+    match state.mixer, len(shapes):
+        case "mamba1", 2:
+            columns = _columns(state)
+            if heads != columns:
+                raise ValueError(f"{heads} channels of state and {columns} of convolution")
+            return [_Part("x", even(columns), 1)], even(heads)
+        case "short_conv", 1:
+            return [_Part("x", even(_columns(state)), 1)], None
+        case "linear", 1:
+            return [], even(heads)
+        case "mamba2", 2:
+            _, head_size, state_size = shapes[1]
+            rest = _halved(_columns(state) - heads * head_size, state_size)
+            groups = _groups(rest, state, tp_size, tp_rank)
+            return [
+                _Part("x", even(heads), head_size),
+                _Part("B", groups, state_size),
+                _Part("C", groups, state_size),
+            ], even(heads)
+        case "gdn_attn", 2:
+            _, value_size, key_size = shapes[1]
+            keys = _halved(_columns(state) - heads * value_size, key_size)
+            return [
+                _Part("Q", even(keys), key_size),
+                _Part("K", even(keys), key_size),
+                _Part("V", even(heads), value_size),
+            ], even(heads)
+    raise ValueError(f"{len(shapes)} states of {state.mixer!r} are not known here")
+
+
+def _columns(state: StateFacts) -> int:
+    """Return the convolution's columns, whichever axis they are."""
+    return state.shapes[0][0] if state.is_conv_dim_first else state.shapes[0][1]
+
+
+def _halved(columns: int, width: int) -> int:
+    """Return how many units of `width` are in each half of these columns."""
+    if columns < 0 or columns % (2 * width):
+        raise ValueError(f"{columns} columns beside the heads' are no two equal parts of {width}")
+    return columns // (2 * width)
+
+
+def _groups(local: int, state: StateFacts, tp_size: int, tp_rank: int) -> UnitRange:
+    """Return which of the model's groups of B and C a rank holds: vLLM copies a single one to each rank."""
+    if local == 0:
+        return UnitRange(0, 0)
+    if tp_size > 1 and state.num_groups is None:
+        raise ValueError(f"how many groups the model has is not known, and a rank of {tp_size} holds {local}")
+    total = local if state.num_groups is None else state.num_groups
+    return held_units(local, total, tp_size, tp_rank)
+
+
+def _convolution(
+    place: Place, page: _Page, is_conv_dim_first: bool, parts: list[_Part], group: GroupName
+) -> Iterator[CacheTensor]:
+    """Yield the parts of the convolution's columns, with a column as the unit.
+
+    A column's rows lie together (DS) or a whole row apart (SD): so either is read from the other.
+    """
+    first, second = page.shape
+    rows = second if is_conv_dim_first else first
+    row_bytes = page.itemsize * second
+    column = 0
+    for part in parts:
+        units = UnitRange(part.units.start * part.width, part.units.stop * part.width)
+        yield CacheTensor(
+            layer=place.layer,
+            component=place.component(f"conv.{part.name}"),
+            group=group,
+            region=page.region,
+            offset=page.offset + column * (row_bytes if is_conv_dim_first else page.itemsize),
+            block_stride=page.block_stride,
+            token_stride=0,
+            unit_stride=row_bytes if is_conv_dim_first else page.itemsize,
+            units=(units,),
+            chunk_bytes=row_bytes if is_conv_dim_first else page.itemsize,
+            num_chunks=1 if is_conv_dim_first else rows,
+            chunk_stride=0 if is_conv_dim_first else row_bytes,
+            itemsize=page.itemsize,
+            dtype=page.dtype,
+        )
+        column += units.stop - units.start
+
+
+def _recurrent(place: Place, page: _Page, units: UnitRange, group: GroupName) -> CacheTensor:
+    """Return the recurrent state: one contiguous piece for each head or channel."""
+    content = prod(page.shape[1:]) * page.itemsize
+    return CacheTensor(
+        layer=place.layer,
+        component=place.component("ssm"),
+        group=group,
+        region=page.region,
+        offset=page.offset,
+        block_stride=page.block_stride,
+        token_stride=0,
+        unit_stride=content,
+        units=(units,),
+        chunk_bytes=content,
+        itemsize=page.itemsize,
+        dtype=page.dtype,
+    )

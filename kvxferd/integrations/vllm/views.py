@@ -1,0 +1,44 @@
+"""A torch tensor as far as a layout goes: sizes, byte strides, and where it begins in its region."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvxferd.ids import RegionId
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One cache tensor that vLLM handed over. Strides and offset are bytes."""
+
+    region: RegionId
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes along the last axis. Only where `is_dense_inside`."""
+        return self.shape[-1] * self.itemsize
+
+    @property
+    def is_dense_inside(self) -> bool:
+        """Whether the last axis' elements lie side by side."""
+        return self.shape[-1] == 1 or self.strides[-1] == self.itemsize
+
+
+def look(tensor: torch.Tensor, region: RegionId, region_address: int) -> View:
+    """Return a tensor's view in the region that begins at this address."""
+    itemsize = tensor.element_size()
+    return View(
+        region=region,
+        offset=tensor.data_ptr() - region_address,
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * itemsize for stride in tensor.stride()),
+        itemsize=itemsize,
+    )

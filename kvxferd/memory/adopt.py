@@ -1,0 +1,184 @@
+"""Adopting memory: an allocation's pages are exchanged, in place, for a shared mapping with the same content.
+
+What an engine has allocated for itself no other process can map. Where the allocation is provably
+a mapping of its own, a sealed memfd can be put under it: addresses and content stay, and the engine
+notices nothing. glibc maps every large block by itself and writes down before it where that mapping
+begins and ends; this is what is read here, checked against /proc/self/maps, and believed only if
+`malloc` is glibc's. Blocks of other allocators (tcmalloc, jemalloc) share their mappings: refused.
+
+Nothing may write the memory while it is exchanged, as that write could be lost: adopt before the
+engine's first forward pass. Freeing the memory later is what it was: glibc unmaps it, and the pages
+live on for as long as somebody has the descriptor. A child forked after adoption shares the memory
+instead of getting a copy.
+
+Transparent huge pages go with the exchange, unless the system gives them to shared memory as well
+(/sys/kernel/mm/transparent_hugepage/shmem_enabled). A NUMA policy set on the old mapping goes too; the
+process's own policy applies to pages that are touched anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.memory.mapping import Mapping, map_over
+from kvxferd.memory.memfd import SealedMemory
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+_WORD = ctypes.sizeof(ctypes.c_size_t)
+# glibc's header of a block: two words before what malloc returns. In the second the size, and in its
+# three lowest bits: previous block in use, block is a mapping of its own, block of another arena.
+_HEADER_BYTES = 2 * _WORD
+_IS_MAPPED = 0x2
+_FLAGS = 0x7
+# Exchanged in steps, so that little is there twice; a step that is all zeros takes no memory.
+_STEP_BYTES = 16 << 20
+
+
+class Adopted(NamedTuple):
+    """Memory that other processes can map now, and where in it the adopted range begins."""
+
+    memory: SealedMemory
+    offset: int  # bytes; a multiple of the page size if the address was
+
+
+class _Mapped(NamedTuple):
+    """A line of /proc/self/maps."""
+
+    start: int
+    end: int
+    permissions: str
+    name: str
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def adopt(address: int, size_bytes: int, *, allocated_at: int | None = None) -> Adopted:
+    """Exchange the pages under an allocation, and return the memory that is there now.
+
+    The range is the block that malloc returned, or whole pages around it; `allocated_at` is what malloc
+    returned, if the range begins elsewhere. Raises EngineError(region-invalid) saying why not; then
+    nothing has changed.
+    """
+    start, length = _own_mapping(address if allocated_at is None else allocated_at)
+    behind = start + length - (address + size_bytes)
+    if not start <= address <= address + size_bytes or not 0 <= behind < mmap.PAGESIZE:
+        raise _refused(
+            address,
+            f"its {size_bytes} bytes are not the whole block that glibc mapped, {length} at {start:#x}",
+        )
+    memory = SealedMemory.create(length, "kvxferd-adopted")
+    done = start
+    try:
+        while done < start + length:
+            step = min(_STEP_BYTES, start + length - done)
+            _exchange(memory, start, done, step)
+            done += step
+    except OSError as error:
+        _give_back(start, done - start)
+        memory.close()
+        raise _refused(address, f"the kernel refused: {error}") from error
+    return Adopted(memory, address - start)
+
+
+def _exchange(memory: SealedMemory, start: int, at: int, length: int) -> None:
+    """Copy some pages, then put the copy in their place."""
+    if not _is_zero(at, length):
+        content = memoryview((ctypes.c_char * length).from_address(at)).cast("B")
+        written = 0
+        while written < length:
+            written += os.pwrite(memory.fd, content[written:], at - start + written)
+    map_over(at, length, memory.fd, at - start)
+
+
+def _give_back(start: int, length: int) -> None:
+    """Make the first bytes of a mapping private again, content kept, as far as that can be."""
+    for at in range(start, start + length, _STEP_BYTES):
+        step = min(_STEP_BYTES, start + length - at)
+        content = ctypes.string_at(at, step)
+        Mapping(at, step).blank()
+        ctypes.memmove(at, content, step)
+
+
+def _own_mapping(block: int) -> tuple[int, int]:
+    """Return start and length of the mapping that glibc made for a block alone. Raises EngineError."""
+    allocator = _allocator()
+    if not Path(allocator).name.startswith("libc.so"):
+        raise _refused(block, f"malloc is {allocator}, whose blocks share their mappings")
+    header = block - _HEADER_BYTES
+    if not _is_private(header, block):
+        raise _refused(block, "it is not in private anonymous memory")
+    before = ctypes.c_size_t.from_address(header).value
+    size = ctypes.c_size_t.from_address(header + _WORD).value
+    start, length = header - before, before + (size & ~_FLAGS)
+    if (
+        size & _FLAGS != _IS_MAPPED
+        or start % mmap.PAGESIZE
+        or length % mmap.PAGESIZE
+        or length <= 0
+        or start + length <= block
+    ):
+        raise _refused(block, "glibc has not mapped it by itself, other blocks may share its pages")
+    if not _is_private(start, start + length):
+        raise _refused(block, f"its {length} bytes at {start:#x} are not all private anonymous memory")
+    return start, length
+
+
+def _allocator() -> str:
+    """Return the file whose malloc this process uses."""
+    libc = ctypes.CDLL(None)
+    libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Symbol)]
+    files = set()
+    for function in (libc.malloc, libc.posix_memalign, libc.free):
+        found = _Symbol()
+        if not libc.dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(found)) or not found.file:
+            return "unknown"
+        files.add(found.file.decode())
+    return files.pop() if len(files) == 1 else " and ".join(sorted(files))
+
+
+def _is_private(start: int, end: int) -> bool:
+    """Whether all of a range is readable, writable, private memory without a file or a name."""
+    at = start
+    for mapped in _maps():
+        if mapped.end <= at:
+            continue
+        if mapped.start > at or mapped.permissions != "rw-p" or mapped.name:
+            return False
+        at = mapped.end
+        if at >= end:
+            return True
+    return False
+
+
+def _maps() -> Iterator[_Mapped]:
+    """Yield this process's mappings, in order."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            places, permissions, _, _, _, *name = line.split(maxsplit=5)
+            start, end = (int(place, 16) for place in places.split("-"))
+            yield _Mapped(start, end, permissions, name[0].strip() if name else "")
+
+
+def _is_zero(at: int, length: int) -> bool:
+    """Whether all bytes are 0, at the speed of memory."""
+    first = ctypes.c_char.from_address(at).value
+    return first == b"\0" and not _LIBC.memcmp(at, at + 1, length - 1)
+
+
+def _refused(address: int, why: str) -> EngineError:
+    return EngineError(f"cannot adopt the memory at {address:#x}: {why}", Code.REGION_INVALID)
