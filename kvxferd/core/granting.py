@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToRoute
@@ -11,7 +12,7 @@ from kvxferd.core.limits import check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.core.source import Source
-from kvxferd.core.transfers import Grant, Transfer
+from kvxferd.core.transfers import Grant, Transfer, TransferKey
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import AgentName, GrantId
 from kvxferd.wire.common import TransferRef
@@ -29,6 +30,8 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     refusal_of,
 )
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -62,6 +65,10 @@ class Granting:
         self._attendance = attendance
         self._fences = fences
         self._asks: dict[GrantId, _Ask] = {}
+        # A publish concerns the asks for it, a mover that polls those that want it, and no others:
+        # thousands may be waiting for requests that are being computed.
+        self._asks_for: dict[TransferKey, dict[GrantId, None]] = {}
+        self._asks_of: dict[AgentName, dict[GrantId, None]] = {}
 
     # --- asking
 
@@ -69,7 +76,9 @@ class Granting:
         """Answer now, or once the transfer is published, ready, and its movers poll."""
         waiting = self._asks.get(question.grant)
         if waiting is not None:
+            self._unlist(self._asks_for, _key_of(waiting.question), question.grant)
             waiting.route, waiting.question = route, question  # asked again: the last route is the live one
+            self._asks_for.setdefault(_key_of(question), {})[question.grant] = None
         else:
             try:
                 routes = (ask.route for ask in self._asks.values())
@@ -78,12 +87,23 @@ class Granting:
                 self._moment.do(ToRoute(route, refusal_of(question.request, error)))
                 return
             waiting = self._asks[question.grant] = _Ask(route, question, self._moment.now)
+            self._asks_for.setdefault(_key_of(question), {})[question.grant] = None
         self._consider(waiting)
 
     def reconsider(self) -> None:
-        """Something changed that an ask may have waited for."""
+        """Something changed that any ask may have waited for: a rank, a fence page, a mover."""
         for waiting in list(self._asks.values()):
             self._consider(waiting)
+
+    def reconsider_transfer(self, key: TransferKey) -> None:
+        """The transfer was published, or a rank is ready with it."""
+        for grant in list(self._asks_for.get(key, ())):
+            self._consider(self._asks[grant])
+
+    def reconsider_agent(self, agent: AgentName) -> None:
+        """The agent's mover polls."""
+        for grant in list(self._asks_of.get(agent, ())):
+            self._consider(self._asks[grant])
 
     def _consider(self, ask: _Ask) -> None:
         question = ask.question
@@ -106,11 +126,21 @@ class Granting:
 
     def _drop(self, ask: _Ask) -> None:
         del self._asks[ask.question.grant]
+        self._unlist(self._asks_for, _key_of(ask.question), ask.question.grant)
+        for agent in ask.agents:
+            self._unlist(self._asks_of, agent, ask.question.grant)
         self._moment.timers.stop(("ask", ask.question.grant))
         transfer = self._source.transfers.granted.get(ask.question.grant)
         kept = transfer.grants[ask.question.grant].agents if transfer else frozenset()
         for agent in ask.agents - kept:
             self._attendance.leave(agent, ask.question.grant)
+
+    @staticmethod
+    def _unlist(index: dict[K, dict[GrantId, None]], key: K, grant: GrantId) -> None:
+        listed = index[key]
+        del listed[grant]
+        if not listed:
+            del index[key]
 
     def _obstacle(self, ask: _Ask, transfer: Transfer | None) -> _Obstacle | PagePlace:
         """Why the ask cannot be granted; where its fence page lies if it can."""
@@ -195,8 +225,10 @@ class Granting:
         agents = frozenset([place.agent, *(agent for _, agent in question.reads)])
         for agent in agents - ask.agents:
             self._attendance.attend(agent, question.grant)
+            self._asks_of.setdefault(agent, {})[question.grant] = None
         for agent in ask.agents - agents:
             self._attendance.leave(agent, question.grant)
+            self._unlist(self._asks_of, agent, question.grant)
         ask.agents = agents
         if not all(map(self._attendance.is_attending, agents)):
             return _Obstacle(Code.MOVER_LOST, f"{what}: its movers do not answer", self._patience(question))
@@ -284,3 +316,7 @@ class Granting:
         """The live transfer that the reference's holder may speak of."""
         transfer = self._source.transfers.live.get((ref.engine, ref.transfer_id))
         return transfer if transfer is not None and transfer.nonce == ref.nonce else None
+
+
+def _key_of(question: AskGrant) -> TransferKey:
+    return question.ref.engine, question.ref.transfer_id

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
+from kvxferd.core.layouts import Layouts
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
 from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry, check_manifest
 from kvxferd.core.source import Source
+from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Rank, TransferId
 from kvxferd.wire.common import Refusal
@@ -165,13 +167,17 @@ class Home:
         registry: Registry,
         questions: Questions,
         source: Source,
+        layouts: Layouts,
         on_change: Callable[[], None],
+        on_ready: Callable[[TransferKey], None],
     ) -> None:
         self._moment = moment
         self._registry = registry
         self._questions = questions
         self._source = source
+        self._layouts = layouts
         self._on_change = on_change
+        self._on_ready = on_ready
         self._members: dict[AgentName, MemberRank] = {}
         self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
         self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
@@ -185,7 +191,7 @@ class Home:
             self._moment.do(ToRoute(route, Done(request=said.request)))
             return
         try:
-            record = MemberRank(check_manifest(said.manifest), route, said.boot)
+            record = MemberRank(check_manifest(said.manifest, self._layouts), route, said.boot)
             if record.spec.home != self._moment.endpoint:
                 raise EngineError(
                     f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
@@ -292,7 +298,7 @@ class Home:
             )
             self._source.ready(key, said.rank, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
-        self._on_change()
+        self._on_ready((key, said.transfer_id))
 
     def ask_attend(self, agent: AgentName, on: bool, on_answer: Callable[[bool], None]) -> None:
         """Ask the member whose mover this is. `on_answer` hears whether it polls."""

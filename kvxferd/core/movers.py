@@ -20,7 +20,7 @@ class Mover:
     agent: AgentName
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
-    wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for
+    wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
     dying: bool = False
 
 
@@ -72,6 +72,7 @@ class Movers:
         known = self._movers[mover]
         if agent not in known.remotes:
             self._drop_unwanted(known)
+        known.wanted.pop(agent, None)
         known.wanted[agent] = self._moment.now
         loaded = known.remotes.setdefault(agent, set())
         if metadata not in loaded:
@@ -80,7 +81,10 @@ class Movers:
 
     def _drop_unwanted(self, mover: Mover) -> None:
         """Engines restart, and each time with new agents: the old ones must not add up."""
-        for agent in [a for a, wanted in mover.wanted.items() if self._moment.is_unwanted(wanted)]:
+        while mover.wanted:
+            agent, wanted = next(iter(mover.wanted.items()))
+            if not self._moment.is_unwanted(wanted):
+                return
             self.drop_remote(mover.mover, agent)
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:

@@ -28,6 +28,7 @@ from kvxferd.core.fences import Fences
 from kvxferd.core.granting import Granting
 from kvxferd.core.handshake import Handshakes
 from kvxferd.core.holds import Holds
+from kvxferd.core.layouts import Layouts
 from kvxferd.core.membership import Home, Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
@@ -90,12 +91,21 @@ class Node:
         self.movers = Movers(self.moment)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
-        self.peers = Peers(self.moment, self.questions)
+        layouts = Layouts()
+        self.peers = Peers(self.moment, self.questions, layouts)
         self.attendance = Attendance(self.moment, self._ask_attend)
         self.source = Source(self.moment, self.registry, self.attendance, self.fences, self.questions)
         self.granting = Granting(self.moment, self.registry, self.source, self.attendance, self.fences)
         self.handshakes = Handshakes(self.moment, self.registry)
-        self.home = Home(self.moment, self.registry, self.questions, self.source, self._something_changed)
+        self.home = Home(
+            self.moment,
+            self.registry,
+            self.questions,
+            self.source,
+            layouts,
+            self._something_changed,
+            self.granting.reconsider_transfer,
+        )
         self.member = Member(self.moment, self.registry, self.peers, self.attendance)
         self.holds = Holds(self.moment, self.peers, self.movers)
         self.pulls = Pulls(self.moment, self.holds, self.movers)
@@ -221,8 +231,8 @@ class Node:
                 self.ranks.resume(session, said, event.problem)
             case _:
                 self.requests.hear(session, said, event.fence_word)
-                if isinstance(said, Publish | Ready):
-                    self._something_changed()
+                if isinstance(said, Publish | Ready) and session.engine is not None:
+                    self.granting.reconsider_transfer((session.engine, said.transfer_id))
 
     def _expel(self, session: Session, error: ProtocolError) -> None:
         """The session broke protocol: it loses its connection, and nobody else notices."""
@@ -260,8 +270,7 @@ class Node:
                 self.fences.mapped(mover.mover, mover.agent, said)
                 self._something_changed()
             case Attending():
-                self.attendance.confirmed(mover.agent)
-                self._something_changed()
+                self._attends(mover.agent)
             case PullDone():
                 self.pulls.done(said.pull, mover.mover, said.outcome)
             case PullQuiet():
@@ -287,12 +296,16 @@ class Node:
 
         def answered(attends: bool) -> None:
             if attends:
-                self.attendance.confirmed(agent)
-                self._something_changed()
+                self._attends(agent)
             else:
                 self.attendance.refused(agent)
 
         self.home.ask_attend(agent, on, answered)
+
+    def _attends(self, agent: AgentName) -> None:
+        self.attendance.confirmed(agent)
+        self.granting.reconsider_agent(agent)
+        self.member.reconsider()
 
     def _something_changed(self) -> None:
         """Let everybody who waits look again."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxferd.core.effects import ForgetPeer, Observed
+from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
@@ -72,10 +73,11 @@ class Peer:
 class Peers:
     """Greets each peer once, learns each engine once, and asks whatever else is to be asked."""
 
-    def __init__(self, moment: Moment, questions: Questions) -> None:
+    def __init__(self, moment: Moment, questions: Questions, layouts: Layouts) -> None:
         self._moment = moment
         self._questions = questions
         self._peers: dict[Endpoint, Peer] = {}
+        self._layouts = layouts
 
     # --- asking anything
 
@@ -240,7 +242,7 @@ class Peers:
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
             )
         try:
-            ranks = check_manifests(answer.ranks)
+            ranks = check_manifests(answer.ranks, self._layouts)
             check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
             if sorted(ranks) != answer.ranks[0].spec.ranks():
                 text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"

@@ -28,6 +28,7 @@ class Planning:
         known = rank.planned.get(engine_id)
         if known is not None and known.remote is remote:
             known.wanted = self._moment.now
+            rank.planned[engine_id] = rank.planned.pop(engine_id)  # the last one wanted is the last in order
             return known.plan
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
@@ -35,6 +36,7 @@ class Planning:
         plan = self._plans.get(rank.spec, rank.layout, remote.spec, layouts)
         rank.topology.register_remote_ranks(remote.spec, layouts, plan)
         self._forget_unwanted(rank)
+        rank.planned.pop(engine_id, None)
         rank.planned[engine_id] = Planned(remote, plan, self._moment.now)
         for stage in range(remote.spec.pp_size):
             text = rank.topology.describe(engine_id, stage)
@@ -45,6 +47,9 @@ class Planning:
         return plan
 
     def _forget_unwanted(self, rank: LocalRank) -> None:
-        for engine_id in [e for e, known in rank.planned.items() if self._moment.is_unwanted(known.wanted)]:
+        while rank.planned:
+            engine_id, known = next(iter(rank.planned.items()))
+            if not self._moment.is_unwanted(known.wanted):
+                return
             del rank.planned[engine_id]
             rank.topology.unregister_remote_engine(engine_id)

@@ -30,6 +30,7 @@ class Questions:
         self._moment = moment
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
+        self._asked_there: dict[Address, dict[int, None]] = {}
 
     def next_number(self) -> int:
         """A request number never used before."""
@@ -39,6 +40,7 @@ class Questions:
         """Send, and send again until answered. After `give_up_s` the answer is peer-unreachable."""
         number = question.request
         self._asked[number] = _Asked(to, question, on_answer)
+        self._asked_there.setdefault(to, {})[number] = None
         self._send(number)
         self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number))
 
@@ -81,31 +83,40 @@ class Questions:
         self._moment.do(ToRoute(route, refused))
 
     def _end(self, number: int, answer: Answer) -> None:
+        self._forget(number).on_answer(answer)
+
+    def _forget(self, number: int) -> _Asked:
         asked = self._asked.pop(number)
+        there = self._asked_there[asked.to]
+        del there[number]
+        if not there:
+            del self._asked_there[asked.to]
         self._moment.timers.stop(("resend", number))
         self._moment.timers.stop(("give-up", number))
-        asked.on_answer(answer)
+        return asked
 
     def withdraw(self, number: int) -> None:
         """Ask no more, and want no answer. Harmless where nothing is asked."""
-        if self._asked.pop(number, None) is not None:
-            self._moment.timers.stop(("resend", number))
-            self._moment.timers.stop(("give-up", number))
+        if number in self._asked:
+            self._forget(number)
 
     def reroute(self, old: bytes, new: bytes) -> None:
         """Whoever connected by `old` has connected anew: unanswered questions follow."""
-        for number in [n for n, asked in self._asked.items() if asked.to == old]:
+        if not (following := self._asked_there.pop(old, {})):
+            return
+        self._asked_there.setdefault(new, {}).update(following)
+        for number in following:
             self._asked[number].to = new
             self._send(number)
 
     def fail_all(self, to: Address, error: KvxferdError) -> None:
         """Nothing that is asked there will be answered."""
-        for number in [n for n, asked in self._asked.items() if asked.to == to]:
+        for number in list(self._asked_there.get(to, ())):
             self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
 
     def are_open(self, to: Address) -> bool:
         """Whether something is asked there."""
-        return any(asked.to == to for asked in self._asked.values())
+        return to in self._asked_there
 
     def __len__(self) -> int:
         return len(self._asked)

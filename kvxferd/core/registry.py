@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvxferd.core.layouts import Layouts
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -23,8 +24,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.overlap import Places
-from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Plan, TransferTopology, check_engine, check_same_engine
+from kvxferd.plan import BlockRules, Plan, TransferTopology, block_rules, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import MAX_ENGINE_TENSORS, MAX_METADATA_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
@@ -68,13 +68,15 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
-    planned: dict[EngineId, Planned] = field(default_factory=dict)
+    planned: dict[EngineId, Planned] = field(default_factory=dict)  # the longest unwanted first
     topology: TransferTopology = field(init=False)
     block_bytes: dict[GroupName, int] = field(init=False)
+    rules: BlockRules = field(init=False)
 
     def __post_init__(self) -> None:
         self.topology = TransferTopology(self.spec, self.layout)
         self.block_bytes = block_bytes(self.layout)
+        self.rules = block_rules(self.layout)
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """The memory of those blocks."""
@@ -99,6 +101,10 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
+    rules: BlockRules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = block_rules(self.joined.layout)
 
     @property
     def spec(self) -> EngineSpec:
@@ -139,11 +145,29 @@ class LocalEngine:
 
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
+    _rules: tuple[BlockRules, ...] = ()  # different ones among the ranks'; worked out when asked for
 
     @property
     def key(self) -> EngineKey:
         """Engine and generation."""
         return self.spec.key
+
+    def put(self, record: RankRecord) -> None:
+        """Add a rank, or put it in the place of what it was."""
+        self.ranks[record.spec.rank] = record
+        self._rules = ()
+
+    def take_out(self, rank: Rank) -> None:
+        """A rank is gone."""
+        del self.ranks[rank]
+        self._rules = ()
+
+    @property
+    def rules(self) -> tuple[BlockRules, ...]:
+        """What the block lists of a request must fit: nearly always, one for all ranks."""
+        if not self._rules:
+            self._rules = tuple({record.rules for record in self.ranks.values()})
+        return self._rules
 
     def lacking(self) -> list[Rank]:
         """The ranks that cannot be read (yet)."""
@@ -236,7 +260,7 @@ class Registry:
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
             self._newest[key.engine_id] = key
-        engine.ranks[record.spec.rank] = record
+        engine.put(record)
         return engine
 
     def remove(self, record: RankRecord) -> None:
@@ -245,7 +269,7 @@ class Registry:
         engine = self._engines.get(key)
         if engine is None or engine.ranks.get(record.spec.rank) is not record:
             return
-        del engine.ranks[record.spec.rank]
+        engine.take_out(record.spec.rank)
         if engine.ranks:
             return
         del self._engines[key]
@@ -292,7 +316,7 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 
-def check_manifests(manifests: tuple[RankManifest, ...]) -> dict[Rank, RankManifest]:
+def check_manifests(manifests: tuple[RankManifest, ...], layouts: Layouts) -> dict[Rank, RankManifest]:
     """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
 
     What the whole may cost is bounded: a rank named a thousand times is not checked a thousand times.
@@ -306,13 +330,16 @@ def check_manifests(manifests: tuple[RankManifest, ...]) -> dict[Rank, RankManif
             Code.LAYOUT_INVALID,
         )
     places = Places()
-    return {manifest.rank: check_manifest(manifest, places) for manifest in manifests}
+    return {manifest.rank: check_manifest(manifest, layouts, places) for manifest in manifests}
 
 
-def check_manifest(manifest: RankManifest, places: Places | None = None) -> RankManifest:
-    """Return a rank's statement that came from another daemon, checked as a registration is."""
+def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | None = None) -> RankManifest:
+    """Return a rank's statement that came from another daemon, checked as a registration is.
+
+    Its layout is the one that `layouts` has, where that has one that is equal.
+    """
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    validate_layout(spec, manifest.layout, places)
+    layout = layouts.checked(spec, manifest.layout, places)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
     if len(binding.regions) > MAX_REGIONS or bound != {
@@ -328,7 +355,7 @@ def check_manifest(manifest: RankManifest, places: Places | None = None) -> Rank
             f"characters, {len(binding.metadata)} bytes of metadata",
             Code.REGION_INVALID,
         )
-    return msgspec.structs.replace(manifest, spec=spec)
+    return RankManifest(spec, layout, binding)
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:

@@ -14,7 +14,7 @@ from kvxferd.core.transfers import Transfer, TransferKey, Transfers
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks
-from kvxferd.plan import check_blocks
+from kvxferd.plan import check_blocks_by
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.worker import Publish, PublishRefused, Released
 
@@ -79,11 +79,8 @@ class Source:
         full = f"publish transfer {said.transfer_id}: engine {engine_key} has {limit} that are not released"
         check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
         assert engine is not None
-        layouts = (
-            [engine.ranks[rank].layout] if rank is not None else [r.layout for r in engine.ranks.values()]
-        )
-        for layout in layouts:
-            check_blocks(layout, blocks, said.num_tokens)
+        for rules in [engine.ranks[rank].rules] if rank is not None else engine.rules:
+            check_blocks_by(rules, blocks, said.num_tokens)
         now = self._moment.now
         lease_s = said.lease_s or self._moment.settings.lease_s
         return Transfer(

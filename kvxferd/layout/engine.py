@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from kvxferd.ids import Endpoint, EngineId, EngineKey, Generation, Rank
@@ -38,4 +40,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     def ranks(self) -> list[Rank]:
         """Every rank of the engine, stage by stage."""
-        return [Rank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
+        return list(_grid(self.pp_size, self.tp_size))
+
+
+@lru_cache(maxsize=64)
+def _grid(pp_size: int, tp_size: int) -> tuple[Rank, ...]:
+    return tuple(Rank(pp, tp) for pp in range(pp_size) for tp in range(tp_size))

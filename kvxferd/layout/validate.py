@@ -41,7 +41,7 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None 
     granules and interleaves divide blocks; units are not listed twice; numbers are sane. `places` bounds
     the work for layouts that come together, as one rank's work is bounded without.
     """
-    _check_spec(spec)
+    validate_spec(spec)
     _check_range(spec, layout)
     regions = _by_name(layout.regions, lambda region: region.region, "region")
     for region in layout.regions:
@@ -68,8 +68,8 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None 
     _check_overlaps(layout, groups, Places() if places is None else places)
 
 
-def _check_spec(spec: EngineSpec) -> None:
-    """The engine's numbers and this rank's place among them."""
+def validate_spec(spec: EngineSpec) -> None:
+    """Raise LayoutError for impossible numbers of an engine, or of this rank's place among its ranks."""
     for name, text in (("engine_id", spec.engine_id), ("generation", spec.generation)):
         _check_name(text, name)
     _require(

@@ -27,13 +27,14 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.requests import check_blocks, check_request
+from kvxferd.plan.requests import BlockRules, block_rules, check_blocks, check_blocks_by, check_request
 from kvxferd.plan.sender import SendPart, sender_plan
 from kvxferd.plan.structs import Plan, decode_plan, encode_plan
 from kvxferd.plan.topology import TransferTopology
 
 __all__ = [
     "MAX_RUNS",
+    "BlockRules",
     "CacheProperties",
     "Difference",
     "EngineTransferInfo",
@@ -49,9 +50,11 @@ __all__ = [
     "TransferRegion",
     "TransferTopology",
     "attention_descriptor_bytes",
+    "block_rules",
     "cache_properties",
     "cache_properties_of_shapes",
     "check_blocks",
+    "check_blocks_by",
     "check_engine",
     "check_request",
     "check_same_engine",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
-from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, unpack_ids
 from kvxferd.plan.segments import check_first_token, unpacked
 from kvxferd.plan.structs import BlockSide, Lane, Plan, block_side
 
@@ -17,6 +19,26 @@ from kvxferd.plan.structs import BlockSide, Lane, Plan, block_side
 MAX_TOKENS = 1 << 48
 # A 16M-token request at page size 1: 128 MiB of arrays on each side.
 MAX_KERNEL_BLOCKS = 1 << 24
+# An array operation costs more than looking at so few ids one by one.
+FEW_IDS = 64
+
+
+class GroupRule(NamedTuple):
+    """What a rank's block lists of one group must fit."""
+
+    group: Group
+    granule_tokens: int  # a list may not be cut between so many tokens
+
+
+BlockRules = tuple[GroupRule, ...]  # one for each group; ranks with equal ones take the same lists
+
+
+def block_rules(layout: RankLayout) -> BlockRules:
+    """Return what `check_blocks_by` needs of a layout: worked out once, as it looks at every tensor."""
+    granules: dict[GroupName, set[int]] = {group.name: set() for group in layout.groups}
+    for tensor in layout.tensors:
+        granules[tensor.group].add(tensor.granule_tokens)
+    return tuple(GroupRule(group, math.lcm(*granules[group.name])) for group in layout.groups)
 
 
 def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
@@ -25,16 +47,23 @@ def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], n
     Every group of the layout must be listed. An empty list is legal: nothing of the group is
     published, or all of it is there already. In a state group only the last id counts.
     """
+    check_blocks_by(block_rules(layout), blocks, num_tokens)
+
+
+def check_blocks_by(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
+    """`check_blocks` of a layout with these rules."""
     if num_tokens < 1:
         raise _invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
-    groups = {group.name: group for group in layout.groups}
-    unknown, missing = sorted(blocks.keys() - groups.keys()), sorted(groups.keys() - blocks.keys())
-    if unknown:
-        raise _invalid(f"cannot use blocks of group {unknown[0]!r}: this rank's groups are {_names(groups)}")
-    if missing:
+    groups = {rule.group.name: rule for rule in rules}
+    if groups.keys() != blocks.keys():
+        unknown, missing = sorted(blocks.keys() - groups.keys()), sorted(groups.keys() - blocks.keys())
+        if unknown:
+            raise _invalid(
+                f"cannot use blocks of group {unknown[0]!r}: this rank's groups are {_names(groups)}"
+            )
         raise _invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
     for name, listed in blocks.items():
-        _check_list(groups[name], listed, num_tokens, _granule(layout, name))
+        _check_list(groups[name].group, listed, num_tokens, groups[name].granule_tokens)
 
 
 def check_request(
@@ -111,10 +140,22 @@ def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: in
             f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
             f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
         )
-    ids = np.sort(unpacked(listed))
+    repeated = _repeated(listed)
+    if repeated is not None:
+        raise _invalid(f"cannot use block {repeated} of group {group.name!r} twice in one request")
+
+
+def _repeated(listed: PackedBlocks) -> int | None:
+    """Return the smallest id that is listed twice."""
+    if len(listed) <= FEW_IDS:
+        few = sorted(unpack_ids(listed.ids).tolist())
+        return next((a for a, b in itertools.pairwise(few) if a == b), None)
+    ids = unpacked(listed)
+    if (ids[1:] > ids[:-1]).all():
+        return None  # in order, as an allocator that has just begun hands them out
+    ids = np.sort(ids)
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(repeated):
-        raise _invalid(f"cannot use block {ids[repeated[0]]} of group {group.name!r} twice in one request")
+    return int(ids[repeated[0]]) if len(repeated) else None
 
 
 def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
@@ -127,8 +168,13 @@ def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
         )
     if not listed.ids:
         return
-    ids = unpacked(listed)
-    for worst in (int(ids.min()), int(ids.max())):
+    if len(listed) <= FEW_IDS:
+        few = unpack_ids(listed.ids).tolist()
+        least, most = min(few), max(few)
+    else:
+        ids = unpacked(listed)
+        least, most = int(ids.min()), int(ids.max())
+    for worst in (least, most):
         if not 0 <= worst < num_blocks:
             raise _invalid(f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}")
 
@@ -143,11 +189,6 @@ def _check_reach(side: BlockSide, listed: PackedBlocks) -> None:
         )
 
 
-def _granule(layout: RankLayout, name: GroupName) -> int:
-    """Return how many tokens a list of the group may not be cut between."""
-    return math.lcm(*{tensor.granule_tokens for tensor in layout.tensors if tensor.group == name})
-
-
 def _invalid(message: str) -> EngineError:
     return EngineError(message, Code.BLOCKS_INVALID)
 
@@ -159,5 +200,5 @@ def _not_published(lane: Lane, what: str) -> PlanError:
     )
 
 
-def _names(groups: Mapping[GroupName, Group]) -> str:
+def _names(groups: Iterable[GroupName]) -> str:
     return ", ".join(map(repr, sorted(groups)))

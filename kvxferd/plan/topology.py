@@ -41,6 +41,7 @@ class TransferTopology:
         self._groups = {group.name: group for group in layout.groups}
         self._attention = [t for t in layout.tensors if self._groups[t.group].kind is GroupKind.ATTENTION]
         self._infos: dict[tuple[EngineId, int], EngineTransferInfo] = {}
+        self._stages: dict[EngineId, list[int]] = {}  # of which there is an info
         self._generations: dict[EngineId, Generation] = {}
         self._reads: dict[EngineId, _Known] = {}
 
@@ -108,6 +109,7 @@ class TransferTopology:
             return known
         self._generations[engine_id] = generation
         self._infos[engine_id, info.remote_pp_rank] = info
+        self._stages.setdefault(engine_id, []).append(info.remote_pp_rank)
         return info
 
     def register_remote_ranks(
@@ -132,8 +134,8 @@ class TransferTopology:
         """Forget an engine, all its stages."""
         self._generations.pop(engine_id, None)
         self._reads.pop(engine_id, None)
-        for key in [key for key in self._infos if key[0] == engine_id]:
-            del self._infos[key]
+        for pp_rank in self._stages.pop(engine_id, ()):
+            del self._infos[engine_id, pp_rank]
 
     def get_engine_info(self, engine_id: EngineId, remote_pp_rank: int = 0) -> EngineTransferInfo:
         """Return one stage's facts; raises EngineError (engine-unknown)."""

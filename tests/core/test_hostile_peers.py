@@ -7,6 +7,7 @@ import pytest
 from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
+from kvxferd.core.layouts import Layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.core.registry import check_manifest
 from kvxferd.errors import Code
@@ -216,19 +217,18 @@ def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ran
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     one = source.host.node.sessions[source.session].rank.manifest()
-    region = RegionSpec(one.layout.regions[0].region, 1 << 20)
-    layout = msgspec.structs.replace(costly(one.layout), regions=(region,))
-    binding = msgspec.structs.replace(one.binding, regions=(RegionAddress(region.region, 4096, 1 << 20),))
-    ranks = [
-        msgspec.structs.replace(
-            one,
-            spec=msgspec.structs.replace(one.spec, tp_rank=rank, tp_size=num_ranks),
-            layout=layout,
-            binding=binding,
+    name, ranks = one.layout.regions[0].region, []
+    for rank in range(num_ranks):
+        size = (1 << 20) + rank  # an equal layout would not be checked again
+        ranks.append(
+            msgspec.structs.replace(
+                one,
+                spec=msgspec.structs.replace(one.spec, tp_rank=rank, tp_size=num_ranks),
+                layout=msgspec.structs.replace(costly(one.layout), regions=(RegionSpec(name, size),)),
+                binding=msgspec.structs.replace(one.binding, regions=(RegionAddress(name, 4096, size),)),
+            )
         )
-        for rank in range(num_ranks)
-    ]
-    check_manifest(ranks[0])
+    check_manifest(ranks[0], Layouts())
     tamper(world, EngineManifest, ranks=tuple(ranks * copies))
     assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
