@@ -86,6 +86,13 @@ class Asked:
         finally:
             self.hang_up()
 
+    def wait_for_a_token(self) -> None:
+        """Return when the first part of a streamed answer is there."""
+        assert self._streams
+        response = self._connection.getresponse()
+        assert response.status == 200, response.read()
+        assert response.readline()
+
     def hang_up(self) -> None:
         """Close the connection, whatever has come so far."""
         self._connection.close()

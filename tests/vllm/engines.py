@@ -36,6 +36,7 @@ FLAGS = (
     "--enforce-eager",
     "--max-model-len=2048",
     "--served-model-name=tiny",
+    "--enable-server-load-tracking",
 )
 
 
@@ -133,6 +134,12 @@ class Engine:
         return self._process.pid
 
     @property
+    def lives(self) -> bool:
+        """Whether the server's first process runs and says that its engine is well."""
+        assert self._process is not None
+        return self._process.poll() is None and self.answers
+
+    @property
     def answers(self) -> bool:
         """Whether /health says 200. Raises AssertionError with its log where the server has ended."""
         assert self._process is not None
@@ -148,8 +155,9 @@ class Engine:
         return self
 
     def tail(self, num_lines: int = 40) -> str:
-        """The end of its log, lines cut."""
+        """The end of its log without the access log, lines cut."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        lines = [line for line in lines if not line.startswith("INFO:     127.")]
         return "\n".join(line[:400] for line in lines[-num_lines:])
 
     def said(self, text: str) -> bool:
@@ -171,6 +179,11 @@ class Engine:
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         found = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
+
+    def num_unanswered(self) -> int:
+        """Requests that the server has and has not answered."""
+        with urllib.request.urlopen(f"{self.url}/load", timeout=10) as response:
+            return int(json.loads(response.read())["server_load"])
 
     def kill(self, how: int = signal.SIGKILL) -> None:
         """End every process of the server at once, and wait until they are gone."""
