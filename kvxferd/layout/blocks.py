@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class PackedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A request's blocks in one group, in token order.
 
     `ids` is little-endian int32, packed; block j holds the tokens from

@@ -9,7 +9,7 @@ import msgspec
 from kvxferd.ids import Endpoint, EngineId, EngineKey, Generation, Rank
 
 
-class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One rank's statement of its engine and of its own place in it.
 
     All fields but `pp_rank` and `tp_rank` must be equal on every rank of one generation.

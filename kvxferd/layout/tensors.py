@@ -23,14 +23,14 @@ import msgspec
 from kvxferd.ids import GroupName, RegionId
 
 
-class UnitRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class UnitRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Half-open range ``[start, stop)`` on a component's global unit axis (KV heads, state channels)."""
 
     start: int
     stop: int
 
 
-class TokenShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TokenShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Context parallelism: this rank holds token t when ``t // interleave % count == index``."""
 
     count: int = 1
@@ -45,7 +45,7 @@ class GroupKind(StrEnum):
     STATE = "state"  # one request's state; no token axis
 
 
-class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One component of one layer inside a region of one rank."""
 
     layer: int  # the model's global layer index
@@ -76,7 +76,7 @@ class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return sum(r.stop - r.start for r in self.units)
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """Layers whose blocks are allocated together. The name is local: only layers and components meet."""
 
     name: GroupName
@@ -88,14 +88,14 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     physical_blocks_per_logical: int = 1  # kernel blocks inside one id; they divide block_tokens among them
 
 
-class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One contiguous exported allocation."""
 
     region: RegionId
     size_bytes: int
 
 
-class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The whole address-free description of one rank's cache. Compared and kept by digest."""
 
     start_layer: int  # the pipeline stage's half-open range of global layers
