@@ -1,0 +1,258 @@
+"""Is memory that was registered really readable? One read through the library, checked byte by byte.
+
+A registration that succeeds proves nothing: a library may find a wrong way to the memory, or none, and
+say so at the first read only. So a mover reads a sample of its own memory through its own agent,
+into memory of the same kind, and compares. Nothing is ever written into what is proved: it may be live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvxferd.errors import KvxferdError
+from kvxferd.memory.driver import Driver
+from kvxferd.mover.transport import Kinds, Place, ReadHandle, Span, Transport, TransportError
+from kvxferd.plan import Runs
+
+SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
+TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
+NUM_TIMED = 2  # the first pays for pages that nobody has touched
+LIMIT_S = 0.5  # for all of it; a mover does nothing else meanwhile
+NUM_LOOKS = 3  # what is live may change between two looks at it
+
+_INVERTED = bytes(255 - byte for byte in range(256))
+_TCP_INFO_BYTES = 232
+_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received of struct tcp_info
+
+
+class Proof(NamedTuple):
+    """What a probe found."""
+
+    ok: bool
+    why: str  # not ok
+    over_tcp: bool  # the bytes went through TCP sockets, by the kernel's count
+    gigabytes_per_s: float  # 0: nothing was timed
+
+
+class Sampled(Protocol):
+    """Memory of one kind, as a probe needs it."""
+
+    def look(self, address: int, size_bytes: int) -> bytes:
+        """Return what is there, without the transfer library."""
+        ...
+
+    def lay(self, address: int, content: bytes) -> None:
+        """Write; into the probe's own memory only."""
+        ...
+
+    def landing(self) -> Span:
+        """Allocate `TIMED_BYTES` for reads to land in."""
+        ...
+
+    def free(self, span: Span) -> None:
+        """Give the landing back."""
+        ...
+
+    def close(self) -> None:
+        """Give back what helped to look."""
+        ...
+
+
+class HostMemory:
+    """Memory that this process can touch."""
+
+    def __init__(self) -> None:
+        self._landings: dict[int, mmap.mmap] = {}
+
+    def look(self, address: int, size_bytes: int) -> bytes:
+        return ctypes.string_at(address, size_bytes)
+
+    def lay(self, address: int, content: bytes) -> None:
+        ctypes.memmove(address, content, len(content))
+
+    def landing(self) -> Span:
+        made = mmap.mmap(-1, TIMED_BYTES)
+        anchor = ctypes.c_char.from_buffer(made)
+        address = ctypes.addressof(anchor)
+        del anchor  # or the mapping could not be closed
+        self._landings[address] = made
+        return Span(address, TIMED_BYTES)
+
+    def free(self, span: Span) -> None:
+        self._landings.pop(span.address).close()
+
+    def close(self) -> None:
+        """Nothing helped."""
+
+
+class DeviceSamples:
+    """Memory of the device that is current, looked at by copies."""
+
+    def __init__(self, driver: Driver, span: Span) -> None:
+        self._driver = driver
+        self._of = span
+        self._uuid = driver.device_of(span.address)
+        self._stream = driver.open_stream()
+        self._window = driver.allocate_host(SAMPLE_BYTES)
+
+    def look(self, address: int, size_bytes: int) -> bytes:
+        self._copy(self._window, address, size_bytes)
+        return ctypes.string_at(self._window, size_bytes)
+
+    def lay(self, address: int, content: bytes) -> None:
+        ctypes.memmove(self._window, content, len(content))
+        self._copy(address, self._window, len(content))
+
+    def _copy(self, to: int, source: int, size_bytes: int) -> None:
+        self._driver.copy([to], [source], [size_bytes], self._stream)
+        self._driver.synchronize(self._stream)
+
+    def landing(self) -> Span:
+        """As workers' memory is: made to be exported."""
+        driver, size = self._driver, _rounded(TIMED_BYTES, self._driver.granularity(self._uuid))
+        handle = driver.create(self._uuid, size)
+        try:
+            address = driver.reserve(size)
+            driver.map(address, size, handle)
+        finally:
+            driver.release(handle)  # it lives while it is mapped
+        driver.allow(self._uuid, address, size)
+        return Span(address, size, self._of.mem_type, self._of.device)
+
+    def free(self, span: Span) -> None:
+        self._driver.unmap(span.address, span.size_bytes)
+        self._driver.unreserve(span.address, span.size_bytes)
+
+    def close(self) -> None:
+        self._driver.free_host(self._window)
+        self._driver.close_stream(self._stream)
+
+
+def _rounded(size: int, granularity: int) -> int:
+    return -(-size // granularity) * granularity
+
+
+def prove(transport: Transport, span: Span, driver: Driver | None = None) -> Proof:
+    """Read samples of a registered span through the transport, and compare. Raises nothing.
+
+    `driver`: the span is memory of its current device; None: of the host. Takes about a millisecond, and at
+    most `LIMIT_S`.
+    """
+    try:
+        memory: Sampled = HostMemory() if driver is None else DeviceSamples(driver, span)
+        try:
+            return _Probe(transport, memory, span).run()
+        finally:
+            memory.close()
+    except KvxferdError as error:
+        return Proof(False, error.message, False, 0.0)
+
+
+class _Probe:
+    def __init__(self, transport: Transport, memory: Sampled, span: Span) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._span = span
+        self._deadline = time.perf_counter() + LIMIT_S
+        self._is_stuck = False
+        place = Place(span.mem_type, span.device)
+        self._kinds = Kinds(local=place, remote=place)
+
+    def run(self) -> Proof:
+        with self._landing() as landing:
+            for address in self._places():
+                if why := self._compare(address, landing):
+                    return Proof(False, why, False, 0.0)
+            return self._timed(landing)
+
+    def _places(self) -> list[int]:
+        first, size = self._span.address, self._span.size_bytes
+        last = first + max(0, size - SAMPLE_BYTES)
+        return sorted({first, first + (last - first) // 2, last})
+
+    def _compare(self, address: int, landing: Span) -> str:
+        """Return what is wrong with one sample, "" if nothing is."""
+        size = min(SAMPLE_BYTES, self._span.size_bytes)
+        for _ in range(NUM_LOOKS):
+            before = self._memory.look(address, size)
+            # Every byte must change, or memory full of zeros would pass for a landing that nothing reached.
+            self._memory.lay(landing.address, before.translate(_INVERTED))
+            self._read(address, size, landing)
+            came = self._memory.look(landing.address, size)
+            if came in (before, self._memory.look(address, size)):
+                return ""
+        num_wrong = sum(a != b for a, b in zip(came, before, strict=True))
+        return (
+            f"a read of {size} bytes through {self._transport.library} brought {num_wrong} bytes "
+            "other than those that lie there"
+        )
+
+    def _timed(self, landing: Span) -> Proof:
+        size = min(TIMED_BYTES, self._span.size_bytes)
+        over_tcp, best = False, float("inf")
+        for number in range(NUM_TIMED):
+            before = tcp_bytes_received() if not number else 0
+            began = time.perf_counter()
+            self._read(self._span.address, size, landing)
+            best = min(best, time.perf_counter() - began)
+            if not number:
+                over_tcp = tcp_bytes_received() - before >= size // 2
+        return Proof(True, "", over_tcp, size / best / 1e9)
+
+    def _read(self, address: int, size: int, landing: Span) -> None:
+        transport = self._transport
+        runs = Runs(*(np.array([value], dtype=np.uint64) for value in (landing.address, address, size)))
+        try:
+            handle = self._post(runs)
+            while not transport.poll(handle):
+                if time.perf_counter() > self._deadline:
+                    text = f"a read of {size} bytes of its own memory has not ended after {LIMIT_S:g} s"
+                    raise TransportError(text, settled=False)
+        except TransportError as error:
+            self._is_stuck = not error.settled
+            raise
+        transport.release(handle)
+
+    def _post(self, runs: Runs) -> ReadHandle:
+        return self._transport.post(self._transport.agent, runs, self._kinds)
+
+    @contextmanager
+    def _landing(self) -> Iterator[Span]:
+        landing = self._memory.landing()
+        try:
+            self._transport.register(landing)
+            try:
+                yield landing
+            finally:
+                if not self._is_stuck:
+                    self._transport.deregister(landing)
+        finally:
+            if not self._is_stuck:  # what may still be written to stays
+                self._memory.free(landing)
+
+
+def tcp_bytes_received() -> int:
+    """Return what all TCP sockets of this process have received, by the kernel's count."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                if duplicate.type == socket.SOCK_STREAM and duplicate.family != socket.AF_UNIX:
+                    told = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED_AT)
+                    total += received
+        except (OSError, struct.error):  # gone meanwhile, or a socket that is not TCP's
+            continue
+    return total
