@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvxferd.errors import Code, ProtocolError
-from kvxferd.wire.framing import Frame, FrameDecoder, encode_frame
+from kvxferd.wire.framing import Frame, FrameDecoder, encode_header
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 RECEIVE_BYTES = 256 << 10
+# Below, a copy behind the header costs less than a second call of the kernel.
+JOINED_BYTES = 16 << 10
 # One `receive` reads this often at most, so that a talkative peer does not starve the caller.
 MAX_READS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
@@ -37,6 +39,7 @@ class Link:
         connected.setblocking(False)
         self._socket = connected
         self._decoder = FrameDecoder()
+        self._room = memoryview(bytearray(RECEIVE_BYTES))  # a new one for each read costs more than the read
         self._unsent: deque[_Unsent] = deque()
         self._received: set[int] = set()  # descriptors that no frame has handed on yet
         self._broken = False
@@ -57,9 +60,12 @@ class Link:
         if self._broken:
             close_all(fds)
             return
-        frame = memoryview(encode_frame(payload, len(fds)))
-        self._unsent.append(_Unsent(frame, fds))
-        self.queued_bytes += len(frame)
+        header = encode_header(len(payload), len(fds))
+        if len(payload) < JOINED_BYTES:
+            self._unsent.append(_Unsent(memoryview(header + payload), fds))
+        else:
+            self._unsent += (_Unsent(memoryview(header), fds), _Unsent(memoryview(payload), ()))
+        self.queued_bytes += len(header) + len(payload)
 
     def flush(self) -> None:
         """Hand the kernel what it takes. A socket that takes no more is found out by `receive`."""
@@ -102,8 +108,8 @@ class Link:
     def _read(self, frames: list[Frame]) -> bool:
         """Add what one read completes; return whether there may be more."""
         try:
-            chunk, ancillary, flags, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._room], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return False
@@ -117,11 +123,12 @@ class Link:
                 "cannot take a frame whose descriptors were cut off: this process has too many open",
                 Code.BUSY,
             )
-        if not chunk:
+        if not num_bytes:
             self._ended = True
             return False
-        frames += self._decoder.feed(chunk, fds)
-        return True
+        frames += self._decoder.feed(self._room[:num_bytes], fds)
+        # Less than was asked for is all there was, unless the kernel stopped behind descriptors.
+        return num_bytes == RECEIVE_BYTES or bool(fds)
 
     def close(self) -> None:
         """Close the socket, and every descriptor that was not handed on. Idempotent."""

@@ -27,14 +27,19 @@ class Frame(NamedTuple):
 
 def encode_frame(payload: bytes, num_fds: int = 0) -> bytes:
     """Return header and payload as one buffer. Raises ProtocolError where a limit is passed."""
-    if len(payload) > MAX_FRAME_BYTES:
+    return encode_header(len(payload), num_fds) + payload
+
+
+def encode_header(num_bytes: int, num_fds: int) -> bytes:
+    """Return the header of a payload of that many bytes. Raises ProtocolError where a limit is passed."""
+    if num_bytes > MAX_FRAME_BYTES:
         raise ProtocolError(
-            f"cannot send a frame of {len(payload)} bytes: the limit is {MAX_FRAME_BYTES}",
+            f"cannot send a frame of {num_bytes} bytes: the limit is {MAX_FRAME_BYTES}",
             Code.FRAME_TOO_LARGE,
         )
     if num_fds > MAX_FDS_PER_FRAME:
         raise ProtocolError(f"cannot send {num_fds} descriptors in a frame: the limit is {MAX_FDS_PER_FRAME}")
-    return HEADER.pack(len(payload), num_fds, 0) + payload
+    return HEADER.pack(num_bytes, num_fds, 0)
 
 
 class FrameDecoder:
@@ -49,26 +54,31 @@ class FrameDecoder:
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
 
-    def feed(self, chunk: bytes, fds: Iterable[int] = ()) -> list[Frame]:
-        """Return the frames that `chunk` completes."""
+    def feed(self, chunk: bytes | memoryview, fds: Iterable[int] = ()) -> list[Frame]:
+        """Return the frames that `chunk` completes. Of the chunk nothing is kept but copies."""
         self._fds.extend(fds)
-        self._buffer += chunk
+        if self._buffer:
+            self._buffer += chunk
+        held: bytes | bytearray | memoryview = self._buffer or chunk  # nearly always whole frames: nothing is kept
         frames: list[Frame] = []
         consumed = 0
-        while len(self._buffer) - consumed >= HEADER.size:
-            length, num_fds, zero = HEADER.unpack_from(self._buffer, consumed)
+        while len(held) - consumed >= HEADER.size:
+            length, num_fds, zero = HEADER.unpack_from(held, consumed)
             self._check(length, num_fds, zero)
             end = consumed + HEADER.size + length
-            if len(self._buffer) < end:
+            if len(held) < end:
                 break
             if len(self._fds) < num_fds:
                 raise ProtocolError(
                     f"cannot take a frame that announces {num_fds} descriptors: {len(self._fds)} arrived"
                 )
-            payload = bytes(memoryview(self._buffer)[consumed + HEADER.size : end])
+            payload = bytes(memoryview(held)[consumed + HEADER.size : end])
             frames.append(Frame(payload, tuple(self._fds.popleft() for _ in range(num_fds))))
             consumed = end
-        del self._buffer[:consumed]
+        if held is chunk:
+            self._buffer += memoryview(chunk)[consumed:]
+        else:
+            del self._buffer[:consumed]
         if len(self._fds) > MAX_FDS_PER_FRAME:
             raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
         return frames
