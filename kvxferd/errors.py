@@ -8,6 +8,7 @@ KvxferdError          .code goes on the wire, str() is a sentence that says what
     PlanError         two layouts that cannot be read from one another
   ProtocolError       undecodable, oversized or out of place: the sender loses that connection
   MoverError          a mover or its transport failed: one rank, not the node
+  DeviceError         a GPU, its driver or the bindings to it: one rank, not the node
   BusyError           a limit was reached: try again after `retry_after_s`
 """
 
@@ -33,6 +34,9 @@ class Code(StrEnum):
     REGION_INVALID = "region-invalid"
     REGION_UNSEALED = "region-unsealed"
     REGION_TOO_SMALL = "region-too-small"
+    REGION_NOT_EXPORTABLE = "region-not-exportable"
+    DEVICE_UNAVAILABLE = "device-unavailable"
+    DEVICE_ERROR = "device-error"
     RANK_TAKEN = "rank-taken"
     RANK_INVALID = "rank-invalid"
     INCARNATION_CHANGED = "incarnation-changed"
@@ -130,6 +134,12 @@ class MoverError(KvxferdError):
     """A mover, or the transport library inside it, failed."""
 
     default_code = Code.TRANSPORT
+
+
+class DeviceError(KvxferdError):
+    """A GPU's driver refused a call, or there is no such driver or device here."""
+
+    default_code = Code.DEVICE_ERROR
 
 
 class BusyError(KvxferdError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 from collections import deque
@@ -75,12 +76,11 @@ class Link:
                 sent = self._socket.sendmsg([first.view], _rights(first.fds), socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    return  # as many descriptors are under way as the kernel allows: some must be taken first
                 # What the other side said before it closed is still to be read, then the end.
-                self._broken = True
-                self._drop_unsent()
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_WR)
+                self.end_sending()
                 return
             close_all(first.fds)
             first.fds = ()
@@ -88,6 +88,29 @@ class Link:
             self.queued_bytes -= sent
             if not first.view:
                 self._unsent.popleft()
+
+    def end_sending(self) -> None:
+        """Send nothing more, what is queued included; the other side reads the end, and is still heard."""
+        self._broken = True
+        self._drop_unsent()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def discard(self) -> bool:
+        """Throw away what has arrived, whatever it is; return whether that was the end."""
+        for _ in range(MAX_READS):
+            try:
+                chunk, ancillary, _, _ = self._socket.recvmsg(
+                    RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:
+                return True
+            close_all(_descriptors(ancillary))
+            if not chunk:
+                return True
+        return False
 
     def receive(self) -> list[Frame] | None:
         """Return the frames that have arrived, None at the end. Raises ProtocolError.

@@ -57,8 +57,8 @@ from kvxferd.client.events import (
     Released,
     Suspended,
 )
+from kvxferd.client.exports import Region
 from kvxferd.client.joining import Client, connect
-from kvxferd.client.membership import Region
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import TransferRef
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum, auto
 
-from kvxferd.client.membership import Exports, Member, RankMember
+from kvxferd.client.exports import Exports
+from kvxferd.client.membership import Member, RankMember
 from kvxferd.client.outbox import Outgoing
 from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.wire import worker
@@ -76,6 +77,7 @@ class Enrolment:
             layout=member.layout,
             regions=member.exports.regions,
             incarnation=member.exports.incarnation,
+            placement=member.exports.placement,
         )
         return Outgoing(register, member.exports.fds)
 
@@ -148,7 +150,10 @@ class Enrolment:
         self._unproven = True
         exports = self.member.exports
         resume = worker.Resume(
-            request=self._request, regions=exports.regions, incarnation=exports.incarnation
+            request=self._request,
+            regions=exports.regions,
+            incarnation=exports.incarnation,
+            placement=exports.placement,
         )
         return Outgoing(resume, exports.fds)
 

@@ -8,7 +8,8 @@ from types import TracebackType
 
 from kvxferd import __version__
 from kvxferd.client.connection import Connection
-from kvxferd.client.membership import Member, PublisherMember, RankMember, Regions, checked, export
+from kvxferd.client.exports import Regions, export
+from kvxferd.client.membership import Member, PublisherMember, RankMember, checked
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import check_name
 from kvxferd.client.waiting import as_error, await_answer, await_welcome

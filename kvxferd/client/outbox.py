@@ -14,6 +14,7 @@ from kvxferd.errors import BusyError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
+from kvxferd.wire.descriptors import first_of_last, parts_ahead
 from kvxferd.wire.ids_stream import split_ids
 
 # Twice the pulls that may be live; a daemon this far behind does not read its socket.
@@ -58,8 +59,9 @@ class Outbox:
         self._stream = 0
 
     def say(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send before everything queued: the handshake."""
-        self._now.append(Outgoing(message, fds))
+        """Send before everything queued: the handshake. More descriptors than a frame carries go ahead."""
+        self._now.extend(Outgoing(ahead, part) for ahead, part in parts_ahead(fds))
+        self._now.append(Outgoing(message, fds[first_of_last(len(fds)) :]))
 
     def check_room(self, what: str) -> None:
         """Raise BusyError when the daemon is too far behind to queue more."""

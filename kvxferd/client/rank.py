@@ -10,7 +10,7 @@ from types import TracebackType
 from kvxferd.client.blocks import BlockList, as_int, pack
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
-from kvxferd.client.membership import Regions, export
+from kvxferd.client.exports import Regions, export
 from kvxferd.client.refs import AnyRef, TransferRef, check_name, read_ref
 from kvxferd.client.standing import Standing
 from kvxferd.client.waiting import as_error, await_answer

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from kvxferd.client.blocks import Packed
 from kvxferd.client.enrolment import Enrolment, Tenancy
 from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
+from kvxferd.client.exports import Exports
 from kvxferd.client.fence import FenceSlots
-from kvxferd.client.membership import Exports, Member
+from kvxferd.client.membership import Member
 from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
 from kvxferd.client.publishes import Publishes
 from kvxferd.client.pulls import Pulls

@@ -11,28 +11,26 @@ import itertools
 import os
 import socket
 import stat
-import struct
-import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
 from kvxferd.config import WorkerConfig
+from kvxferd.control.callers import Credentials, credentials_of, death_watch
+from kvxferd.control.offers import mover_socket, take_offer
 from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId
 from kvxferd.link import Link, close_all
 from kvxferd.memory.fence import FencePage
-from kvxferd.memory.inspect import check_memfd
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
-from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.common import Descriptors, Message, Refusal
+from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS
-from kvxferd.wire.worker import Farewell, Hello, Publish, RegionExport, Register, Resume
+from kvxferd.wire.worker import Farewell, Hello, NewMover, Publish, Register, Resume
 
 log = structlog.get_logger()
 
@@ -41,16 +39,6 @@ MAX_QUEUED_BYTES = 32 << 20
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2
 FAREWELL_S = 0.5  # how long a closed session may take to read why
-_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-
-
-class Credentials(NamedTuple):
-    """Who connected, by the kernel's word."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 @dataclass(slots=True)
@@ -64,8 +52,10 @@ class _Connection:
     alive: int  # where `death` is a pipe, its other end; else -1
     fence: FencePage | None = None
     fence_fd: int = -1
+    early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
+    mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
     writing: bool = False
     closing: bool = False  # takes no more frames; what is queued still goes out
     ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
@@ -73,11 +63,17 @@ class _Connection:
     def release(self) -> None:
         """Close everything."""
         self.link.close()
+        self.bring(None)
         if self.fence is not None:
             self.fence.close()
-        close_all(
-            [*self.offered, *self.adopted, *(fd for fd in (self.fence_fd, self.death, self.alive) if fd >= 0)]
-        )
+        own = (fd for fd in (self.fence_fd, self.death, self.alive) if fd >= 0)
+        close_all([*self.early.take(), *self.offered, *self.adopted, *own])
+
+    def bring(self, mover: socket.socket | None) -> None:
+        """Keep the socket of a resident mover, the last that came."""
+        if self.mover is not None:
+            self.mover.close()
+        self.mover = mover
 
 
 class WorkerSocket:
@@ -149,11 +145,7 @@ class WorkerSocket:
             loop.remove_reader(self._listener.fileno())
             loop.call_later(ACCEPT_AGAIN_S, self._listen)
             return
-        credentials = Credentials(
-            *_CREDENTIALS.unpack(
-                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-        )
+        credentials = credentials_of(accepted)
         link = Link(accepted)
         if (farewell := self._obstacle(credentials)) is not None:
             link.send(encode(farewell))
@@ -161,7 +153,7 @@ class WorkerSocket:
             link.close()
             return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, credentials, *_death_watch(accepted, credentials.pid))
+        connection = _Connection(session, link, credentials, *death_watch(accepted, credentials.pid))
         self._connections[session] = connection
         self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable, connection)
@@ -226,10 +218,21 @@ class WorkerSocket:
         self, connection: _Connection, message: object, fds: tuple[int, ...]
     ) -> Refusal | None:
         """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
+        if isinstance(message, Descriptors):
+            close_all(connection.early.add(message.first, fds))
+            return None
         if isinstance(message, Register | Resume):
             close_all(connection.offered)
-            connection.offered = fds
-            return _inspect(message.regions, fds)
+            offer = take_offer(message, (*connection.early.take(), *fds))
+            connection.offered = offer.regions
+            connection.bring(offer.mover)
+            return offer.problem
+        if isinstance(message, NewMover):
+            try:
+                connection.bring(mover_socket(fds))
+            except EngineError as error:
+                raise ProtocolError(error.message) from error
+            return None
         if isinstance(message, Hello) and connection.fence is None and len(fds) == 1:
             try:
                 connection.fence = FencePage.map(fds[0])
@@ -329,6 +332,19 @@ class WorkerSocket:
             close_all(connection.adopted)
             connection.adopted, connection.offered = connection.offered, ()
 
+    def take_mover(self, session: SessionId) -> tuple[socket.socket, tuple[int, int]] | None:
+        """Return a resident mover's socket, and its worker: the pid, and what is readable once it is dead.
+
+        Both descriptors are the caller's. None where no socket came.
+        """
+        connection = self._connections.get(session)
+        if connection is None or connection.mover is None:
+            return None
+        # A pipe that stands in for a pidfd proves no death: it ends with the session.
+        death = os.dup(connection.death) if connection.alive < 0 else -1
+        mover, connection.mover = connection.mover, None
+        return mover, (connection.credentials.pid, death)
+
     def overwrite_fence(self, session: SessionId, slot: int) -> None:
         """Overwrite a fence word, now."""
         connection = self._connections.get(session)
@@ -358,37 +374,3 @@ def _is_answered(path: Path) -> bool:
         except BlockingIOError:
             return True  # its backlog is full
         return True
-
-
-def _inspect(exports: tuple[RegionExport, ...], fds: tuple[int, ...]) -> Refusal | None:
-    """Say what is wrong with the descriptors of a registration, if anything is."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    if {export.fd_index for export in exports} != set(range(len(fds))):
-        text = f"cannot use the regions: they name other descriptors than the {len(fds)} that came"
-        return Refusal(Code.REGION_INVALID, text)
-    for export in exports:
-        if export.kind != "memfd" or export.fd_offset % page or export.fd_offset < 0 or export.size_bytes < 1:
-            text = (
-                f"cannot use region {export.region}: a memfd, from a page boundary on, of at least one byte"
-            )
-            return Refusal(Code.REGION_INVALID, text)
-        try:
-            check_memfd(fds[export.fd_index], export.fd_offset + export.size_bytes)
-        except EngineError as error:
-            return Refusal(error.code, f"region {export.region}: {error.message}")
-    return None
-
-
-def _death_watch(accepted: socket.socket, pid: int) -> tuple[int, int]:
-    """Return a descriptor that is readable once the worker is dead, and one that keeps it from that.
-
-    The kernel's own pidfd of who connected is exact; a pidfd by number may be another process's
-    by now, which only means that the closing socket is noticed first. A worker in another PID
-    namespace has neither: a pipe stands in, whose other end goes with the session.
-    """
-    with suppress(OSError):
-        return int.from_bytes(accepted.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder), -1
-    with suppress(OSError):
-        if pid > 0:
-            return os.pidfd_open(pid), -1
-    return os.pipe2(os.O_CLOEXEC)

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvxferd.core.lanes import Lanes
 from kvxferd.core.layouts import Layouts
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
@@ -25,10 +26,21 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.overlap import Places
 from kvxferd.plan import BlockRules, Plan, TransferTopology, block_rules, check_engine, check_same_engine
-from kvxferd.wire.common import Binding, RankManifest, RegionAddress
+from kvxferd.wire.common import Binding, Placement, RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
-from kvxferd.wire.limits import MAX_ENGINE_TENSORS, MAX_METADATA_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_REGIONS
+from kvxferd.wire.limits import (
+    MAX_ADDRESS,
+    MAX_DESCRIPTORS_PER_RANK,
+    MAX_DEVICES,
+    MAX_ENGINE_TENSORS,
+    MAX_METADATA_BYTES,
+    MAX_NAME_CHARS,
+    MAX_RANKS,
+    MAX_REGIONS,
+)
 from kvxferd.wire.worker import RegionExport
+
+MEM_TYPES = ("DRAM", "VRAM")
 
 
 class RankState(StrEnum):
@@ -61,6 +73,7 @@ class LocalRank:
     incarnation: Incarnation
     request: int  # of the Register or Resume that waits for its answer
     uid: int = 0  # the worker's user
+    resident: bool = False  # its movers are threads of the worker
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping
     mover: MoverId | None = None
@@ -68,6 +81,8 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
+    placement: Placement = field(default_factory=Placement)
+    lanes: tuple[Lanes, ...] = ()  # how its mover has connected so far
     planned: dict[EngineId, Planned] = field(default_factory=dict)  # the longest unwanted first
     topology: TransferTopology = field(init=False)
     block_bytes: dict[GroupName, int] = field(init=False)
@@ -349,6 +364,11 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
             f"cannot use rank {spec.rank} of engine {spec.key}: it binds other regions than its layout's",
             Code.REGION_INVALID,
         )
+    if wrong := next((r.region for r in binding.regions if not _can_be(r)), None):
+        raise EngineError(
+            f"cannot use rank {spec.rank} of engine {spec.key}: region {wrong} lies where none can",
+            Code.REGION_INVALID,
+        )
     if not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
         raise EngineError(
             f"cannot use rank {spec.rank} of engine {spec.key}: an agent's name of {len(binding.agent)} "
@@ -356,6 +376,19 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
             Code.REGION_INVALID,
         )
     return RankManifest(spec, layout, binding)
+
+
+def _can_be(region: RegionAddress) -> bool:
+    """Whether what another daemon says of a region's place makes sense."""
+    pieces = region.pieces
+    return (
+        0 < region.address <= MAX_ADDRESS - region.size_bytes
+        and 0 <= region.device < MAX_DEVICES
+        and region.mem_type in MEM_TYPES
+        and all(count > 0 and size > 0 for count, size in pieces)
+        and sum(count for count, _ in pieces) <= MAX_DESCRIPTORS_PER_RANK
+        and (not pieces or sum(count * size for count, size in pieces) == region.size_bytes)
+    )
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:

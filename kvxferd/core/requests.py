@@ -19,9 +19,9 @@ from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks
-from kvxferd.plan import check_blocks
+from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate
-from kvxferd.wire.common import BlockIds, TransferRef
+from kvxferd.wire.common import BlockIds, Descriptors, TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES, MAX_NAME_CHARS
 from kvxferd.wire.peer import AbandonTransfer, Consumer, Question
@@ -84,6 +84,8 @@ class Requests:
         match said:
             case BlockIds():
                 session.assembly.add(said)
+            case Descriptors():
+                pass  # the shell keeps them for the registration that follows
             case Publish():
                 self._publish(session, said, fence_word)
             case Ready():
@@ -183,7 +185,7 @@ class Requests:
         if not 0 < said.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
         ref = self._clean(said.ref)
-        check_blocks(rank.layout, blocks, said.num_tokens)
+        check_blocks_by(rank.rules, blocks, said.num_tokens)
         self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
         return rank, ref
 

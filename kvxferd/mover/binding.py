@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import NamedTuple
 
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import SessionId
 from kvxferd.memory import Mapping, check_memfd, map_memfd
+from kvxferd.memory.device import DeviceMapping
+from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.inspect import check_exports
+from kvxferd.mover.probe import placement_of, prove
 from kvxferd.mover.transport import Span, Transport
-from kvxferd.wire.common import RegionAddress
+from kvxferd.wire.common import Placement, RegionAddress
 from kvxferd.wire.mover import Bound, FenceMapped
 from kvxferd.wire.worker import RegionExport
+
+
+class Spread(NamedTuple):
+    """Regions where they lie in this process, and what of that the library can reach."""
+
+    regions: tuple[RegionAddress, ...]
+    spans: tuple[Span, ...]
 
 
 class Bindings:
     """Maps and registers memory. Descriptors stay the caller's and may be closed afterwards."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, driver: Callable[[], Driver] = open_driver) -> None:
+        """`driver` is called when there is GPU memory to bind, and not before."""
         self._transport = transport
+        self._driver = driver
         self._fences: dict[SessionId, Mapping] = {}
+        self._host_spans: tuple[Span, ...] = ()
         self.regions: tuple[RegionAddress, ...] = ()
 
     def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
@@ -27,25 +44,91 @@ class Bindings:
             raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
         if not exports:
             raise EngineError("cannot bind a rank without regions", Code.REGION_INVALID)
-        mapped: list[Mapping] = []
-        registered: list[Span] = []
-        try:
-            for export in exports:
-                mapped.append(_map(export, fds))
-                self._transport.register(_span(mapped[-1]))
-                registered.append(_span(mapped[-1]))
-            metadata = self._transport.metadata(registered)
-        except KvxferdError:
-            for span in registered:
-                self._transport.deregister(span)
-            for mapping in mapped:
-                mapping.unmap()
-            raise
-        self.regions = tuple(
-            RegionAddress(export.region, mapping.address, mapping.size_bytes)
-            for export, mapping in zip(exports, mapped, strict=True)
+        check_exports(exports, fds)
+        by_kind = {kind: [e for e in exports if e.kind == kind] for kind in ("memfd", "vmm", "resident")}
+        with ExitStack() as undoing:
+            spread = [
+                self._bind_host(by_kind["memfd"], fds, undoing),
+                self._bind_device(by_kind["vmm"], fds, undoing),
+                self._bind_own(by_kind["resident"], undoing),
+            ]
+            metadata = self._transport.metadata([span for part in spread for span in part.spans])
+            undoing.pop_all()
+        addresses = {region.region: region for part in spread for region in part.regions}
+        self.regions = tuple(addresses[export.region] for export in exports)
+        kind = "resident" if by_kind["resident"] else "direct"
+        return Bound(regions=self.regions, metadata=metadata, placement=Placement(kind))
+
+    def prove(self, placement: Placement) -> Placement | None:
+        """Return what a read of the bound host memory shows; None where there is none, or it is known.
+
+        The first region and the last stand for all: they were mapped and registered alike.
+        """
+        if not self._host_spans or placement.gigabytes_per_s or placement.why:
+            return None
+        first, *others = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
+        proof = prove(self._transport, first)
+        for span in others:
+            other = prove(self._transport, span) if proof.ok else proof
+            proof = proof if other.ok else other
+        return placement_of(placement.kind, proof)
+
+    # --- one kind each: all or nothing, undone by what is left on the stack
+
+    def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> Spread:
+        regions, spans = [], []
+        for export in exports:
+            mapping = _map(export, fds)
+            undoing.callback(mapping.unmap)
+            spans.append(self._register(_span(mapping), undoing))
+            regions.append(RegionAddress(export.region, mapping.address, mapping.size_bytes))
+        self._host_spans = tuple(spans)
+        return Spread(tuple(regions), tuple(spans))
+
+    def _bind_device(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> Spread:
+        if not exports:
+            return Spread((), ())
+        uuid, driver = _one_device(exports), self._driver()
+        ordinal = driver.use(uuid)
+        sizes = _sizes_by_descriptor(exports)
+        numbers = sorted(sizes)
+        mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
+        undoing.callback(mapping.unmap)
+        handles = dict(zip(numbers, mapping.handles, strict=True))
+        spans = tuple(
+            self._register(Span(*handle, driver.mem_type, ordinal), undoing) for handle in mapping.handles
         )
-        return Bound(regions=self.regions, metadata=metadata)
+        regions = tuple(
+            RegionAddress(
+                export.region,
+                handles[export.fd_index].address + export.fd_offset,
+                export.size_bytes,
+                ordinal,
+                driver.mem_type,
+                pieces_of(export),
+            )
+            for export in exports
+        )
+        return Spread(regions, spans)
+
+    def _bind_own(self, exports: list[RegionExport], undoing: ExitStack) -> Spread:
+        """Memory of this very process: the mover is a thread of the worker."""
+        regions, spans = [], []
+        for export in exports:
+            driver = self._driver() if export.device else None
+            mem_type = driver.mem_type if driver is not None else "DRAM"
+            ordinal = driver.use(export.device) if driver is not None else 0
+            span = Span(export.address, export.size_bytes, mem_type, ordinal)
+            spans.append(self._register(span, undoing))
+            regions.append(RegionAddress(export.region, export.address, export.size_bytes, ordinal, mem_type))
+        return Spread(tuple(regions), tuple(spans))
+
+    def _register(self, span: Span, undoing: ExitStack) -> Span:
+        self._transport.register(span)
+        undoing.callback(self._transport.deregister, span)
+        return span
+
+    # --- fence pages
 
     def map_fence(self, session: SessionId, size_bytes: int, fd: int) -> FenceMapped:
         """Map and register a fence page. Raises KvxferdError."""
@@ -67,22 +150,44 @@ class Bindings:
 
 
 def _map(export: RegionExport, fds: Sequence[int]) -> Mapping:
-    if export.kind != "memfd":
-        raise EngineError(
-            f"cannot map region {export.region} of kind {export.kind!r}: only memfd is known here",
-            Code.REGION_INVALID,
-        )
-    if not 0 <= export.fd_index < len(fds):
-        raise EngineError(
-            f"cannot map region {export.region}: it is in descriptor {export.fd_index}, {len(fds)} came",
-            Code.REGION_INVALID,
-        )
-    fd = fds[export.fd_index]
     try:
-        check_memfd(fd, export.fd_offset + export.size_bytes)
-        return map_memfd(fd, export.size_bytes, export.fd_offset)
+        return map_memfd(fds[export.fd_index], export.size_bytes, export.fd_offset)
     except EngineError as error:
         raise EngineError(f"cannot bind region {export.region}: {error.message}", error.code) from error
+
+
+def _one_device(exports: Iterable[RegionExport]) -> str:
+    devices = sorted({export.device for export in exports})
+    if len(devices) > 1:
+        raise EngineError(
+            f"cannot bind a rank with memory of several GPUs ({', '.join(devices)}): register a rank each",
+            Code.REGION_INVALID,
+        )
+    return devices[0]
+
+
+def _sizes_by_descriptor(exports: Iterable[RegionExport]) -> dict[int, int]:
+    """Return what regions say of the descriptors that they share."""
+    sizes: dict[int, int] = {}
+    for export in exports:
+        for number, size in enumerate(export.pieces, export.fd_index):
+            if sizes.setdefault(number, size) != size:
+                raise EngineError(
+                    f"cannot bind region {export.region}: descriptor {number} has {size} bytes for it, and "
+                    f"{sizes[number]} for another",
+                    Code.REGION_INVALID,
+                )
+    return sizes
+
+
+def pieces_of(export: RegionExport) -> tuple[tuple[int, int], ...]:
+    """Return (count, size) of the stretches of a region that are registered each by itself; () for one."""
+    if len(export.pieces) == 1:
+        return ()
+    sizes = list(export.pieces)
+    sizes[-1] -= sum(sizes) - export.fd_offset - export.size_bytes
+    sizes[0] -= export.fd_offset
+    return tuple((len(list(alike)), size) for size, alike in groupby(sizes))
 
 
 def _span(mapping: Mapping) -> Span:

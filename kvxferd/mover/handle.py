@@ -11,11 +11,13 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
+from kvxferd.core.lanes import Lanes
 from kvxferd.errors import KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.link import Link, duplicates
 from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
+from kvxferd.wire.descriptors import first_of_last, parts_ahead
 from kvxferd.wire.mover import FromMover, Up
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class MoverHandle:
         self.library = ""
         self.pid = -1
         self.pidfd = -1
+        self.lanes: list[Lanes] = []  # how it has connected so far
         self._stream = Link(link)
         self._on_message = on_message
         self._on_exit = on_exit
@@ -59,7 +62,9 @@ class MoverHandle:
         """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
         if self._stream.fileno() < 0:
             return
-        self._stream.send(encode(message), duplicates(fds))
+        for ahead, part in parts_ahead(fds):
+            self._stream.send(encode(ahead), duplicates(part))
+        self._stream.send(encode(message), duplicates(fds[first_of_last(len(fds)) :]))
         if not self._writing:
             self._flush()
 
@@ -119,7 +124,9 @@ class MoverHandle:
     def _deliver(self, payload: bytes, fds: tuple[int, ...]) -> None:
         for fd in fds:
             os.close(fd)
-        message = FROM_MOVER.decode(payload)
+        self._hear(FROM_MOVER.decode(payload))
+
+    def _hear(self, message: FromMover) -> None:
         if isinstance(message, Up):
             self.library = message.library
         try:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
@@ -25,7 +25,7 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `metadata` encodes."""
 
     agent: AgentName
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Fabric:
     stalled: set[AgentName] = field(default_factory=set)  # reads from these stay under way
     faults: dict[AgentName, TransportError] = field(default_factory=dict)  # raised by the next poll
     posts: list[tuple[AgentName, int]] = field(default_factory=list)  # (agent, descriptors), in order
+    notes: dict[AgentName, list[tuple[AgentName, bytes]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,26 +76,27 @@ class MemoryTransport:
     def metadata(self, spans: Sequence[Span]) -> bytes:
         if not spans or not self._spans.issuperset(spans):
             raise TransportError("cannot describe memory that is not registered", settled=True)
-        return msgspec.msgpack.encode(_Card(self._agent, tuple((s.address, s.size_bytes) for s in spans)))
+        return msgspec.msgpack.encode(_Card(self._agent, tuple(spans)))
 
     def load_remote(self, metadata: bytes) -> AgentName:
         try:
             card = msgspec.msgpack.decode(metadata, type=_Card)
         except msgspec.DecodeError as error:
             raise TransportError(f"cannot load a remote agent: {error}", settled=True) from error
-        self._known.setdefault(card.agent, set()).update(Span(*span) for span in card.spans)
+        self._known.setdefault(card.agent, set()).update(card.spans)
         return card.agent
 
     def drop_remote(self, agent: AgentName) -> None:
         self._known.pop(agent, None)
         self._lost.discard(agent)
 
-    def post(self, agent: AgentName, runs: Runs) -> ReadHandle:
-        if agent not in self._known:
+    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+        known = self._spans if agent == self._agent else self._known.get(agent)
+        if known is None:
             raise TransportError(f"cannot read from agent {agent}: it is not known here", settled=True)
         if not (
-            _within(self._spans, runs.local, runs.length)
-            and _within(self._known[agent], runs.remote, runs.length)
+            _within(self._spans, kinds.local, runs.local, runs.length)
+            and _within(known, kinds.remote, runs.remote, runs.length)
         ):
             raise TransportError(f"cannot read from agent {agent}: not registered", settled=True)
         self._fabric.posts.append((agent, len(runs.length)))
@@ -112,6 +114,16 @@ class MemoryTransport:
 
     def progress(self) -> None:
         """Nothing here waits for the source."""
+
+    def notify(self, agent: AgentName, note: bytes) -> None:
+        if agent not in self._known:
+            raise TransportError(f"cannot tell agent {agent} anything: it is not known here", settled=True)
+        if agent not in self._fabric.agents:
+            raise TransportError(f"cannot tell agent {agent} anything: it is gone", settled=True, lost=True)
+        self._fabric.notes.setdefault(agent, []).append((self._agent, note))
+
+    def take_notes(self) -> list[tuple[AgentName, bytes]]:
+        return self._fabric.notes.pop(self._agent, [])
 
     def close(self) -> None:
         """Die: whoever reads from this agent learns that the connection is lost."""
@@ -135,8 +147,10 @@ class MemoryTransport:
         read.done = True
 
 
-def _within(spans: set[Span], addresses: Uint64s, lengths: Uint64s) -> bool:
-    return all(
-        any(s.address <= start and start + size <= s.address + s.size_bytes for s in spans)
+def _within(spans: set[Span], place: Place, addresses: Uint64s, lengths: Uint64s) -> bool:
+    """Whether each stretch is in one span, as the library demands of a descriptor."""
+    alike = [span for span in spans if (span.mem_type, span.device) == (place.mem_type, place.device)]
+    return not place.staged and all(
+        any(s.address <= start and start + size <= s.address + s.size_bytes for s in alike)
         for start, size in zip(addresses.tolist(), lengths.tolist(), strict=True)
     )

@@ -9,13 +9,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
 
 LIBRARIES = ("nixl", "rixl")
@@ -23,6 +25,9 @@ LIBRARIES = ("nixl", "rixl")
 # The bindings' exception classes live in a module whose name depends on the wheel.
 _LOST = "nixlRemoteDisconnectError"
 _UNKNOWN = "nixlNotFoundError"
+_JOINED = b"kvxferd-joined:"  # the library's own begin otherwise
+
+Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Library:
@@ -101,6 +106,7 @@ class NixlTransport:
         self._agent = agent
         self._library = library.description
         self._registered: dict[Span, Any] = {}
+        self._notes: list[tuple[AgentName, bytes]] = []
         config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
         try:
             self._nixl = library.api.nixl_agent(agent, config)
@@ -119,7 +125,7 @@ class NixlTransport:
 
     def register(self, span: Span) -> None:
         try:
-            self._registered[span] = self._nixl.register_memory([(*span, 0, "")], "DRAM")
+            self._registered[span] = self._nixl.register_memory([_described(span)], span.mem_type)
         except Exception as error:
             raise TransportError(
                 f"cannot register {span.size_bytes} bytes: {_say(error)}", settled=True
@@ -133,17 +139,28 @@ class NixlTransport:
             raise TransportError(f"cannot deregister memory: {_say(error)}", settled=True) from error
 
     def metadata(self, spans: Sequence[Span]) -> bytes:
+        if not spans:
+            raise TransportError("cannot describe memory to readers: there is none", settled=True)
+        by_type: dict[str, list[Span]] = {}
+        for span in spans:
+            by_type.setdefault(span.mem_type, []).append(span)
         try:
-            descriptors = self._nixl.get_reg_descs([(*span, 0, "") for span in spans], "DRAM")
-            return bytes(self._nixl.get_partial_agent_metadata(descriptors, inc_conn_info=True))
+            return join_metadata([self._partial_metadata(*alike) for alike in by_type.items()])
         except Exception as error:
             raise TransportError(f"cannot describe memory to readers: {_say(error)}", settled=True) from error
 
+    def _partial_metadata(self, mem_type: str, spans: Sequence[Span]) -> bytes:
+        descriptors = self._nixl.get_reg_descs([_described(span) for span in spans], mem_type)
+        return bytes(self._nixl.get_partial_agent_metadata(descriptors, inc_conn_info=True))
+
     def load_remote(self, metadata: bytes) -> AgentName:
         try:
-            name = self._nixl.add_remote_agent(metadata)
+            names = {self._nixl.add_remote_agent(part) for part in split_metadata(metadata)}
         except Exception as error:
             raise TransportError(f"cannot load a remote agent: {_say(error)}", settled=True) from error
+        if len(names) != 1:
+            raise TransportError(f"cannot load a remote agent: it is {len(names)} agents", settled=True)
+        (name,) = names
         return AgentName(name.decode() if isinstance(name, bytes) else name)
 
     def drop_remote(self, agent: AgentName) -> None:
@@ -153,13 +170,12 @@ class NixlTransport:
             if type(error).__name__ != _UNKNOWN:
                 raise TransportError(f"cannot drop agent {agent}: {_say(error)}", settled=True) from error
 
-    def post(self, agent: AgentName, runs: Runs) -> NixlRead:
-        device = np.zeros_like(runs.length)
+    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> NixlRead:
         try:
             request = self._nixl.initialize_xfer(
                 "READ",
-                self._nixl.get_xfer_descs(np.stack((runs.local, runs.length, device), axis=1), "DRAM"),
-                self._nixl.get_xfer_descs(np.stack((runs.remote, runs.length, device), axis=1), "DRAM"),
+                self._descriptors(runs.local, runs.length, kinds.local),
+                self._descriptors(runs.remote, runs.length, kinds.remote),
                 agent,
             )
         except Exception as error:
@@ -170,6 +186,10 @@ class NixlTransport:
         except Exception as error:
             raise _read_error(agent, error) from error
         return handle
+
+    def _descriptors(self, address: Uint64s, length: Uint64s, place: Place) -> Any:
+        device = np.full_like(length, place.device)
+        return self._nixl.get_xfer_descs(np.stack((address, length, device), axis=1), place.mem_type)
 
     def poll(self, handle: ReadHandle) -> bool:
         assert isinstance(handle, NixlRead)
@@ -185,13 +205,43 @@ class NixlTransport:
         self._nixl.release_xfer_handle(handle.request)
 
     def progress(self) -> None:
-        # Nobody sends this agent notifications; asking for them is what drives UCX.
-        self._nixl.get_new_notifs()
+        # Asking for notifications is what drives UCX.
+        for agent, notes in self._nixl.get_new_notifs().items():
+            self._notes.extend((AgentName(agent), bytes(note)) for note in notes)
+
+    def notify(self, agent: AgentName, note: bytes) -> None:
+        try:
+            self._nixl.send_notif(agent, note)
+        except Exception as error:
+            raise TransportError(
+                f"cannot tell agent {agent} anything: {_say(error)}", settled=True
+            ) from error
+
+    def take_notes(self) -> list[tuple[AgentName, bytes]]:
+        self.progress()
+        notes, self._notes = self._notes, []
+        return notes
 
     def close(self) -> None:
         for span in list(self._registered):
             self.deregister(span)
         self._nixl = None
+
+
+def _described(span: Span) -> tuple[int, int, int, str]:
+    return span.address, span.size_bytes, span.device, ""
+
+
+def join_metadata(parts: Sequence[bytes]) -> bytes:
+    """Return one blob: the library describes one type of memory at a time."""
+    return parts[0] if len(parts) == 1 else _JOINED + msgspec.msgpack.encode(parts)
+
+
+def split_metadata(metadata: bytes) -> list[bytes]:
+    """Undo `join_metadata`. Raises msgspec.DecodeError."""
+    if not metadata.startswith(_JOINED):
+        return [metadata]
+    return msgspec.msgpack.decode(metadata[len(_JOINED) :], type=list[bytes])
 
 
 def _read_error(agent: AgentName, error: Exception) -> TransportError:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank
 from kvxferd.mover.slices import Slicer
-from kvxferd.mover.transport import ReadHandle
+from kvxferd.mover.terrain import Terrain, spread
+from kvxferd.mover.transport import Kinds, ReadHandle
 from kvxferd.plan import Runs
 from kvxferd.wire.mover import PullOutcome, StartPull
 
@@ -42,7 +43,9 @@ class Pull:
     arrived_at: float
     # What is not worked out yet: a request of many millions of runs is expanded a part at a time.
     parts: Iterator[dict[Rank, Runs]] | None = None
-    sources: deque[tuple[AgentName, Slicer]] = field(default_factory=deque)
+    sources: deque[tuple[AgentName, Kinds, Slicer]] = field(default_factory=deque)
+    local: Terrain | None = None  # None: plain host memory
+    remote: dict[Rank, Terrain] = field(default_factory=dict)  # of ranks whose memory is not
     flights: list[Flight] = field(default_factory=list)
     fault: Fault | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
@@ -89,11 +92,12 @@ class Pull:
             return
         agents = {source.rank: source.agent for source in self.request.sources}
         for rank, columns in part.items():
-            slicer = Slicer(columns)
-            if not slicer.is_empty:
-                self.num_bytes += slicer.num_bytes
-                self.num_runs += slicer.num_runs
-                self.sources.append((agents[rank], slicer))
+            for kinds, alike in spread(columns, self.local, self.remote.get(rank)):
+                slicer = Slicer(alike)
+                if not slicer.is_empty:
+                    self.num_bytes += slicer.num_bytes
+                    self.num_runs += slicer.num_runs
+                    self.sources.append((agents[rank], kinds, slicer))
 
     def fail(self, fault: Fault) -> None:
         """Post nothing more. The first reason counts."""

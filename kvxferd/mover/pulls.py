@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -28,8 +28,10 @@ from kvxferd.mover.pull import Fault, Flight, Pull
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch
 from kvxferd.mover.slices import Budget
-from kvxferd.mover.transport import Transport, TransportError
+from kvxferd.mover.terrain import Terrain, is_plain
+from kvxferd.mover.transport import HOST, Kinds, Transport, TransportError
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
+from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiet, StartPull
 
@@ -38,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 MAX_FLIGHTS = 16  # posts under way, all pulls together
 MAX_FLIGHTS_PER_PULL = 3  # so that five large pulls leave room for a small one
 SETTLE_S = 0.1
+QUICK_S = 300e-6  # the posts and polls of a small pull, its fence word's included
 
 
 class PullEngine:
@@ -57,6 +60,7 @@ class PullEngine:
         self._max_runs = max_runs
         self._scratch = Scratch(transport)
         self._bases: Mapping[RegionId, int] = {}
+        self._terrain: Terrain | None = None
         self._plans: dict[Digest, Expander] = {}
         self._budgets: dict[AgentName, Budget] = {}
         self._waiting: deque[Pull] = deque()
@@ -73,9 +77,10 @@ class PullEngine:
         """Posts under way."""
         return sum(len(pull.flights) for pull in self._reading)
 
-    def bind(self, bases: Mapping[RegionId, int]) -> None:
+    def bind(self, regions: Sequence[RegionAddress]) -> None:
         """Say where the local regions lie."""
-        self._bases = dict(bases)
+        self._bases = {region.region: region.address for region in regions}
+        self._terrain = None if is_plain(regions) else Terrain(regions)
 
     def load_plan(self, digest: Digest, encoded: bytes) -> None:
         """Keep a plan. One that cannot be decoded is unknown to the pulls that name it."""
@@ -101,6 +106,19 @@ class PullEngine:
             self._conclude(pull)
 
     def step(self) -> bool:
+        """Move everything on, for as long as that is quick; return whether anything moved.
+
+        A small pull goes from its first post to its outcome in one step. A post that takes longer
+        than `QUICK_S` ends the step: the daemon's messages are looked at between two of those.
+        """
+        began = self._clock()
+        moved = self._turn()
+        again = moved
+        while again and self._by_id and self._clock() - began < QUICK_S:
+            again = self._turn()
+        return moved
+
+    def _turn(self) -> bool:
         """Move everything on by at most one expansion and one post; return whether anything moved."""
         moved = False
         for pull in tuple(self._reading):
@@ -153,6 +171,8 @@ class PullEngine:
             source.rank: {region.region: region.address for region in source.regions}
             for source in request.sources
         }
+        pull.local = self._terrain
+        pull.remote = {s.rank: Terrain(s.regions) for s in request.sources if not is_plain(s.regions)}
         pull.parts = expander.parts(
             request.local, request.remote, request.num_tokens, self._bases, remote_bases, self._max_runs
         )
@@ -173,15 +193,15 @@ class PullEngine:
         return False
 
     def _post_slice(self, pull: Pull) -> None:
-        agent, slicer = pull.sources.popleft()
+        agent, kinds, slicer = pull.sources.popleft()
         budget = self._budgets.setdefault(agent, Budget())
         runs = slicer.take(budget.bytes)
         was_full = not slicer.is_empty
         if was_full:
-            pull.sources.append((agent, slicer))  # the other remote ranks come first
+            pull.sources.append((agent, kinds, slicer))  # the other remote ranks come first
         if pull.first_post_at is None:
             pull.first_post_at = self._clock()
-        self._post(pull, agent, runs, was_full)
+        self._post(pull, agent, runs, kinds, was_full)
 
     def _post_fence(self, pull: Pull) -> bool:
         slot = self._scratch.take()
@@ -191,17 +211,17 @@ class PullEngine:
         pull.fence_slot = slot
         pull.fence_posted_at = self._clock()
         place = (np.array([number], dtype=np.uint64) for number in (slot, fence.address, FENCE_WORD_BYTES))
-        self._post(pull, fence.agent, Runs(*place), was_full=False)
+        self._post(pull, fence.agent, Runs(*place), HOST, was_full=False)
         return True
 
-    def _post(self, pull: Pull, agent: AgentName, runs: Runs, was_full: bool) -> None:
+    def _post(self, pull: Pull, agent: AgentName, runs: Runs, kinds: Kinds, was_full: bool) -> None:
         if problem := self.remotes.prepare(agent):
             pull.fail(Fault(Code.TRANSPORT, problem, self._clock(), agent))
             return
         began = self._clock()
         self.remotes.began(agent)
         try:
-            handle = self._transport.post(agent, runs)
+            handle = self._transport.post(agent, runs, kinds)
         except Exception as error:
             pull.started |= not _refused(error)
             self._failed(pull, agent, error)

@@ -18,6 +18,26 @@ class Span(NamedTuple):
 
     address: int
     size_bytes: int
+    mem_type: str = "DRAM"
+    device: int = 0
+
+
+class Place(NamedTuple):
+    """What kind of memory addresses are in, as one side names it."""
+
+    mem_type: str = "DRAM"
+    device: int = 0
+    staged: bool = False  # the library cannot reach it
+
+
+class Kinds(NamedTuple):
+    """Where reads land and where they come from."""
+
+    local: Place = Place()
+    remote: Place = Place()
+
+
+HOST = Kinds()
 
 
 class TransportError(MoverError):
@@ -78,8 +98,10 @@ class Transport(Protocol):
         """Forget an agent; reads from it must have ended. An agent that is not loaded is no error."""
         ...
 
-    def post(self, agent: AgentName, runs: Runs) -> ReadHandle:
-        """Start to read these stretches; the handle may be done at once.
+    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+        """Start to read these stretches, which are of one kind; the handle may be done at once.
+
+        An agent reads its own memory under its own name, without loading it.
 
         Raises TransportError: with `settled` where an agent or an address is unknown, before
         anything moves.
@@ -96,6 +118,14 @@ class Transport(Protocol):
 
     def progress(self) -> None:
         """Serve others' reads. A source that does not call this stalls them."""
+        ...
+
+    def notify(self, agent: AgentName, note: bytes) -> None:
+        """Tell a loaded agent something. Raises TransportError; what is told may still be lost."""
+        ...
+
+    def take_notes(self) -> list[tuple[AgentName, bytes]]:
+        """Return what other agents have told this one, after serving their reads."""
         ...
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
     newest: int
 
 
-class TransferRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TransferRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What the router carries from the prefill engine to the decode engine: plain JSON."""
 
     endpoint: Endpoint  # the home's peer socket
@@ -49,17 +49,21 @@ class TransferRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return EngineKey(self.engine_id, self.generation)
 
 
-class RegionAddress(msgspec.Struct, frozen=True, array_like=True):
+class RegionAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a region lies in its mover's address space, which is what NIXL descriptors name."""
 
     region: RegionId
     address: int
     size_bytes: int
-    device: int = 0
+    device: int = 0  # NIXL's device id in that process
     mem_type: str = "DRAM"
+    # (count, size) of the stretches that are registered each by itself: no read may cross from one
+    # into the next. Empty: the region is one.
+    pieces: tuple[tuple[int, int], ...] = ()
+    staged: bool = False  # NIXL cannot read it: its mover copies what is asked of it
 
 
-class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What makes a layout readable: addresses, the agent, and the mapping's incarnation."""
 
     agent: AgentName
@@ -68,7 +72,7 @@ class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Incarnation
 
 
-class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One rank of an engine as a reader needs it."""
 
     spec: EngineSpec
@@ -81,12 +85,30 @@ class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.spec.rank
 
 
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a rank's mover reaches the rank's memory, as its probe found."""
+
+    kind: str = "direct"  # direct, resident or staged
+    why: str = ""  # not direct
+    lanes: str = ""  # the transports that the library chose
+    gigabytes_per_s: float = 0.0  # of the probe's read; 0: not measured
+
+
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why something was not done: a code for machines, a sentence for people."""
 
     code: Code
     message: str
     retry_after_s: float = 0.0  # with the code `busy`: when asking again may help
+
+
+class Descriptors(Message, frozen=True, tag="descriptors"):
+    """The first descriptors of a registration that has more than a frame carries.
+
+    `first` says how many came before: 0 starts anew. The message that needs them carries the rest.
+    """
+
+    first: int
 
 
 class BlockIds(Message, frozen=True, tag="block-ids"):

@@ -59,7 +59,9 @@ class FrameDecoder:
         self._fds.extend(fds)
         if self._buffer:
             self._buffer += chunk
-        held: bytes | bytearray | memoryview = self._buffer or chunk  # nearly always whole frames: nothing is kept
+        held: bytes | bytearray | memoryview = (
+            self._buffer or chunk
+        )  # nearly always whole frames: nothing is kept
         frames: list[Frame] = []
         consumed = 0
         while len(held) - consumed >= HEADER.size:

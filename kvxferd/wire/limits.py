@@ -26,9 +26,16 @@ MAX_OPEN_ASSEMBLIES = 8
 MAX_REGIONS = 1024
 MAX_FDS_PER_FRAME = 253
 
-# NIXL's metadata of one mover's regions, or of one fence page: about 100 bytes a region, and at most
-# a thousand of those. It is handed to movers in frames.
-MAX_METADATA_BYTES = 1 << 20
+# Physical allocations of one rank's GPU memory, a descriptor each: 160 GiB in torch's 20 MiB segments. More
+# than a frame carries travel ahead of it (`Descriptors`).
+MAX_DESCRIPTORS_PER_RANK = 8192
+
+MAX_ADDRESS = (1 << 63) - 1  # of what another daemon says of memory: sums fit in 64 bits
+MAX_DEVICES = 1 << 10  # NIXL device ids; a node has 8 GPUs, or 56 slices of them
+
+# NIXL's metadata of one mover's regions, or of one fence page: about 100 bytes a stretch registered, and at
+# most 8,192 of those; NICs add theirs. It is handed to movers in frames.
+MAX_METADATA_BYTES = 2 << 20
 
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
 MAX_SENTENCE_CHARS = 2000  # of what a peer says went wrong: it is handed on to workers

@@ -11,7 +11,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.wire.common import BlockIds, Message, RegionAddress
+from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
 # --- daemon to mover
@@ -120,6 +120,7 @@ class Bound(Message, frozen=True, tag="bound"):
 
     regions: tuple[RegionAddress, ...]
     metadata: bytes
+    placement: Placement = Placement()
 
 
 class BindRefused(Message, frozen=True, tag="bind-refused"):
@@ -127,6 +128,12 @@ class BindRefused(Message, frozen=True, tag="bind-refused"):
 
     code: Code
     message: str
+
+
+class Proved(Message, frozen=True, tag="proved"):
+    """What a read of the bound regions showed. Follows a `Bound` that did not wait for it."""
+
+    placement: Placement
 
 
 class FenceMapped(Message, frozen=True, tag="fence-mapped"):
@@ -174,8 +181,16 @@ class PullQuiet(Message, frozen=True, tag="pull-quiet"):
     pull: PullId
 
 
+class Leaving(Message, frozen=True, tag="leaving"):
+    """A resident mover ends by itself and takes nothing more. When the stream ends, its agent is gone."""
+
+    code: Code
+    message: str
+
+
 ToMover = (
-    Bind
+    Descriptors
+    | Bind
     | MapFence
     | UnmapFence
     | Attend
@@ -186,4 +201,4 @@ ToMover = (
     | AbortPull
     | BlockIds
 )
-FromMover = Up | Bound | BindRefused | FenceMapped | Attending | PullDone | PullQuiet
+FromMover = Up | Bound | BindRefused | Proved | FenceMapped | Attending | PullDone | PullQuiet | Leaving

@@ -7,19 +7,26 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.wire.common import BlockIds, Message, TransferRef, Versions
+from kvxferd.wire.common import BlockIds, Descriptors, Message, TransferRef, Versions
 
 WORKER_VERSIONS = Versions(1, 1)
 
 
-class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One region of a rank, inside one of the file descriptors that came with the frame."""
+class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One region of a rank: inside descriptors that came along, or (`resident`) in the worker alone.
+
+    `memfd`: in one descriptor. `vmm`: over physical allocations of a GPU, a descriptor each, from
+    `fd_index` on; regions may share some. `resident`: at an address of the worker's process.
+    """
 
     region: RegionId
     size_bytes: int
-    fd_index: int  # position among the frame's descriptors
-    fd_offset: int = 0  # where the region starts in that descriptor; a multiple of the page size
+    fd_index: int = 0  # position among the registration's descriptors
+    fd_offset: int = 0  # where the region starts in that descriptor; memfd: a multiple of the page size
     kind: str = "memfd"
+    device: str = ""  # vmm, resident: UUID of the GPU; "": host memory
+    pieces: tuple[int, ...] = ()  # vmm: size of each allocation under the region, in order of address
+    address: int = 0  # resident
 
 
 # --- client to daemon
@@ -40,6 +47,7 @@ class Register(Message, frozen=True, tag="register"):
     layout: RankLayout
     regions: tuple[RegionExport, ...]
     incarnation: Incarnation
+    placement: str = "child"  # or "resident": the mover is a thread of this worker
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -114,6 +122,11 @@ class Resume(Message, frozen=True, tag="resume"):
     request: int
     regions: tuple[RegionExport, ...]
     incarnation: Incarnation
+    placement: str = "child"
+
+
+class NewMover(Message, frozen=True, tag="new-mover"):
+    """Another resident mover, after `MoverWanted`. Carries one descriptor: its socket."""
 
 
 # --- daemon to client
@@ -140,6 +153,10 @@ class Registered(Message, frozen=True, tag="registered"):
 
 class MoverChanged(Message, frozen=True, tag="mover-changed"):
     """The rank's mover was replaced. Carries a pidfd of the new one."""
+
+
+class MoverWanted(Message, frozen=True, tag="mover-wanted"):
+    """The rank's resident mover has ended, or was told to: `NewMover` brings another."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -205,6 +222,7 @@ class Farewell(Message, frozen=True, tag="farewell"):
 
 ClientMessage = (
     Hello
+    | Descriptors
     | Register
     | Attach
     | BlockIds
@@ -217,11 +235,13 @@ ClientMessage = (
     | Abandon
     | Suspend
     | Resume
+    | NewMover
 )
 DaemonMessage = (
     Welcome
     | Registered
     | MoverChanged
+    | MoverWanted
     | Refused
     | Delivered
     | Failed

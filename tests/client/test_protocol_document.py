@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import limits, mover, peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
-from kvxferd.wire.common import BlockIds, Versions
+from kvxferd.wire.common import BlockIds, Descriptors, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
 
 SECTIONS = sections()
@@ -29,6 +29,7 @@ STRUCTS = sorted(
 )
 # The messages whose frames carry descriptors, on the worker socket and to a mover.
 WITH_DESCRIPTORS = {
+    Descriptors,
     worker.Hello,
     worker.Register,
     worker.Resume,
@@ -57,7 +58,7 @@ def test_every_struct_is_described_field_by_field(struct: type[msgspec.Struct]) 
 def test_messages_stand_where_they_belong(heading: str) -> None:
     order = list(SECTIONS)
     after = order[order.index(heading) + 1 :]
-    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m is not BlockIds]
+    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m not in (BlockIds, Descriptors)]
     assert after[: len(messages)] == messages
 
 

@@ -17,7 +17,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress
-from kvxferd.wire.limits import MAX_FRAME_BYTES
+from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES
 from kvxferd.wire.peer import (
     AskGrant,
     AttendRank,
@@ -75,7 +75,7 @@ def ask(world: World, host: Host, question: Message, route: bytes = b"stranger")
         {"fence_address": -1},
         {"fence_address": 2**64 - 1},
         {"fence_agent": "x" * 300},
-        {"fence_metadata": bytes(2 << 20)},
+        {"fence_metadata": bytes(MAX_METADATA_BYTES + 1)},
     ],
 )
 def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, source, sink, nonsense):

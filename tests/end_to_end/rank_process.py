@@ -13,27 +13,81 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from devices import Segment
 
 from kvxferd import client
 from kvxferd.cli.demo import content
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.driver import open_driver
 
 GROUP = "full"
+OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most
 WAIT_S = 30.0
+
+
+class HostStore:
+    """A rank's cache in a sealed memfd; `bytes` is the cache itself."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = SealedMemory.create(size_bytes, "kvxferd-test")
+        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
+
+    def load(self) -> None:
+        """The cache is in `bytes`."""
+
+    def save(self) -> None:
+        """`bytes` is in the cache."""
+
+
+class DeviceStore:
+    """A rank's cache on a GPU, in a segment of several allocations; `bytes` is a copy of it."""
+
+    def __init__(self, size_bytes: int, device: int = 0, num_pieces: int = 3, driver: str = "") -> None:
+        self.driver = open_driver(driver)
+        self.device = self.driver.devices()[device].uuid
+        self.size_bytes = size_bytes
+        self.num_pieces = num_pieces
+        self.bytes = np.zeros(size_bytes, dtype=np.uint8)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Have memory; again after `free`, where a new tensor would be."""
+        self.driver.use(self.device)
+        unit = self.driver.granularity(self.device)
+        # The cache starts and ends inside an allocation, and the pieces are of two sizes.
+        units = -(-(self.size_bytes + OFFSET) // unit)
+        piece = -(-units // self.num_pieces)
+        sizes = [min(piece, units - start) * unit for start in range(0, units, piece)]
+        self.segment = Segment(self.driver, self.device, sizes)
+        self.memory = DeviceMemory(self.segment.address + OFFSET, self.size_bytes, self.driver)
+
+    def free(self) -> None:
+        self.segment.close()
+
+    def load(self) -> None:
+        self.bytes[:] = np.frombuffer(self.segment.read(self.size_bytes, OFFSET), dtype=np.uint8)
+
+    def save(self) -> None:
+        self.segment.write(self.bytes.tobytes(), OFFSET)
 
 
 class Agent:
     """What runs in the process: a client, its rank and its memory."""
 
-    def register(self, socket: str, spec: EngineSpec, **facts: Any) -> float:
-        """Return the seconds it took."""
+    def register(
+        self, socket: str, spec: EngineSpec, store: dict[str, Any] | None = None, **facts: Any
+    ) -> float:
+        """Return the seconds it took. `store`: of `DeviceStore`; None: the cache is in host memory."""
         self.layout = attention_layout(spec=spec, **facts)
         region = self.layout.regions[0]
-        self.memory = SealedMemory.create(region.size_bytes, "kvxferd-test")
-        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
+        size = region.size_bytes
+        self.store = HostStore(size) if store is None else DeviceStore(size, **store)
+        self.memory, self.bytes = self.store.memory, self.store.bytes
         self.bytes[:] = content.background(self.bytes.size)
+        self.store.save()
         self.client = client.connect(socket)
         started = time.monotonic()
         self.rank = self.client.register(
@@ -45,6 +99,7 @@ class Agent:
 
     def write(self, request: int, ids: list[int], num_tokens: int) -> None:
         content.write(self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens))
+        self.store.save()
 
     def publish(self, name: str, ids: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
@@ -60,6 +115,7 @@ class Agent:
         self.rank.unpublish(ref)
 
     def pull(self, ref: dict[str, Any], ids: list[int], num_tokens: int, deadline_s: float = 20.0) -> int:
+        self.store.load()
         self.before = self.bytes.copy()
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
         ticket = self.rank.pull(ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s)
@@ -86,6 +142,7 @@ class Agent:
         return type(event).__name__, fields
 
     def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
+        self.store.load()
         found = content.check(
             self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens)
         )
@@ -94,6 +151,7 @@ class Agent:
 
     def num_spilled(self, ids: list[int]) -> int:
         """Bytes outside these blocks that changed since the last `pull`."""
+        self.store.load()
         mask = content.block_mask(self.layout, np.array(ids, np.int32))
         return int(np.count_nonzero((self.bytes != self.before) & ~mask))
 
@@ -101,7 +159,20 @@ class Agent:
         self.rank.suspend()
 
     def resume(self) -> None:
-        self.rank.resume({self.layout.regions[0].region: self.memory})
+        self.rank.resume({self.layout.regions[0].region: self.store.memory})
+
+    def free(self) -> None:
+        """The engine sleeps: its memory goes. Only a store on a GPU."""
+        self.store.free()
+
+    def allocate(self) -> None:
+        """The engine wakes: memory is there again, with what the copy holds."""
+        self.store.allocate()
+        self.store.save()
+
+    def used_bytes(self) -> int:
+        """Of the store's GPU, as its driver counts them."""
+        return self.store.driver.used_bytes(self.store.device)
 
     def memory_inode(self) -> int:
         return os.fstat(self.memory.fd).st_ino

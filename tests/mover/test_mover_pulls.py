@@ -74,7 +74,7 @@ class Bench:
         ours = layout(spec("D", 1, 0))
         self.local = Memory(transport, ours.regions[0].size_bytes)
         self.engine = PullEngine(transport, lambda: self.now, max_runs)
-        self.engine.bind({RegionId("kv"): self.local.span.address})
+        self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
         self.load()

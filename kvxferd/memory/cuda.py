@@ -1,0 +1,279 @@
+"""The one file that touches CUDA: its driver API, through cuda-python's bindings.
+
+Nothing here runs on import; the first call initialises CUDA in this process, after which its
+children can no longer use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import uuid as uuids
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvxferd.errors import Code, DeviceError
+from kvxferd.memory.driver import Device, Stretch
+
+_NAME_BYTES = 256
+
+
+class CudaDriver:
+    """See `Driver` for the promises. Contexts are the devices' primary ones, which torch uses too."""
+
+    mem_type = "VRAM"
+
+    def __init__(self) -> None:
+        self._cuda = _import_bindings()
+        # Without libcuda the bindings raise from the first call instead of returning an error.
+        try:
+            self._call("cuInit", 0)
+        except DeviceError as error:
+            raise DeviceError(error.message, Code.DEVICE_UNAVAILABLE) from error
+        except Exception as error:
+            raise DeviceError(
+                f"cannot use a GPU: there is no NVIDIA driver here ({error})", Code.DEVICE_UNAVAILABLE
+            ) from error
+        version = int(self._call("cuDriverGetVersion"))
+        self.name = f"cuda {version // 1000}.{version % 1000 // 10}"
+        self._devices = tuple(self._device(i) for i in range(int(self._call("cuDeviceGetCount"))))
+        if not self._devices:
+            raise DeviceError("cannot use a GPU: the driver shows none", Code.DEVICE_UNAVAILABLE)
+        self._contexts: dict[str, Any] = {}
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Return a call's result, a tuple where it has several. Raises DeviceError."""
+        status, *results = getattr(self._cuda, name)(*arguments)
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"cannot {name}: {self._say(status)}", _code_of(status.name))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _say(self, status: Any) -> str:
+        failed, text = self._cuda.cuGetErrorString(status)
+        if failed != self._cuda.CUresult.CUDA_SUCCESS or not text:
+            return str(status.name)
+        return f"{text.decode()} ({status.name})"
+
+    # --- devices
+
+    def _device(self, ordinal: int) -> Device:
+        device = self._call("cuDeviceGet", ordinal)
+        # Of a MIG slice it is the slice's own, which nvidia-smi writes with another prefix.
+        number = uuids.UUID(bytes=bytes(self._call("cuDeviceGetUuid", device).bytes))
+        name = self._call("cuDeviceGetName", _NAME_BYTES, device).split(b"\0")[0].decode()
+        return Device(f"GPU-{number}", ordinal, name, int(self._call("cuDeviceTotalMem", device)))
+
+    def devices(self) -> tuple[Device, ...]:
+        return self._devices
+
+    def describe(self) -> dict[str, str]:
+        described = {"driver": self.name}
+        attributes = {
+            "virtual memory": "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+            "export as descriptor": "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+            "gpudirect rdma": "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED",
+            "gpudirect rdma of mapped memory": "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+            "dma-buf": "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED",
+        }
+        for device in self._devices:
+            able = [what for what, name in attributes.items() if self._has(device.ordinal, name)]
+            described[f"{device.uuid} ({device.name})"] = ", ".join(able) or "nothing that is needed"
+        return described
+
+    def _has(self, ordinal: int, attribute: str) -> bool:
+        number = getattr(self._cuda.CUdevice_attribute, attribute)
+        return bool(self._call("cuDeviceGetAttribute", number, self._call("cuDeviceGet", ordinal)))
+
+    def _find(self, uuid: str) -> Device:
+        for device in self._devices:
+            if device.uuid == uuid:
+                return device
+        seen = ", ".join(device.uuid for device in self._devices)
+        raise DeviceError(
+            f"cannot use device {uuid}: this process sees {seen} (CUDA_VISIBLE_DEVICES)",
+            Code.DEVICE_UNAVAILABLE,
+        )
+
+    def _context(self, uuid: str) -> Any:
+        if uuid not in self._contexts:
+            device = self._call("cuDeviceGet", self._find(uuid).ordinal)
+            self._contexts[uuid] = self._call("cuDevicePrimaryCtxRetain", device)
+        return self._contexts[uuid]
+
+    def use(self, uuid: str) -> int:
+        self._call("cuCtxSetCurrent", self._context(uuid))
+        return self._find(uuid).ordinal
+
+    @contextlib.contextmanager
+    def on(self, uuid: str) -> Iterator[None]:
+        self._call("cuCtxPushCurrent", self._context(uuid))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def device_of(self, address: int) -> str:
+        attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return self._devices[int(self._call("cuPointerGetAttribute", attribute, address))].uuid
+
+    # --- physical memory
+
+    def _properties(self, uuid: str) -> Any:
+        cuda, device = self._cuda, self._find(uuid)
+        properties = cuda.CUmemAllocationProp()
+        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = device.ordinal
+        properties.requestedHandleTypes = self._descriptor
+        rdma = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
+        properties.allocFlags.gpuDirectRDMACapable = int(self._has(device.ordinal, rdma))
+        return properties
+
+    @property
+    def _descriptor(self) -> Any:
+        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def granularity(self, uuid: str) -> int:
+        option = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call("cuMemGetAllocationGranularity", self._properties(uuid), option))
+
+    def create(self, uuid: str, size_bytes: int) -> int:
+        return int(self._call("cuMemCreate", size_bytes, self._properties(uuid), 0))
+
+    def retain(self, address: int) -> int:
+        allowed = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+        kinds = int(self._call("cuPointerGetAttribute", allowed, address))
+        if not kinds & int(self._descriptor):
+            raise DeviceError(
+                f"cannot export memory at {address:#x}: it was not allocated to be shared by descriptor "
+                f"(its handle types: {kinds:#x}; cudaMalloc's are 0)",
+                Code.REGION_NOT_EXPORTABLE,
+            )
+        return int(self._call("cuMemRetainAllocationHandle", address))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def export(self, handle: int) -> int:
+        try:
+            fd = int(self._call("cuMemExportToShareableHandle", handle, self._descriptor, 0))
+        except DeviceError as error:
+            raise DeviceError(error.message, Code.REGION_NOT_EXPORTABLE) from error
+        os.set_inheritable(fd, False)
+        return fd
+
+    def import_fd(self, uuid: str, fd: int, size_bytes: int) -> int:
+        handle = int(self._call("cuMemImportFromShareableHandle", fd, self._descriptor))
+        try:
+            location = self._call("cuMemGetAllocationPropertiesFromHandle", handle).location
+            if int(location.id) != self._find(uuid).ordinal:
+                raise DeviceError(
+                    f"cannot import memory of {uuid}: it is on {self._devices[int(location.id)].uuid}"
+                )
+        except BaseException:
+            self.release(handle)
+            raise
+        return handle
+
+    # --- addresses
+
+    def stretch(self, address: int) -> Stretch:
+        base, size = self._call("cuMemGetAddressRange", address)
+        return Stretch(int(base), int(size))
+
+    def reserve(self, size_bytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, size_bytes)
+
+    def map(self, address: int, size_bytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, size_bytes, 0, handle, 0)
+
+    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._find(uuid).ordinal
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, size_bytes, [access], 1)
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemUnmap", address, size_bytes)
+
+    def allocate_plain(self, uuid: str, size_bytes: int) -> int:
+        with self.on(uuid):
+            return int(self._call("cuMemAlloc", size_bytes))
+
+    def free_plain(self, address: int) -> None:
+        with self.on(self.device_of(address)):
+            self._call("cuMemFree", address)
+
+    # --- copies
+
+    def allocate_host(self, size_bytes: int) -> int:
+        # Portable: pinned for every device that the process uses.
+        address = int(self._call("cuMemHostAlloc", size_bytes, self._cuda.CU_MEMHOSTALLOC_PORTABLE))
+        ctypes.memset(address, 0, size_bytes)
+        return address
+
+    def free_host(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def open_stream(self) -> Any:
+        return self._call("cuStreamCreate", self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def close_stream(self, stream: Any) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
+        start, done = self._cuda.cuMemcpyAsync, self._cuda.CUresult.CUDA_SUCCESS
+        for destination, origin, size in zip(to, source, length, strict=True):
+            (status,) = start(destination, origin, size, stream)
+            if status != done:
+                raise DeviceError(f"cannot cuMemcpyAsync {size} bytes: {self._say(status)}")
+
+    def record(self, stream: Any) -> Any:
+        event = self._call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        try:
+            self._call("cuEventRecord", event, stream)
+        except BaseException:
+            self.drop_event(event)
+            raise
+        return event
+
+    def is_done(self, event: Any) -> bool:
+        (status,) = self._cuda.cuEventQuery(event)
+        if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"cannot copy: {self._say(status)}")
+        return True
+
+    def drop_event(self, event: Any) -> None:
+        self._call("cuEventDestroy", event)
+
+    def synchronize(self, stream: Any) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def used_bytes(self, uuid: str) -> int:
+        with self.on(uuid):
+            free, total = self._call("cuMemGetInfo")
+        return int(total) - int(free)
+
+
+def _import_bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(
+            f"cannot use a GPU without cuda-python ({error}): pip install 'kvxferd[cuda]'",
+            Code.DEVICE_UNAVAILABLE,
+        ) from error
+    return driver
+
+
+def _code_of(status: str) -> Code:
+    if status in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY", "CUDA_ERROR_INSUFFICIENT_DRIVER"):
+        return Code.DEVICE_UNAVAILABLE
+    return Code.DEVICE_ERROR

@@ -1,0 +1,130 @@
+"""Device memory on its way from a worker to its mover: what is exported, and how it is mapped again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvxferd.errors import Code, DeviceError
+from kvxferd.memory.driver import Driver, Stretch, open_driver
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceMemory:
+    """Addresses of a GPU that the worker's engine owns; a region of a layout starts in it.
+
+    Nothing is allocated or kept alive: the engine keeps the memory as long as it is registered, and
+    until `Suspended` or the end of the connection's movers.
+    """
+
+    def __init__(self, address: int, size_bytes: int, driver: Driver | None = None) -> None:
+        """Raises DeviceError: region-not-exportable where another process cannot map it (resident can)."""
+        if size_bytes <= 0:
+            raise DeviceError(f"cannot export {size_bytes} bytes of device memory", Code.REGION_INVALID)
+        self.address = address
+        self.size_bytes = size_bytes
+        self.driver = driver or open_driver()
+        self.device = self.driver.device_of(address)
+        with self.driver.on(self.device):
+            self.stretches = tuple(_stretches(self.driver, address, size_bytes))
+            # All of it is exportable, or the engine must know now: plain and shared memory never mix in
+            # one tensor, so the first allocation tells.
+            self.driver.release(self.driver.retain(self.stretches[0].base))
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor) -> DeviceMemory:
+        """Return the storage under a CUDA tensor. Raises DeviceError as `DeviceMemory` does."""
+        storage = tensor.untyped_storage()
+        return cls(storage.data_ptr(), storage.nbytes())
+
+    def export(self, stretch: Stretch) -> int:
+        """Return a descriptor of one physical allocation, to be closed by the caller."""
+        with self.driver.on(self.device):
+            handle = self.driver.retain(stretch.base)
+            try:
+                return self.driver.export(handle)
+            finally:
+                self.driver.release(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentMemory:
+    """Memory that only this process reaches: a region of it needs a resident mover."""
+
+    address: int
+    size_bytes: int
+    device: str = ""  # UUID of the GPU; "": host memory
+
+
+def _stretches(driver: Driver, address: int, size_bytes: int) -> Iterable[Stretch]:
+    """Yield the physical allocations under a range, in order of address."""
+    end, position = address + size_bytes, address
+    while position < end:
+        stretch = driver.stretch(position)
+        if not stretch.base <= position < stretch.base + stretch.size_bytes:
+            raise DeviceError(f"cannot export memory at {position:#x}: the driver places it at {stretch}")
+        yield stretch
+        position = stretch.base + stretch.size_bytes
+
+
+class ImportedHandle(NamedTuple):
+    """One physical allocation in a mover: where it is mapped, as it was registered or may be."""
+
+    address: int
+    size_bytes: int
+
+
+class DeviceMapping:
+    """Imported allocations of one device, mapped one after the other. `unmap` once, by whoever made it."""
+
+    def __init__(self, driver: Driver, uuid: str, address: int, sizes: Sequence[int]) -> None:
+        self._driver = driver
+        self._address = address
+        self._reserved_bytes = sum(sizes)
+        self._mapped: list[ImportedHandle] = []
+        self.uuid = uuid
+
+    @classmethod
+    def map(cls, driver: Driver, uuid: str, exported: Sequence[tuple[int, int]]) -> DeviceMapping:
+        """Map (descriptor, size) pairs, all or none. The device is current; descriptors stay the caller's.
+
+        Raises DeviceError: not what they claim to be, or no room.
+        """
+        sizes = [size for _, size in exported]
+        mapping = cls(driver, uuid, driver.reserve(sum(sizes)), sizes)
+        try:
+            for fd, size in exported:
+                mapping._add(fd, size)
+            driver.allow(uuid, mapping._address, sum(sizes))
+        except BaseException:
+            mapping.unmap()
+            raise
+        return mapping
+
+    def _add(self, fd: int, size_bytes: int) -> None:
+        last = self._mapped[-1] if self._mapped else ImportedHandle(self._address, 0)
+        address = last.address + last.size_bytes
+        handle = self._driver.import_fd(self.uuid, fd, size_bytes)
+        try:
+            self._driver.map(address, size_bytes, handle)
+        finally:
+            # What is mapped lives until it is unmapped.
+            self._driver.release(handle)
+        self._mapped.append(ImportedHandle(address, size_bytes))
+
+    @property
+    def handles(self) -> tuple[ImportedHandle, ...]:
+        """The allocations, in the order given."""
+        return tuple(self._mapped)
+
+    def unmap(self) -> None:
+        """Let go of the memory and its addresses. Idempotent."""
+        while self._mapped:
+            handle = self._mapped.pop()
+            self._driver.unmap(handle.address, handle.size_bytes)
+        if self._reserved_bytes:
+            reserved, self._reserved_bytes = self._reserved_bytes, 0
+            self._driver.unreserve(self._address, reserved)

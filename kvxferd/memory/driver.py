@@ -1,0 +1,198 @@
+"""What kvxferd needs of a GPU's driver, and the one place that chooses it.
+
+Two implementations keep this contract and pass one suite: `kvxferd.memory.cuda`, the only file that
+touches CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles
+are plain ints; a device is named by its UUID, because its number differs between processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from kvxferd.errors import Code, DeviceError
+
+# For tests, and for a node whose movers must leave its GPUs alone ("none").
+DRIVER_VARIABLE = "KVXFERD_DRIVER"
+
+
+class Device(NamedTuple):
+    """One GPU as this process sees it."""
+
+    uuid: str  # as nvidia-smi writes it: "GPU-..." or "MIG-..."
+    ordinal: int  # meaningful in this process alone
+    name: str
+    total_bytes: int
+
+
+class Stretch(NamedTuple):
+    """The addresses under which one physical allocation is mapped."""
+
+    base: int
+    size_bytes: int
+
+
+class Driver(Protocol):
+    """Raises DeviceError from every method: with the call's name and the driver's own words.
+
+    What concerns a device wants it current on the calling thread: `use` for a thread's whole life,
+    `on` for a while.
+    """
+
+    name: str  # for people: "cuda 13.0", "fake"
+    mem_type: str  # what NIXL calls its memory
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that this process can see."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Return versions and abilities, for people."""
+        ...
+
+    def use(self, uuid: str) -> int:
+        """Make the device current on this thread, for good; return its ordinal, NIXL's device id."""
+        ...
+
+    def on(self, uuid: str) -> AbstractContextManager[None]:
+        """Make the device current on this thread while inside; what was current is so again after."""
+        ...
+
+    def device_of(self, address: int) -> str:
+        """Return the UUID of the device whose memory the address is in."""
+        ...
+
+    # --- physical memory: a handle is released once by whoever got it; memory lives on while it is mapped
+
+    def granularity(self, uuid: str) -> int:
+        """Return what sizes and places of mapped memory are multiples of."""
+        ...
+
+    def create(self, uuid: str, size_bytes: int) -> int:
+        """Allocate physical memory that can be exported; return its handle."""
+        ...
+
+    def retain(self, address: int) -> int:
+        """Return a handle of the physical memory mapped there.
+
+        Raises region-not-exportable for memory of plain cudaMalloc, and for memory that was not made to be
+        exported as a descriptor.
+        """
+        ...
+
+    def release(self, handle: int) -> None:
+        """Give a handle back."""
+        ...
+
+    def export(self, handle: int) -> int:
+        """Return a descriptor of the memory, to be closed by the caller. Raises region-not-exportable."""
+        ...
+
+    def import_fd(self, uuid: str, fd: int, size_bytes: int) -> int:
+        """Return a handle of exported memory; the descriptor stays the caller's."""
+        ...
+
+    # --- addresses
+
+    def stretch(self, address: int) -> Stretch:
+        """Return where the allocation that is mapped at the address begins, and how long it is."""
+        ...
+
+    def reserve(self, size_bytes: int) -> int:
+        """Return the first of so many free addresses."""
+        ...
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        """Give reserved addresses back; nothing is mapped there."""
+        ...
+
+    def map(self, address: int, size_bytes: int, handle: int) -> None:
+        """Map all of a physical allocation at reserved addresses; `allow` makes it usable."""
+        ...
+
+    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+        """Let the device, and copies, read and write what is mapped there."""
+        ...
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Undo `map`. Waits for work of this process that uses it."""
+        ...
+
+    def allocate_plain(self, uuid: str, size_bytes: int) -> int:
+        """Allocate as cudaMalloc does: memory that cannot be exported."""
+        ...
+
+    def free_plain(self, address: int) -> None:
+        """Undo `allocate_plain`."""
+        ...
+
+    # --- copies
+
+    def allocate_host(self, size_bytes: int) -> int:
+        """Return host memory that devices copy from and to asynchronously; zeroed."""
+        ...
+
+    def free_host(self, address: int) -> None:
+        """Undo `allocate_host`."""
+        ...
+
+    def open_stream(self) -> Any:
+        """Return a stream of the current device, which waits for no other."""
+        ...
+
+    def close_stream(self, stream: Any) -> None:
+        """Give a stream back; what was started on it is done."""
+        ...
+
+    def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
+        """Start copies, of host or device memory each. Addresses stay valid until an event says so."""
+        ...
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that is done when all that was started on the stream is."""
+        ...
+
+    def is_done(self, event: Any) -> bool:
+        """Whether an event is done; never waits. Raises DeviceError where a copy has failed."""
+        ...
+
+    def drop_event(self, event: Any) -> None:
+        """Give an event back."""
+        ...
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait for all that was started on the stream. Tests and probes; a mover never waits."""
+        ...
+
+    def used_bytes(self, uuid: str) -> int:
+        """Return how much of the device's memory is in use, by whomever, as the driver counts."""
+        ...
+
+
+@functools.cache
+def open_driver(name: str = "") -> Driver:
+    """Return this process's driver. `name`: "cuda", "fake" or "none"; "": the environment's, or else cuda.
+
+    Not before a fork: a process that has used CUDA has no children that can. Raises
+    DeviceError(device-unavailable), which says what is missing.
+    """
+    chosen = name or os.environ.get(DRIVER_VARIABLE, "") or "cuda"
+    if chosen == "cuda":
+        from kvxferd.memory.cuda import CudaDriver
+
+        return CudaDriver()
+    if chosen == "fake":
+        from kvxferd.memory.fake_driver import FakeDriver
+
+        return FakeDriver()
+    if chosen == "none":
+        raise DeviceError(
+            f"cannot use a GPU: {DRIVER_VARIABLE} is set to none; unset it", Code.DEVICE_UNAVAILABLE
+        )
+    raise DeviceError(
+        f"cannot use driver {chosen!r}: there are cuda, fake and none ({DRIVER_VARIABLE})",
+        Code.DEVICE_UNAVAILABLE,
+    )

@@ -1,0 +1,325 @@
+"""A driver without a GPU: physical memory is memfds, mapping them is mmap. For tests, over real processes.
+
+Kept honest where a real driver is strict: mapped memory faults until `allow`, a copy lands no sooner
+than its event is asked for, sizes must be multiples of the granularity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxferd.errors import Code, DeviceError, EngineError
+from kvxferd.memory.driver import Device, Stretch
+from kvxferd.memory.inspect import check_memfd
+from kvxferd.memory.memfd import SealedMemory
+
+FAKE_DEVICES = (
+    Device("GPU-fake-0", 0, "fake 0", 8 << 30),
+    Device("GPU-fake-1", 1, "fake 1", 8 << 30),
+)
+GRANULARITY = 64 << 10
+_PREFIX = "kvxferd-fake:"  # in a memfd's name: what it is, of which device, how large
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_FREE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+@dataclass
+class _Physical:
+    fd: int
+    size_bytes: int
+    uuid: str
+    holders: int = 1  # handles and mappings of this process
+
+
+@dataclass
+class _Stream:
+    pending: deque[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=deque)
+    started: int = 0
+    done: int = 0
+
+
+@dataclass
+class _Event:
+    stream: _Stream
+    after: int  # copies of the stream that must be done
+    asked: int = 0
+
+
+class FakeDriver:
+    """See `Driver` for the promises."""
+
+    name = "fake"
+    mem_type = "DRAM"
+
+    def __init__(self) -> None:
+        self.polls_per_copy = 1  # an event says no so often before its copies land
+        self._handles: dict[int, _Physical] = {}
+        self._numbers = itertools.count(1)
+        self._reserved: dict[int, int] = {}
+        self._mapped: dict[int, tuple[int, _Physical]] = {}  # address: size and what is there
+        self._plain: dict[int, tuple[int, str]] = {}
+        self._host: dict[int, int] = {}
+
+    def devices(self) -> tuple[Device, ...]:
+        return FAKE_DEVICES
+
+    def describe(self) -> dict[str, str]:
+        return {"driver": "fake: memfds instead of device memory"}
+
+    def use(self, uuid: str) -> int:
+        return _device(uuid).ordinal
+
+    @contextlib.contextmanager
+    def on(self, uuid: str) -> Iterator[None]:
+        _device(uuid)
+        yield
+
+    def device_of(self, address: int) -> str:
+        base = self.stretch(address).base
+        return self._mapped[base][1].uuid if base in self._mapped else self._plain[base][1]
+
+    # --- physical memory
+
+    def granularity(self, uuid: str) -> int:
+        _device(uuid)
+        return GRANULARITY
+
+    def create(self, uuid: str, size_bytes: int) -> int:
+        device = _device(uuid)
+        _check_size("create memory", size_bytes)
+        if self.used_bytes(uuid) + size_bytes > device.total_bytes:
+            raise DeviceError(f"cannot create {size_bytes} bytes of device memory: out of memory")
+        memory = SealedMemory.create(size_bytes, f"{_PREFIX}{uuid}:{size_bytes}:{secrets.token_hex(4)}")
+        fd = os.dup(memory.fd)
+        memory.close()
+        return self._add(_Physical(fd, size_bytes, uuid))
+
+    def retain(self, address: int) -> int:
+        base = self.stretch(address).base
+        if base not in self._mapped:
+            raise DeviceError(
+                f"cannot export memory at {address:#x}: it was allocated as cudaMalloc does",
+                Code.REGION_NOT_EXPORTABLE,
+            )
+        physical = self._mapped[base][1]
+        physical.holders += 1
+        return self._add(physical)
+
+    def release(self, handle: int) -> None:
+        if handle not in self._handles:
+            raise DeviceError(f"cannot release handle {handle}: it is not known")
+        _let_go(self._handles.pop(handle))
+
+    def export(self, handle: int) -> int:
+        return os.dup(self._physical(handle).fd)
+
+    def import_fd(self, uuid: str, fd: int, size_bytes: int) -> int:
+        _device(uuid)
+        described = _describe_fd(fd)
+        if described != (uuid, size_bytes):
+            raise DeviceError(
+                f"cannot import descriptor {fd} as {size_bytes} bytes of {uuid}: it is {described or 'none'}"
+            )
+        try:
+            check_memfd(fd, size_bytes)
+        except EngineError as error:
+            raise DeviceError(error.message, error.code) from error
+        return self._add(_Physical(os.dup(fd), size_bytes, uuid))
+
+    def _add(self, physical: _Physical) -> int:
+        handle = next(self._numbers)
+        self._handles[handle] = physical
+        return handle
+
+    def _physical(self, handle: int) -> _Physical:
+        if handle not in self._handles:
+            raise DeviceError(f"cannot use handle {handle}: it is not known")
+        return self._handles[handle]
+
+    # --- addresses
+
+    def stretch(self, address: int) -> Stretch:
+        for base, (size, _) in (*self._mapped.items(), *self._plain.items()):
+            if base <= address < base + size:
+                return Stretch(base, size)
+        raise DeviceError(f"cannot find an allocation at {address:#x}: it is no device memory")
+
+    def reserve(self, size_bytes: int) -> int:
+        _check_size("reserve addresses", size_bytes)
+        address = _mmap(None, size_bytes, _PROT_NONE, _FREE)
+        self._reserved[address] = size_bytes
+        return address
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        if self._reserved.get(address) != size_bytes:
+            raise DeviceError(f"cannot free {size_bytes} addresses at {address:#x}: not so reserved")
+        if any(address <= base < address + size_bytes for base in self._mapped):
+            raise DeviceError(f"cannot free addresses at {address:#x}: memory is mapped there")
+        del self._reserved[address]
+        _LIBC.munmap(address, size_bytes)
+
+    def map(self, address: int, size_bytes: int, handle: int) -> None:
+        physical = self._physical(handle)
+        if size_bytes != physical.size_bytes:
+            raise DeviceError(f"cannot map {size_bytes} bytes of an allocation of {physical.size_bytes}")
+        if not self._is_free(address, size_bytes):
+            raise DeviceError(f"cannot map at {address:#x}: those addresses are not reserved, or taken")
+        _mmap(address, size_bytes, _PROT_NONE, mmap.MAP_SHARED | _MAP_FIXED, physical.fd)
+        physical.holders += 1
+        self._mapped[address] = (size_bytes, physical)
+
+    def _is_free(self, address: int, size_bytes: int) -> bool:
+        end = address + size_bytes
+        inside = any(base <= address and end <= base + size for base, size in self._reserved.items())
+        taken = any(base < end and address < base + size for base, (size, _) in self._mapped.items())
+        return inside and not taken and address % mmap.PAGESIZE == 0
+
+    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+        covered = sum(
+            size for base, (size, _) in self._mapped.items() if address <= base < address + size_bytes
+        )
+        if covered != size_bytes:
+            raise DeviceError(
+                f"cannot set access to {size_bytes} bytes at {address:#x}: {covered} are mapped"
+            )
+        _device(uuid)
+        if _LIBC.mprotect(address, size_bytes, _READ_WRITE):
+            raise DeviceError(f"cannot set access at {address:#x}: {os.strerror(ctypes.get_errno())}")
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        size, physical = self._mapped.get(address, (0, None))
+        if physical is None or size != size_bytes:
+            raise DeviceError(f"cannot unmap {size_bytes} bytes at {address:#x}: not so mapped")
+        del self._mapped[address]
+        _mmap(address, size_bytes, _PROT_NONE, _FREE | _MAP_FIXED)
+        _let_go(physical)
+
+    def allocate_plain(self, uuid: str, size_bytes: int) -> int:
+        _device(uuid)
+        address = _mmap(None, size_bytes, _READ_WRITE, _FREE)
+        self._plain[address] = (size_bytes, uuid)
+        return address
+
+    def free_plain(self, address: int) -> None:
+        size, _ = self._plain.pop(address)
+        _LIBC.munmap(address, size)
+
+    # --- copies
+
+    def allocate_host(self, size_bytes: int) -> int:
+        address = _mmap(None, size_bytes, _READ_WRITE, _FREE)
+        self._host[address] = size_bytes
+        return address
+
+    def free_host(self, address: int) -> None:
+        _LIBC.munmap(address, self._host.pop(address))
+
+    def open_stream(self) -> Any:
+        return _Stream()
+
+    def close_stream(self, stream: Any) -> None:
+        if stream.pending:
+            raise DeviceError("cannot close a stream: copies are under way on it")
+
+    def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
+        stream.pending.append((to, source, length))
+        stream.started += 1
+
+    def record(self, stream: Any) -> Any:
+        return _Event(stream, stream.started)
+
+    def is_done(self, event: Any) -> bool:
+        if event.stream.done >= event.after:
+            return True
+        event.asked += 1
+        if event.asked <= self.polls_per_copy:
+            return False
+        self._run(event.stream, event.after)
+        return True
+
+    def drop_event(self, event: Any) -> None:
+        """Nothing is kept for it."""
+
+    def synchronize(self, stream: Any) -> None:
+        self._run(stream, stream.started)
+
+    @staticmethod
+    def _run(stream: _Stream, until: int) -> None:
+        while stream.done < until:
+            for to, source, length in zip(*stream.pending.popleft(), strict=True):
+                ctypes.memmove(to, source, length)
+            stream.done += 1
+
+    def used_bytes(self, uuid: str) -> int:
+        found: set[str] = set()
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                found |= _memories_of(process)
+        return sum(int(name.split(":")[2]) for name in found if name.split(":")[1] == uuid)
+
+
+def _device(uuid: str) -> Device:
+    for device in FAKE_DEVICES:
+        if device.uuid == uuid:
+            return device
+    raise DeviceError(f"cannot use device {uuid}: this process does not see it", Code.DEVICE_UNAVAILABLE)
+
+
+def _check_size(what: str, size_bytes: int) -> None:
+    if size_bytes <= 0 or size_bytes % GRANULARITY:
+        raise DeviceError(f"cannot {what} of {size_bytes} bytes: give a multiple of {GRANULARITY}")
+
+
+def _let_go(physical: _Physical) -> None:
+    physical.holders -= 1
+    if not physical.holders:
+        os.close(physical.fd)
+
+
+def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    mapped = _LIBC.mmap(address, size_bytes, protection, flags, fd, 0)
+    if mapped is None or mapped == _FAILED:
+        raise DeviceError(f"cannot map {size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(mapped)
+
+
+def _name_in(text: str) -> str:
+    """Return the name of fake device memory in a link or in a line of /proc/PID/maps, "" if it is none."""
+    _, found, rest = text.partition("/memfd:" + _PREFIX)
+    return _PREFIX + rest.split(" ")[0] if found else ""
+
+
+def _describe_fd(fd: int) -> tuple[str, int] | None:
+    with contextlib.suppress(OSError):
+        if name := _name_in(os.readlink(f"/proc/self/fd/{fd}")):
+            _, uuid, size, _ = name.split(":")
+            return uuid, int(size)
+    return None
+
+
+def _memories_of(process: str) -> set[str]:
+    names: set[str] = set()
+    with open(f"/proc/{process}/maps") as maps:
+        names.update(_name_in(line.rstrip()) for line in maps)
+    for fd in os.listdir(f"/proc/{process}/fd"):
+        with contextlib.suppress(OSError):
+            names.add(_name_in(os.readlink(f"/proc/{process}/fd/{fd}")))
+    return names - {""}

@@ -1,0 +1,44 @@
+"""More file descriptors than a frame carries: sent ahead in parts, put together under a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvxferd.errors import ProtocolError
+from kvxferd.wire.common import Descriptors
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
+
+
+def parts_ahead(fds: Sequence[int]) -> Iterator[tuple[Descriptors, tuple[int, ...]]]:
+    """Yield what to send before the message that the descriptors belong to; nothing, nearly always."""
+    for first in range(0, first_of_last(len(fds)), MAX_FDS_PER_FRAME):
+        yield Descriptors(first=first), tuple(fds[first : first + MAX_FDS_PER_FRAME])
+
+
+def first_of_last(num_fds: int) -> int:
+    """Return the position of the first descriptor that the message itself carries."""
+    return max(0, num_fds - 1) // MAX_FDS_PER_FRAME * MAX_FDS_PER_FRAME
+
+
+class EarlyDescriptors:
+    """Keeps the parts of one connection until the message that needs them. Closes nothing."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    def add(self, first: int, fds: Sequence[int]) -> tuple[int, ...]:
+        """Keep a part. Returns those of an earlier start, to be closed. Raises ProtocolError."""
+        void = self.take() if first == 0 else ()
+        if first != len(self._fds) or not fds:
+            raise ProtocolError(
+                f"cannot place {len(fds)} descriptors after {first}: {len(self._fds)} came before"
+            )
+        if first + len(fds) > MAX_DESCRIPTORS_PER_RANK:
+            raise ProtocolError(f"cannot take more than {MAX_DESCRIPTORS_PER_RANK} descriptors for one rank")
+        self._fds.extend(fds)
+        return void
+
+    def take(self) -> tuple[int, ...]:
+        """Return what was kept; it is the caller's now."""
+        taken, self._fds = tuple(self._fds), []
+        return taken

@@ -1,0 +1,107 @@
+"""Device memory for tests, over any driver: what engines' allocators make, and its bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import TracebackType
+
+import pytest
+
+from kvxferd.errors import DeviceError
+from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.fake_driver import FakeDriver
+
+# Every test that takes a driver runs over both; without a GPU the second skips and says why.
+DRIVERS = [pytest.param("fake"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def driver_or_skip(name: str) -> Driver:
+    """Return a driver; skip the test with the driver's own reason where there is none."""
+    if name == "fake":
+        return FakeDriver()
+    try:
+        return open_driver(name)
+    except DeviceError as error:
+        pytest.skip(error.message)
+
+
+class HostBuffer:
+    """Pinned memory that devices copy from and to."""
+
+    def __init__(self, driver: Driver, size_bytes: int) -> None:
+        self._driver = driver
+        self.size_bytes = size_bytes
+        self.address = driver.allocate_host(size_bytes)
+
+    def __enter__(self) -> HostBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._driver.free_host(self.address)
+
+
+def _copy(driver: Driver, to: int, source: int, size_bytes: int) -> None:
+    stream = driver.open_stream()
+    driver.copy([to], [source], [size_bytes], stream)
+    driver.synchronize(stream)
+    driver.close_stream(stream)
+
+
+def write(driver: Driver, address: int, content: bytes) -> None:
+    """Put bytes into device memory; the device is current."""
+    with HostBuffer(driver, len(content)) as buffer:
+        ctypes.memmove(buffer.address, content, len(content))
+        _copy(driver, address, buffer.address, len(content))
+
+
+def read(driver: Driver, address: int, size_bytes: int) -> bytes:
+    """Return bytes of device memory; the device is current."""
+    with HostBuffer(driver, size_bytes) as buffer:
+        _copy(driver, buffer.address, address, size_bytes)
+        return ctypes.string_at(buffer.address, size_bytes)
+
+
+class Segment:
+    """Several physical allocations side by side, as torch's expandable segments are."""
+
+    def __init__(self, driver: Driver, uuid: str, sizes: Sequence[int]) -> None:
+        """`sizes` in bytes, multiples of the granularity. The device becomes current."""
+        driver.use(uuid)
+        self.driver, self.uuid, self.sizes = driver, uuid, tuple(sizes)
+        self.size_bytes = sum(sizes)
+        self.address = driver.reserve(self.size_bytes)
+        self._grown: list[tuple[int, int]] = []
+        for size in sizes:
+            self._grow(size)
+        driver.allow(uuid, self.address, self.size_bytes)
+
+    def _grow(self, size: int) -> None:
+        address = self.address + sum(grown for _, grown in self._grown)
+        handle = self.driver.create(self.uuid, size)
+        self.driver.map(address, size, handle)
+        self.driver.release(handle)
+        self._grown.append((address, size))
+
+    def write(self, content: bytes, offset: int = 0) -> None:
+        write(self.driver, self.address + offset, content)
+
+    def read(self, size_bytes: int, offset: int = 0) -> bytes:
+        return read(self.driver, self.address + offset, size_bytes)
+
+    def close(self) -> None:
+        for address, size in self._grown:
+            self.driver.unmap(address, size)
+        if self._grown:
+            self._grown = []
+            self.driver.unreserve(self.address, self.size_bytes)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
