@@ -165,7 +165,6 @@ class LineProcess:
         """Have it leave and end; kill it if it does not."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self.signal(signal.SIGCONT)  # one that is stopped would not read the end of its input
         await _stop(self._process, None)
 
 

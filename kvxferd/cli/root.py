@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import kvxferd
+from kvxferd.cli.bench.verb import bench
 from kvxferd.cli.cancel import cancel
 from kvxferd.cli.demo.verb import demo
 from kvxferd.cli.drain import drain
@@ -41,5 +42,18 @@ def root() -> None:
     """Move KV cache between prefill and decode engines: one daemon per node."""
 
 
-for verb in (serve, demo, status, engines, peers, transfers, explain, drain, drop_peer, cancel, keygen):
+for verb in (
+    serve,
+    demo,
+    bench,
+    status,
+    engines,
+    peers,
+    transfers,
+    explain,
+    drain,
+    drop_peer,
+    cancel,
+    keygen,
+):
     root.add_command(verb)

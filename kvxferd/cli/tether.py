@@ -10,11 +10,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def tether() -> None:
-    """Have this process sent SIGTERM when its parent dies. Raises OSError."""
+def tether(how: signal.Signals = signal.SIGTERM) -> None:
+    """Have this process sent a signal when its parent dies. Raises OSError."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot tie this process to its parent")
     if os.getppid() != parent:  # it died before the call
         raise SystemExit(0)

@@ -1,0 +1,1 @@
+"""`kvxferd bench`: what a daemon costs against NIXL inside the engine, interleaved in one run."""

@@ -1,0 +1,75 @@
+"""A plain memory copy between the same two pieces of memory: what no transport can beat by much.
+
+`python -m kvxferd.cli.bench.copy_process` obeys commands on standard input until that is closed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvxferd.cli.bench import speech
+from kvxferd.cli.bench.borrowing import borrow
+from kvxferd.cli.bench.cases import runs_of
+from kvxferd.cli.bench.obeying import serve
+from kvxferd.cli.bench.shapes import FIRST
+from kvxferd.errors import KvxferdError
+from kvxferd.memory import Mapping
+
+
+class CopyProcess:
+    """Both sides' memory, mapped here."""
+
+    def __init__(self) -> None:
+        self._sink: Mapping | None = None
+        self._source: Mapping | None = None
+        self._size_bytes = 0
+
+    def obey(self, command: speech.Command) -> speech.Reply:
+        """Do what is asked."""
+        match command:
+            case speech.Attach():
+                self.close()
+                self._size_bytes = command.deployment.region_bytes
+                self._sink = borrow(command.memory, self._size_bytes)
+                return speech.Attached(metadata="", address=self._sink.address)
+            case speech.MeetMemory():
+                self._source = borrow(command.memory, self._size_bytes)
+                return speech.Done()
+            case speech.Move():
+                return speech.Moved(samples=self._copy(command))
+            case _:
+                raise KvxferdError(f"cannot obey {type(command).__name__}: this only copies")
+
+    def attend(self) -> bool:
+        """There is nothing to do between commands."""
+        return False
+
+    def close(self) -> None:
+        """Unmap both."""
+        for mapping in (self._sink, self._source):
+            if mapping is not None:
+                mapping.unmap()
+        self._sink = self._source = None
+
+    def _copy(self, command: speech.Move) -> list[speech.Sample]:
+        assert self._sink is not None and self._source is not None
+        sink, source = self._sink.view(), self._source.view()
+        case = command.case
+        samples = []
+        for number in range(command.count):
+            runs = runs_of(case, FIRST, number % case.slots)
+            total = int(runs.length.sum())
+            if command.as_one:
+                pieces = [(0, 0, total)]
+            else:
+                pieces = list(zip(*(column.tolist() for column in runs), strict=True))
+            began = time.perf_counter()
+            for here, there, length in pieces:
+                sink[here : here + length] = source[there : there + length]
+            ended = time.perf_counter()
+            samples.append(speech.Sample(began, began, ended, ended, total, len(pieces)))
+        return samples
+
+
+if __name__ == "__main__":
+    serve(CopyProcess)

@@ -1,0 +1,239 @@
+"""From what was measured to the figures that have an aim. Each says how it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvxferd.cli.bench.effort import MIB
+from kvxferd.cli.bench.measures.behind import Behind
+from kvxferd.cli.bench.measures.calls import MOST_IDS, Calls
+from kvxferd.cli.bench.measures.first import First
+from kvxferd.cli.bench.measures.idle import Idle
+from kvxferd.cli.bench.measures.latency import Latency
+from kvxferd.cli.bench.measures.parallel import Parallel
+from kvxferd.cli.bench.points import Point, median
+from kvxferd.cli.bench.results import Figure
+
+SUMMARY = (
+    "throughput_ratio_64m",
+    "throughput_ratio_4m",
+    "added_latency_us_p50",
+    "added_latency_us_p99",
+    "pull_call_us_p99",
+    "first_pull_ms",
+    "idle_cpu_percent",
+    "small_behind_large_p99_ratio",
+    "parallel_speedup_64",
+    "daemon_rss_mb",
+    "mover_private_mb",
+)
+
+_MB = 1e6
+
+
+@dataclass
+class Findings:
+    """What the measures of one run returned, over the first transport; None where one did not run."""
+
+    points: list[Point] = field(default_factory=list)
+    latency: Latency | None = None
+    calls: Calls | None = None
+    behind: Behind | None = None
+    parallel: Parallel | None = None
+    idle: Idle | None = None
+    first: First | None = None
+
+
+def figures_of(found: Findings) -> list[Figure]:
+    """Return every figure, those of the summary among them."""
+    return [
+        *_ratios(found.points),
+        *_latency(found.latency),
+        *_calls(found.calls),
+        *_first(found.first),
+        *_idle(found.idle),
+        *_behind(found.behind),
+        *_parallel(found.parallel),
+    ]
+
+
+def summary_of(figures: Iterable[Figure]) -> dict[str, float | None]:
+    """Return the figures of the summary by name; None for one that was not measured."""
+    values = {figure.name: figure.value for figure in figures}
+    return {name: values.get(name) for name in SUMMARY}
+
+
+def _least(name: str, title: str, value: float, aim: float, how: str, unit: str = "") -> Figure:
+    return Figure(
+        name=name, title=title, value=value, unit=unit, aim=f"at least {aim:g}", met=value >= aim, how=how
+    )
+
+
+def _most(name: str, title: str, value: float, aim: float, how: str, unit: str) -> Figure:
+    text = f"at most {aim:g} {unit}".rstrip()
+    return Figure(name=name, title=title, value=value, unit=unit, aim=text, met=value <= aim, how=how)
+
+
+def _only(name: str, title: str, value: float, how: str, unit: str) -> Figure:
+    return Figure(name=name, title=title, value=value, unit=unit, how=how)
+
+
+def _ratios(points: list[Point]) -> list[Figure]:
+    figures = []
+    for name, title, aim, points_of in (
+        ("64m", "64 MiB and more", 0.95, [p for p in points if p.size_bytes >= 64 * MIB]),
+        ("4m", "4 MiB", 0.85, [p for p in points if p.size_bytes == 4 * MIB]),
+    ):
+        chosen = [point for point in points_of if point.in_flight == 1]
+        if not chosen:
+            continue
+        ratios = [point.ratio_to_raw for point in chosen]
+        lowest = min(chosen, key=lambda point: point.ratio_to_raw)
+        rounds = min(point.rounds for point in chosen)
+        how = (
+            f"{len(chosen)} points over {chosen[0].transport}, one pull at a time, prepared; for each the "
+            f"median of {rounds} rounds, interleaved with {', '.join(chosen[0].interleaved_with)}; raw NIXL "
+            "timed from post to done"
+        )
+        figures += [
+            _least(
+                f"throughput_ratio_{name}",
+                f"throughput against raw NIXL, {title}: median point",
+                median(ratios),
+                aim,
+                how,
+            ),
+            _least(
+                f"throughput_ratio_{name}_lowest",
+                f"the same, lowest point ({lowest.shape}, {lowest.lists})",
+                min(ratios),
+                aim,
+                how,
+            ),
+            _only(
+                f"throughput_to_engine_ratio_{name}",
+                f"throughput against NIXL as the in-engine connector sets it up, {title}",
+                median([point.ratio_to_engine for point in chosen]),
+                how,
+                "",
+            ),
+        ]
+    return figures
+
+
+def _latency(found: Latency | None) -> list[Figure]:
+    if found is None:
+        return []
+    point = found.point
+    n = point.contenders["kvxferd"].n
+    how = (
+        f"{n} pulls of 64 KiB in {point.rounds} rounds, prepared, one at a time, less raw NIXL's median from "
+        f"post to done in the same round; interleaved with {', '.join(point.interleaved_with)}"
+    )
+    record = f"as the daemon counts it, median of {point.requests_per_round} pulls of 64 KiB"
+    return [
+        _most("added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"),
+        _most("added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"),
+        _only("fence_us", "reading the fence word", found.phases_s.get("fence", 0.0) * 1e6, record, "us"),
+        _only("grant_us", "the grant, prepared", found.phases_s.get("grant", 0.0) * 1e6, record, "us"),
+        _only(
+            "grant_unprepared_us",
+            "the grant, not prepared",
+            found.unprepared_phases_s.get("grant", 0.0) * 1e6,
+            f"{record}, not prepared",
+            "us",
+        ),
+    ]
+
+
+def _calls(found: Calls | None) -> list[Figure]:
+    if found is None:
+        return []
+    how = f"{found.n} calls in {found.rounds} rounds, int32 buffer"
+    figures = [
+        _most(
+            "pull_call_us_p99" if num_ids == MOST_IDS else f"pull_call_{num_ids}_us_p99",
+            f"time inside pull(), {num_ids:,} block ids, p99",
+            found.pull_p99_s[num_ids] * 1e6,
+            100,
+            how,
+            "us",
+        )
+        for num_ids in sorted(found.pull_p99_s, reverse=True)
+    ]
+    ratio = found.pull_median_s / found.posting_median_s if found.posting_median_s else 0.0
+    posted = (
+        f"{found.num_posted} requests of {MOST_IDS:,} scattered blocks by each, interleaved; posting is "
+        "indices, request and post on the engine's thread"
+    )
+    figures.append(_only("pull_call_us_p50", "the same, p50", found.pull_p50_s[MOST_IDS] * 1e6, how, "us"))
+    figures.append(
+        _only("posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us")
+    )
+    figures.append(_only("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""))
+    return figures
+
+
+def _first(found: First | None) -> list[Figure]:
+    if found is None:
+        return []
+    n = len(found.first_s)
+    size = f"{found.size_bytes // MIB} MiB"
+    how = f"{n} first pulls of {size}, each between daemons and ranks that were just started"
+    after = f"{n} pulls of {size} between ranks just registered; the daemons had met"
+    return [
+        _most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms"),
+        _only("first_pull_worst_ms", "the slowest of them", max(found.first_s) * 1e3, how, "ms"),
+        _only("first_prepared_ms", "first pull after prepare", median(found.prepared_s) * 1e3, after, "ms"),
+        _only("warm_ms", "the pull after that, prepared", median(found.warm_s) * 1e3, after, "ms"),
+    ]
+
+
+def _idle(found: Idle | None) -> list[Figure]:
+    if found is None:
+        return []
+    how = f"{found.ranks} ranks registered, a peer connected, idle for {found.seconds:.0f} s"
+    movers = found.mover_private_bytes
+    how_movers = f"the largest of {len(movers)}, without the workers' memory that they map; {how}"
+    return [
+        _most("idle_cpu_percent", "idle processor time, daemon and movers", found.cpu_percent, 1, how, "%"),
+        _most("daemon_rss_mb", "daemon, resident", found.daemon_rss_bytes / _MB, 80, how, "MB"),
+        _most("mover_private_mb", "a mover, private", max(movers) / _MB, 40, how_movers, "MB"),
+        _only("movers_parent_rss_mb", "movers' parent, resident", found.parent_rss_bytes / _MB, how, "MB"),
+        _only(
+            "movers_parent_private_mb", "movers' parent, private", found.parent_private_bytes / _MB, how, "MB"
+        ),
+    ]
+
+
+def _behind(found: Behind | None) -> list[Figure]:
+    if found is None:
+        return []
+    how = (
+        f"{found.num_behind} pulls of 64 KiB behind {found.rounds} of {found.large_bytes // MIB} MiB on the "
+        f"same rank, {found.num_alone} alone, in turn"
+    )
+    ratio = found.behind_p99_s / found.alone_p99_s
+    return [
+        _most("small_behind_large_p99_ratio", "64 KiB behind 2 GiB, p99 by p99 alone", ratio, 10, how, ""),
+        _only("small_alone_us_p99", "64 KiB alone, p99", found.alone_p99_s * 1e6, how, "us"),
+        _only("small_behind_us_p50", "64 KiB behind 2 GiB, p50", found.behind_p50_s * 1e6, how, "us"),
+        _only("small_behind_us_p99", "64 KiB behind 2 GiB, p99", found.behind_p99_s * 1e6, how, "us"),
+    ]
+
+
+def _parallel(found: Parallel | None) -> list[Figure]:
+    if found is None:
+        return []
+    how = (
+        f"{found.pulls_per_round} pulls of {found.size_bytes // MIB} MiB a round on 8 ranks, prepared, 8 in "
+        f"flight on each, against one at a time; median of {found.rounds} rounds, interleaved"
+    )
+    return [
+        _least("parallel_speedup_64", "64 in flight from 8 ranks by one at a time", found.speedup, 1, how),
+        _most("fairness_spread", "ranks' rates: highest less lowest, by median", found.spread, 0.2, how, ""),
+        _only("fairness_spread_widest", "the same, widest round", found.widest_spread, how, ""),
+        _only("parallel_gb_per_s", "64 in flight", found.together_gb_per_s, how, "GB/s"),
+        _only("one_at_a_time_gb_per_s", "one at a time", found.one_gb_per_s, how, "GB/s"),
+    ]

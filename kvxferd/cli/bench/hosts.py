@@ -1,0 +1,192 @@
+"""Where the bench's processes run: this machine, or (see `relay`) another one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from kvxferd.cli.bench import speech
+from kvxferd.cli.children import DaemonProcess, LineProcess
+from kvxferd.errors import KvxferdError
+
+VERB = "the bench"
+
+Kind = Literal["rank", "raw", "engine", "copy"]
+
+_MODULES: dict[Kind, tuple[str, tuple[str, ...]]] = {
+    "rank": ("kvxferd.cli.bench.rank_process", ()),
+    "raw": ("kvxferd.cli.bench.nixl_process", ("raw",)),
+    "engine": ("kvxferd.cli.bench.nixl_process", ("engine",)),
+    "copy": ("kvxferd.cli.bench.copy_process", ()),
+}
+
+R = TypeVar("R", bound=speech.Line)
+
+
+class Actor(Protocol):
+    """A process that obeys."""
+
+    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+        """Return its answer. Raises KvxferdError if it cannot do it."""
+        ...
+
+    async def pause(self) -> None:
+        """Keep it from running at all: some would spin a core while others are timed."""
+        ...
+
+    async def resume(self) -> None:
+        """Let it run on."""
+        ...
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+class Seat(Protocol):
+    """A daemon of the bench."""
+
+    @property
+    def worker_socket(self) -> str:
+        """Where its ranks connect."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process, on its own machine."""
+        ...
+
+    async def get(self, path: str) -> Any:
+        """Return what its control socket answers."""
+        ...
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+class Host(Protocol):
+    """Starts processes somewhere and ends them."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine, whose memory and processes can be looked at."""
+        ...
+
+    async def start_daemon(self, environment: Mapping[str, str]) -> Seat:
+        """Start a daemon and wait until it takes registrations. Raises KvxferdError."""
+        ...
+
+    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> Actor:
+        """Start a process. Raises KvxferdError."""
+        ...
+
+    async def stop(self) -> None:
+        """End all that was started and is not ended."""
+        ...
+
+
+def read_reply(name: str, line: bytes, kind: type[R]) -> R:
+    """Return an answer of the kind that was asked for. Raises KvxferdError for Broken."""
+    reply = speech.read_reply(line)
+    if isinstance(reply, speech.Broken):
+        raise KvxferdError(f"cannot run {VERB}: process {name}: {reply.message}")
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+class LocalActor:
+    """A child process."""
+
+    def __init__(self, process: LineProcess) -> None:
+        self.process = process
+        self._is_paused = False
+
+    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+        """Return its answer. Raises KvxferdError."""
+        return read_reply(self.process.name, await self.process.ask(speech.to_line(command)), kind)
+
+    async def pause(self) -> None:
+        """Stop it."""
+        self._is_paused = True
+        self.process.signal(signal.SIGSTOP)
+
+    async def resume(self) -> None:
+        """Let it run on."""
+        if self._is_paused:
+            self.process.signal(signal.SIGCONT)
+            self._is_paused = False
+
+    async def stop(self) -> None:
+        """End it."""
+        await self.resume()  # one that is stopped would not read the end of its input
+        await self.process.stop()
+
+
+class LocalSeat:
+    """A daemon that is a child process."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._daemon = daemon
+
+    @property
+    def worker_socket(self) -> str:
+        """Where its ranks connect."""
+        return self._daemon.worker_socket
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._daemon.pid
+
+    async def get(self, path: str) -> Any:
+        """Return what its control socket answers."""
+        return await asyncio.to_thread(self._daemon.control.get, path)
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._daemon.stop()
+
+
+class LocalHost:
+    """This machine; everything lives in one directory, which its owner removes."""
+
+    is_here = True
+
+    def __init__(self, directory: Path, peer_host: str = "127.0.0.1") -> None:
+        self._directory = directory
+        self._peer_host = peer_host
+        self._number = 0
+        self._started: list[LocalActor | LocalSeat] = []
+
+    async def start_daemon(self, environment: Mapping[str, str]) -> LocalSeat:
+        """Start a daemon and wait until it takes registrations."""
+        directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
+        daemon = await DaemonProcess.start(VERB, directory.name, directory, environment, self._peer_host)
+        seat = LocalSeat(daemon)
+        self._started.append(seat)
+        try:
+            await daemon.ready()
+        except KvxferdError as error:
+            raise KvxferdError(f"{error.message}\n{daemon.tail()}", error.code) from None
+        return seat
+
+    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> LocalActor:
+        """Start a process."""
+        self._number += 1
+        module, flags = _MODULES[kind]
+        name = f"{kind}-{self._number}"
+        process = await LineProcess.start(VERB, module, name, self._directory, environment, flags)
+        actor = LocalActor(process)
+        self._started.append(actor)
+        return actor
+
+    async def stop(self) -> None:
+        """End all: processes first, for ranks leave their daemon."""
+        started, self._started = self._started, []
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalActor)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalSeat)))

@@ -1,0 +1,84 @@
+"""Small pulls while a large one runs on the same rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxferd.cli.bench import speech
+from kvxferd.cli.bench.cases import BLOCKS_IN_A_RUN, Case, Lists, blocks_for
+from kvxferd.cli.bench.contenders import Kvxferd
+from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
+from kvxferd.cli.bench.points import percentile
+from kvxferd.cli.bench.shapes import Deployment
+from kvxferd.cli.bench.stage import Pair, Stage
+
+SHAPE = "llama-3-70b"
+# A block of eight layers is 64 KiB: one block, and as many as make 2 GiB, in one pool.
+LAYERS = 8
+_SMALL_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What was seen. Seconds."""
+
+    large_bytes: int
+    large_s: float  # median, small pulls going on
+    rounds: int
+    num_alone: int
+    num_behind: int
+    alone_p50_s: float
+    alone_p99_s: float
+    behind_p50_s: float
+    behind_p99_s: float
+
+
+async def behind(stage: Stage, effort: Effort, lists: Lists = Lists.FRAGMENTED) -> Behind:
+    """Measure pulls of 64 KiB alone and behind a large one, in turn."""
+    sized = Deployment(name="sized", shape=SHAPE, layers=LAYERS, pool_blocks=1)
+    small_blocks = blocks_for(sized, SMALL_BYTES)
+    room = _SMALL_SLOTS * BLOCKS_IN_A_RUN * small_blocks
+    large_blocks = blocks_for(sized, effort.behind_bytes)
+    deployment = msgspec.structs.replace(sized, name="behind", pool_blocks=room + large_blocks)
+    small = Case(deployment=deployment, lists=Lists.CONTIGUOUS, blocks=small_blocks, slots=_SMALL_SLOTS)
+    large = Case(deployment=deployment, lists=lists, blocks=large_blocks, first_block=room)
+    alone: list[float] = []
+    hindered: list[float] = []
+    large_s: list[float] = []
+    async with stage.pair(deployment, baselines=False) as pair:
+        await Kvxferd(pair).move(large, 1, 1)  # every page is mapped
+        await Kvxferd(pair).move(small, _SMALL_SLOTS, 1)
+        for _ in range(effort.rounds):
+            samples = await Kvxferd(pair).move(small, effort.small_per_round, 1)
+            alone += [sample.ended - sample.began for sample in samples]
+            first, *rest = await _behind(pair, large, small, effort.behind_pulls)
+            large_s.append(first.ended - first.began)
+            hindered += [sample.ended - sample.began for sample in rest]
+    return Behind(
+        large_bytes=effort.behind_bytes,
+        large_s=percentile(large_s, 50),
+        rounds=effort.rounds,
+        num_alone=len(alone),
+        num_behind=len(hindered),
+        alone_p50_s=percentile(alone, 50),
+        alone_p99_s=percentile(alone, 99),
+        behind_p50_s=percentile(hindered, 50),
+        behind_p99_s=percentile(hindered, 99),
+    )
+
+
+async def _behind(pair: Pair, large: Case, small: Case, count: int) -> list[speech.Sample]:
+    large_batch = await pair.publish_prepared(large, 1)
+    small_batch = await pair.publish_prepared(small, count)
+    command = speech.PullBehind(
+        large=large, large_ref=large_batch.refs[0], small=small, small_refs=small_batch.refs
+    )
+    moved = await pair.sink.ask(command, speech.Moved)
+    # The last small one that was pulled ended after the large one, and is not in the samples.
+    unread = small_batch.refs[len(moved.samples) :]
+    await pair.sink.ask(speech.Abandon(refs=unread), speech.Done)
+    await pair.release(large_batch)
+    await pair.release(small_batch)
+    return moved.samples

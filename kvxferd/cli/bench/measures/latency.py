@@ -1,0 +1,73 @@
+"""Small prepared pulls: what a daemon adds to raw NIXL, and where the time of a pull goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxferd.cli.bench.cases import Case, Lists, blocks_for, ids_per_pull
+from kvxferd.cli.bench.contenders import KVXFERD, RAW, Contender, Engine, Kvxferd, Raw
+from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
+from kvxferd.cli.bench.points import Point, median, percentile, point_of
+from kvxferd.cli.bench.rounds import Rounds, interleave
+from kvxferd.cli.bench.shapes import Deployment, layers_for
+from kvxferd.cli.bench.stage import Pair, Stage
+from kvxferd.core.snapshot import PullRecord
+from kvxferd.observe.history import record_from_json
+
+SHAPE = "llama-3-70b"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What was seen. Seconds."""
+
+    point: Point
+    added_p50_s: float  # pull() to Delivered, less the median of raw NIXL in the same round
+    added_p99_s: float
+    phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon counts them
+    unprepared_phases_s: dict[str, float]
+    unprepared_median_s: float
+
+
+async def latency(stage: Stage, transport: str, effort: Effort) -> Latency:
+    """Measure pulls of 64 KiB, one after the other."""
+    layers = layers_for(SHAPE, SMALL_BYTES)
+    sized = Deployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
+    blocks = blocks_for(sized, SMALL_BYTES)
+    slots = 4
+    pool = 2 * slots * ids_per_pull(sized, blocks)
+    deployment = msgspec.structs.replace(sized, name=f"{transport}-small", pool_blocks=pool)
+    async with stage.pair(deployment) as pair:
+        case = Case(deployment=deployment, lists=Lists.FRAGMENTED, blocks=blocks, slots=slots)
+        contenders: list[Contender] = [Kvxferd(pair), Raw(pair), Engine(pair)]
+        found = await interleave(pair, case, contenders, effort.rounds, effort.small_per_round)
+        prepared = await _phases(pair, effort.small_per_round)
+        unprepared = await Kvxferd(pair, is_prepared=False).move(case, effort.small_per_round, 1)
+        return Latency(
+            point=point_of("latency", transport, SMALL_BYTES, case, found),
+            added_p50_s=percentile(added(found), 50),
+            added_p99_s=percentile(added(found), 99),
+            phases_s=prepared,
+            unprepared_phases_s=await _phases(pair, effort.small_per_round),
+            unprepared_median_s=median([sample.ended - sample.began for sample in unprepared]),
+        )
+
+
+def added(found: Rounds) -> list[float]:
+    """Return, for each pull, its time less the median that raw NIXL took in the same round."""
+    result = []
+    for ours, theirs in zip(found.by_contender[KVXFERD], found.by_contender[RAW], strict=True):
+        typical = median([sample.ended - sample.built for sample in theirs.samples])
+        result += [sample.ended - sample.began - typical for sample in ours.samples]
+    return result
+
+
+async def _phases(pair: Pair, count: int) -> dict[str, float]:
+    """Return the medians of the phases of the last pulls, as the sink's daemon has them."""
+    answer = await pair.stage.seats["sink"].get("/v1/history")
+    records = [record_from_json(one) for one in answer["records"] if one["kind"] == "pull"][-count:]
+    pulls = [record for record in records if isinstance(record, PullRecord)]
+    names = {name for pull in pulls for name in pull.phases_s}
+    return {name: median([pull.phases_s.get(name, 0.0) for pull in pulls]) for name in sorted(names)}

@@ -1,0 +1,106 @@
+"""A plain process with a NIXL agent: source or sink of a baseline.
+
+`python -m kvxferd.cli.bench.nixl_process raw|engine` obeys commands on standard input until that is
+closed.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import uuid
+from typing import Any
+
+from kvxferd.cli.bench import engine_nixl, raw_nixl, speech
+from kvxferd.cli.bench.borrowing import borrow
+from kvxferd.cli.bench.moving import Reads, move
+from kvxferd.cli.bench.obeying import serve
+from kvxferd.cli.bench.shapes import Deployment
+from kvxferd.errors import KvxferdError
+from kvxferd.memory import Mapping
+from kvxferd.mover.nixl_transport import import_library
+from kvxferd.mover.shm import make_directory, remove_directory
+
+_CONFIGS = {"raw": raw_nixl.agent_config, "engine": engine_nixl.agent_config}
+
+
+class NixlProcess:
+    """An agent, the memory that it has registered, and the agent that it reads from."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        make_directory()
+        api = import_library("auto").api
+        self._nixl: Any = api.nixl_agent(f"bench-{kind}-{uuid.uuid4()}", _CONFIGS[kind](api))
+        self._memory: Mapping | None = None
+        self._registered: Any = None
+        self._deployment: Deployment | None = None
+        self._remote = ""
+        self._reads: Reads | None = None
+        self._attends = False
+
+    def obey(self, command: speech.Command) -> speech.Reply:
+        """Do what is asked."""
+        match command:
+            case speech.Attach():
+                return self._attach(command)
+            case speech.Meet():
+                return self._meet(command)
+            case speech.Move():
+                assert self._reads is not None
+                return speech.Moved(samples=move(self._reads, command.case, command.count, command.window))
+            case speech.Attend():
+                self._attends = command.on
+                return speech.Done()
+            case _:
+                raise KvxferdError(f"cannot obey {type(command).__name__}: this is a NIXL agent")
+
+    def attend(self) -> bool:
+        """Serve readers; False where nobody is to be served."""
+        if self._attends:
+            self._nixl.get_new_notifs()
+        return self._attends
+
+    def close(self) -> None:
+        """Leave nothing behind; the agent goes with the process."""
+        remove_directory(os.getpid())
+
+    def _attach(self, command: speech.Attach) -> speech.Attached:
+        self._let_go()
+        size_bytes = command.deployment.region_bytes
+        self._memory = borrow(command.memory, size_bytes)
+        span = [(self._memory.address, size_bytes, 0, "")]
+        self._registered = self._nixl.register_memory(span, "DRAM")
+        self._deployment = command.deployment
+        metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode()
+        return speech.Attached(metadata=metadata, address=self._memory.address)
+
+    def _meet(self, command: speech.Meet) -> speech.Done:
+        if self._remote:
+            # Loaded anew, so that nothing is known of memory that is gone.
+            self._nixl.remove_remote_agent(self._remote)
+        name = self._nixl.add_remote_agent(base64.b64decode(command.metadata))
+        self._remote = name.decode() if isinstance(name, bytes) else name
+        assert self._memory is not None and self._deployment is not None
+        bases = self._memory.address, command.address
+        if self._kind == "raw":
+            self._reads = raw_nixl.RawReads(self._nixl, self._remote, *bases)
+        else:
+            self._reads = engine_nixl.EngineReads(self._nixl, self._remote, *bases, self._deployment)
+        return speech.Done()
+
+    def _let_go(self) -> None:
+        if isinstance(self._reads, engine_nixl.EngineReads):
+            self._reads.close()
+        self._reads = None
+        if self._registered is not None:
+            self._nixl.deregister_memory(self._registered)
+        if self._memory is not None:
+            self._memory.unmap()
+
+
+if __name__ == "__main__":
+    serve(lambda: NixlProcess(sys.argv[1]))
+    # The library's threads may still run: nothing here needs an orderly end.
+    os._exit(0)

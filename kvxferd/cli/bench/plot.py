@@ -1,0 +1,101 @@
+"""A picture of a run: rates by size, kvxferd's share of raw NIXL's, and where a small pull's time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
+from kvxferd.cli.bench.points import Point, median
+from kvxferd.cli.bench.results import Result
+from kvxferd.cli.showing import in_bytes
+
+_COLOURS = {KVXFERD: "#1b6ca8", RAW: "#d1495b", ENGINE: "#edae49", COPY: "#8d96a3"}
+_LABELS = {
+    KVXFERD: "kvxferd, pull() to Delivered",
+    RAW: "raw NIXL, post to done",
+    ENGINE: "NIXL as in the engine",
+    COPY: "memory copy",
+}
+_MARKERS = "osD^v<>P"
+_AIMS = ((64 << 20, 0.95), (4 << 20, 0.85))
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the picture; its suffix, .png or .svg, says how."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    alone = [point for point in result.points if point.in_flight == 1]
+    figure, (rates, ratios, threads) = pyplot.subplots(1, 3, figsize=(15, 5.2), layout="constrained")
+    _draw_rates(rates, alone)
+    _draw_ratios(ratios, alone)
+    _draw_threads(threads, alone)
+    machine = result.machine
+    figure.suptitle(
+        f"kvxferd bench: {machine.cores} cores of {machine.processor}, {machine.nixl}, busy "
+        f"{machine.busy_before_percent:.0f} % before; medians of interleaved rounds",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_rates(axes: Any, points: list[Point]) -> None:
+    for name, colour in _COLOURS.items():
+        by_size: dict[int, list[float]] = {}
+        for point in points:
+            if name in point.contenders:
+                by_size.setdefault(point.size_bytes, []).append(point.contenders[name].gb_per_s)
+        sizes = sorted(by_size)
+        axes.plot(sizes, [median(by_size[size]) for size in sizes], color=colour, label=_LABELS[name])
+        for size in sizes:
+            axes.scatter([size] * len(by_size[size]), by_size[size], color=colour, s=14, alpha=0.6)
+    _label(axes, points, "GB/s (10^9 bytes), one pull at a time; each dot a shape and list")
+    axes.legend(fontsize=8)
+
+
+def _draw_ratios(axes: Any, points: list[Point]) -> None:
+    kinds = sorted({(point.shape, point.transport) for point in points})
+    for number, (shape, transport) in enumerate(kinds):
+        mine = [p for p in points if (p.shape, p.transport) == (shape, transport)]
+        axes.scatter(
+            [point.size_bytes for point in mine],
+            [point.ratio_to_raw for point in mine],
+            marker=_MARKERS[number % len(_MARKERS)],
+            label=f"{shape}, {transport}",
+            s=30,
+            alpha=0.8,
+        )
+    for size, aim in _AIMS:
+        axes.plot([size / 1.6, size * 1.6], [aim, aim], color="black", linewidth=2)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    _label(axes, points, "throughput by raw NIXL's; bars: aims")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+
+
+def _draw_threads(axes: Any, points: list[Point]) -> None:
+    for name, label in ((KVXFERD, "inside pull()"), (ENGINE, "building and posting in the engine")):
+        axes.scatter(
+            [point.size_bytes for point in points],
+            [point.contenders[name].engine_thread_median_s * 1e6 for point in points],
+            color=_COLOURS[name],
+            label=label,
+            s=22,
+        )
+    _label(axes, points, "engine thread, us of one request")
+    axes.set_yscale("log")
+    axes.legend(fontsize=8)
+
+
+def _label(axes: Any, points: list[Point], what: str) -> None:
+    sizes = sorted({point.size_bytes for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [in_bytes(size).replace(".0", "") for size in sizes], rotation=45, fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("bytes of a pull")
+    axes.set_title(what, fontsize=9)
+    axes.grid(visible=True, alpha=0.3)

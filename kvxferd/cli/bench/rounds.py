@@ -1,0 +1,97 @@
+"""Rounds: every contender in turn, each time in another order, and each time checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvxferd.cli.bench import speech
+from kvxferd.cli.bench.cases import Case
+from kvxferd.cli.bench.contenders import Contender
+from kvxferd.cli.bench.speech import Sample
+from kvxferd.cli.bench.stage import Pair
+from kvxferd.errors import KvxferdError
+
+_nonces = itertools.count(1)
+
+
+@dataclass
+class Round:
+    """What one contender did in one round."""
+
+    samples: list[Sample]
+    window: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes moved."""
+        return sum(sample.bytes for sample in self.samples)
+
+    @property
+    def seconds(self) -> float:
+        """Time that the requests took: their sum, or where several ran at once from first to last."""
+        # Where a baseline builds its request that is not counted against it: only post to done.
+        if self.window == 1:
+            return sum(sample.ended - start_of(sample) for sample in self.samples)
+        return max(s.ended for s in self.samples) - min(start_of(s) for s in self.samples)
+
+
+@dataclass
+class Rounds:
+    """One case, all contenders."""
+
+    case: Case
+    window: int
+    by_contender: dict[str, list[Round]] = field(default_factory=dict)
+
+
+def start_of(sample: Sample) -> float:
+    """Return when a request begins to count."""
+    return sample.built
+
+
+async def interleave(
+    pair: Pair, case: Case, contenders: Sequence[Contender], rounds: int, count: int, window: int = 1
+) -> Rounds:
+    """Move a case `count` requests a round by each contender in turn.
+
+    Before that each has moved it once: onto wiped memory, and every byte was compared. In each
+    round the ends of all runs are compared. Raises KvxferdError where a byte is wrong.
+    """
+    found = Rounds(case, window, {contender.name: [] for contender in contenders})
+    await prove(pair, case, contenders, window)
+    for number in range(rounds):
+        turn = number % len(contenders)
+        for contender in (*contenders[turn:], *contenders[:turn]):
+            nonce = next(_nonces)
+            await pair.source.ask(speech.Stamp(case=case, nonce=nonce), speech.Done)
+            samples = await contender.move(case, count, window)
+            found.by_contender[contender.name].append(Round(samples, window))
+            if contender.moves_runs:
+                check = speech.Check(case=case, nonce=nonce, slots=min(count, case.slots))
+                await _check(pair, contender, check)
+    return found
+
+
+async def prove(pair: Pair, case: Case, contenders: Sequence[Contender], window: int) -> None:
+    """Have each contender move every slot onto wiped memory, and compare every byte."""
+    amounts: dict[str, int] = {}
+    for contender in contenders:
+        nonce = next(_nonces)
+        await pair.source.ask(speech.Stamp(case=case, nonce=nonce), speech.Done)
+        await pair.sink.ask(speech.Wipe(case=case), speech.Done)
+        samples = await contender.move(case, case.slots, window)
+        amounts[contender.name] = sum(sample.bytes for sample in samples)
+        if contender.moves_runs:
+            check = speech.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
+            await _check(pair, contender, check)
+    if len(set(amounts.values())) > 1:
+        raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
+
+
+async def _check(pair: Pair, contender: Contender, check: speech.Check) -> None:
+    try:
+        await pair.require_right(check)
+    except KvxferdError as error:
+        raise KvxferdError(f"{error.message}; moved by {contender.name}", error.code) from error

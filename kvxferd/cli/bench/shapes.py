@@ -1,0 +1,157 @@
+"""What is moved between what: per-rank caches of known models, deployed on both sides alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from kvxferd.ids import Rank
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy, find_model
+
+Role = Literal["source", "sink"]
+FIRST = Rank(0, 0)
+ROLES: tuple[Role, ...] = ("source", "sink")
+
+# Fewer, and a list of blocks could hardly be anything but contiguous.
+BLOCKS_IN_A_LIST = 8
+
+# A cache of nearly nothing, for requests with very many blocks: what a call costs, not what a byte does.
+_IDS = ModelFacts("ids", 0, (LayerKind.FULL,), ((TokenComponent("latent", 1, 4, is_replicated=True),),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One rank's cache of a model: what a rank of its usual deployment holds."""
+
+    model: str
+    tp: int
+    block_tokens: int
+    title: str
+
+    def facts(self, layers: int, ranks: int) -> ModelFacts:
+        """Return `ranks` such ranks as one model, with its first layers only.
+
+        Heads and state channels are those of one rank of `tp`, times `ranks`; a deployment of it at
+        TP=ranks gives each the same cache.
+        """
+        model = _IDS if self.model == _IDS.name else find_model(self.model)
+
+        def share(count: int) -> int:
+            return max(1, count // self.tp) * ranks
+
+        def of_tokens(part: TokenComponent) -> TokenComponent:
+            return part if part.is_replicated else dataclasses.replace(part, num_heads=share(part.num_heads))
+
+        def of_states(part: StateComponent) -> StateComponent:
+            return dataclasses.replace(part, num_units=share(part.num_units))
+
+        return dataclasses.replace(
+            model,
+            name=f"{model.name} TP{self.tp}",
+            kinds=model.kinds[:layers],
+            num_kv_heads=share(model.num_kv_heads) if model.num_kv_heads else 0,
+            token_arrays=tuple(tuple(map(of_tokens, array)) for array in model.token_arrays),
+            states=tuple(map(of_states, model.states)),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.facts(1 << 20, 1).num_layers
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Attention beside states: all layers or none, as they share their pages."""
+        return bool(self.facts(1 << 20, 1).states)
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-3-70b": Shape("llama-3-70b", 8, 16, "Llama-3-70B, a rank of TP8"),
+    "qwen3-8b": Shape("qwen3-8b", 1, 16, "Qwen3-8B, TP1"),
+    "deepseek-v3": Shape("deepseek-v3", 1, 64, "DeepSeek-V3, MLA"),
+    "mamba2-hybrid": Shape("nemotron-h-8b", 1, 16, "Nemotron-H-8B, Mamba2 and attention"),
+}
+IDS = "ids"
+_BY_NAME = SHAPES | {IDS: Shape(IDS, 1, 16, "64 bytes a block")}
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine that holds one shape, and its twin on the other side."""
+
+    name: str  # new for each pair of engines
+    shape: str
+    layers: int  # all of the model, or a stage's worth for small pulls
+    pool_blocks: int  # ids of every group
+    ranks: int = 1
+
+    def engine(self, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+        """Return spec and layout of every rank of one side's engine."""
+        return _engine(self, role)
+
+    def layout(self, rank: Rank = FIRST) -> RankLayout:
+        """Return one rank's layout: the same on both sides."""
+        return self.engine("source")[rank][1]
+
+    @property
+    def region_bytes(self) -> int:
+        """One rank's memory, on one side."""
+        return self.layout().regions[0].size_bytes
+
+
+@lru_cache(maxsize=16)
+def _engine(deployment: Deployment, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+    shape = _BY_NAME[deployment.shape]
+    ranks = deploy(
+        shape.facts(deployment.layers, deployment.ranks),
+        tp=deployment.ranks,
+        block_tokens=shape.block_tokens,
+        num_blocks=deployment.pool_blocks,
+        engine_id=f"{deployment.name}-{role}",
+    )
+    return {
+        rank: (msgspec.structs.replace(spec, publish_implies_ready=True), layout)
+        for rank, (spec, layout) in ranks.items()
+    }
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What a request takes on one rank, as far as its layout decides."""
+
+    block_bytes: int  # of one id of the attention group, all layers
+    state_bytes: int  # of one request's states, all layers
+    num_state_groups: int
+    block_tokens: int
+
+
+def footprint(layout: RankLayout) -> Footprint:
+    """Return it for a layout with one attention group."""
+    kinds = {group.name: group for group in layout.groups}
+    block_bytes = state_bytes = block_tokens = 0
+    for tensor in layout.tensors:
+        group = kinds[tensor.group]
+        content = tensor.num_units * tensor.content_bytes
+        if group.kind is GroupKind.STATE:
+            state_bytes += content
+        else:
+            block_tokens = group.block_tokens
+            block_bytes += content * (group.block_tokens // tensor.granule_tokens)
+    num_state_groups = sum(group.kind is GroupKind.STATE for group in layout.groups)
+    return Footprint(block_bytes, state_bytes, num_state_groups, block_tokens)
+
+
+def layers_for(shape_name: str, size_bytes: int) -> int:
+    """Return how many layers a rank has for pulls of this size: all, or as many as leave some blocks.
+
+    A block of all layers is 0.6 to 8 MiB. Smaller pulls are taken from fewer layers, as those of a
+    pipeline stage, so that each has about `BLOCKS_IN_A_LIST` blocks.
+    """
+    shape = _BY_NAME[shape_name]
+    if shape.is_hybrid:
+        return shape.num_layers
+    one = Deployment(name="one", shape=shape_name, layers=1, pool_blocks=1)
+    layer_bytes = footprint(one.layout()).block_bytes
+    return max(1, min(shape.num_layers, size_bytes // (BLOCKS_IN_A_LIST * layer_bytes)))

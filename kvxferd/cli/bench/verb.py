@@ -1,0 +1,128 @@
+"""`kvxferd bench`: its flags and its exit code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvxferd.cli.bench.runner import Asked
+
+INTERRUPTED = 130
+
+# Known here so that --help needs neither numpy nor a model; a test holds them to what there is.
+SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
+LIST_NAMES = ("contiguous", "fragmented", "scattered")
+TRANSPORT_NAMES = ("cma", "tcp", "any")
+PLOT_SUFFIXES = (".png", ".svg")
+
+MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:iB)?", re.IGNORECASE)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: ``64K``, ``4M``, ``2GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes, or fail with what is wrong."""
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no size: write 64K, 4M or 2G", param, ctx)
+        size = int(match[1]) * _UNITS[match[2].upper()]
+        if not MIN_SIZE <= size <= MAX_SIZE:
+            self.fail(f"{value!r} is out of range: 64K to 2G", param, ctx)
+        return size
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="The least that fills the summary: under three minutes.")
+@click.option("--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Default: all.")
+@click.option("--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Default: all.")
+@click.option("--size", "sizes", type=Size(), multiple=True, help="64K to 2G. Default: eight sizes between.")
+@click.option(
+    "--in-flight", type=click.IntRange(1, 64), multiple=True, help="Pulls at a time. Default: 1, 8, 64."
+)
+@click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
+@click.option(
+    "--transport",
+    "transports",
+    type=click.Choice(TRANSPORT_NAMES),
+    multiple=True,
+    help="What the movers and the baselines move over. Default: cma, and tcp unless --quick; any is what "
+    "UCX chooses.",
+)
+@click.option(
+    "--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: .png or .svg."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.pass_context
+def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure what a daemon costs against NIXL inside the engine, side by side.
+
+    Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
+    in turn. Everything it started is gone at its end.
+    """
+    asked = _asked(options)
+    if plot is not None:
+        _check_plot(plot)
+    # numpy and asyncio are loaded for the bench alone.
+    from kvxferd.cli.bench.runner import run_bench
+    from kvxferd.cli.showing import console, print_json
+
+    try:
+        result = run_bench(asked, lambda what: click.echo(f"kvxferd: {what}", err=True))
+    except KeyboardInterrupt:
+        click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
+        ctx.exit(INTERRUPTED)
+    if plot is not None:
+        from kvxferd.cli.bench.plot import draw
+
+        draw(result, plot)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(result))
+    else:
+        from kvxferd.cli.bench.report import report
+
+        console().print(report(result))
+
+
+def _asked(options: dict[str, Any]) -> Asked:
+    from kvxferd.cli.bench.cases import Lists
+    from kvxferd.cli.bench.effort import ALL_IN_FLIGHT, ALL_SIZES, full, quick
+    from kvxferd.cli.bench.runner import Asked
+
+    if options["quick"]:
+        for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
+            if options[name]:
+                raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
+        return Asked(quick(), options["transports"] or ("cma",), is_quick=True)
+    effort = full(
+        options["shapes"] or SHAPE_NAMES,
+        options["sizes"] or ALL_SIZES,
+        tuple(map(Lists, options["lists"] or LIST_NAMES)),
+        options["in_flight"] or ALL_IN_FLIGHT,
+        options["rounds"] or 7,
+    )
+    if not effort.pulls:
+        raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
+    return Asked(effort, options["transports"] or ("cma", "tcp"), is_quick=False)
+
+
+def _check_plot(path: Path) -> None:
+    """Find out before anything is measured that nothing could be drawn."""
+    from importlib.util import find_spec
+
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise click.BadParameter(f"{path.name!r} must end in .png or .svg", param_hint="--plot")
+    if not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {str(path.parent)!r}", param_hint="--plot")
+    if find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'kvxferd[bench]'")
