@@ -12,7 +12,7 @@ from kvxferd.client import Region
 from kvxferd.integrations.vllm.worker import WorkerSide
 
 BACKEND = "kvxferd"
-_CACHE_TAG = "kv_cache"
+CACHE_TAG = "kv_cache"
 
 _watched: dict[WorkerSide, Callable[[], Sequence[Region]]] = {}
 _asleep: set[WorkerSide] = set()
@@ -38,7 +38,7 @@ def fall_asleep() -> None:
 
 def wake_up(tags: Sequence[str] | None) -> None:
     """Register the caches again, if they are among what has woken."""
-    if tags is not None and _CACHE_TAG not in tags:
+    if tags is not None and CACHE_TAG not in tags:
         return
     for side in list(_asleep):
         side.resume(_watched[side]())

@@ -21,6 +21,7 @@ class KvxferdSleepBackend(CuMemBackend):  # type: ignore[misc]
         sleep.wake_up(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Discard tagged memory, once nobody else maps it."""
-        sleep.fall_asleep()
+        """Discard tagged memory; the cache, once nobody else maps it."""
+        if sleep.CACHE_TAG in tags:
+            sleep.fall_asleep()
         super().discard(tags)
