@@ -25,6 +25,10 @@ from kvxferd.wire.ids_stream import IdsAssembly
 
 _LOG = logging.getLogger(__name__)
 
+# The posts of a small pull, its fence word's included, follow one another. What takes longer is
+# a large one's, and the daemon's messages are looked at in between.
+QUICK_S = 300e-6
+
 
 class Mover:
     """One agent, one thread, one daemon at the other end of the stream."""
@@ -76,7 +80,9 @@ class Mover:
         if not (self._attended or self._engine.is_busy):
             return
         began = time.perf_counter()
-        moved = self._engine.step() if self._engine.is_busy else False
+        moved = again = self._engine.step() if self._engine.is_busy else False
+        while again and self._engine.is_busy and time.perf_counter() - began < QUICK_S:
+            again = self._engine.step()
         if not self._engine.num_flights:  # polling a flight drives the library as well
             self._transport.progress()
         if moved:

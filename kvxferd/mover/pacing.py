@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+HOT_S = 5e-6
 SPIN_S = 40e-6
 YIELD_S = 200e-6
 MIN_PAUSE_S = 50e-6
@@ -40,7 +41,9 @@ class Pacer:
         idle = time.perf_counter() - self._moved_at
         self._has_paused = idle >= YIELD_S
         if idle < YIELD_S:
-            if idle > SPIN_S or self._is_crowded():
+            # Right after something happened more is likely to be there: whoever gave the core away
+            # then would have it back after somebody else's turn.
+            if idle > SPIN_S or (idle > HOT_S and self._is_crowded()):
                 os.sched_yield()
             return 0.0
         unread = ATTENDING_PAUSE_S if idle < 1.0 else RESTING_PAUSE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxferd.plan import Runs
 
@@ -20,7 +21,9 @@ class Slicer:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
         self._runs = _cut(runs)
-        self._cost = np.cumsum(self._runs.length + np.uint64(DESCRIPTOR_COST_BYTES))
+        # Most pulls are one slice: what each of its runs costs need not be known.
+        self._total = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
+        self._cost: npt.NDArray[np.uint64] | None = None
         self._next = 0
 
     @property
@@ -31,6 +34,11 @@ class Slicer:
     def take(self, budget_bytes: int) -> Runs:
         """Return the next slice; at least one descriptor."""
         start = self._next
+        if not start and self._total <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
+            self._next = len(self._runs.length)
+            return self._runs
+        if self._cost is None:
+            self._cost = np.cumsum(self._runs.length + np.uint64(DESCRIPTOR_COST_BYTES))
         spent = int(self._cost[start - 1]) if start else 0
         stop = int(np.searchsorted(self._cost, np.uint64(spent + budget_bytes), side="right"))
         stop = max(start + 1, min(stop, start + MAX_DESCRIPTORS))
