@@ -3,8 +3,12 @@
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     HandshakeRecord,
+    LanesRecord,
+    LanesSnapshot,
     NodeSnapshot,
     PeerSnapshot,
+    PlacementRecord,
+    PlacementSnapshot,
     PullRecord,
     PullSnapshot,
     RankSnapshot,
@@ -35,10 +39,26 @@ PEER = Endpoint("tcp://10.0.0.2:9441")
 
 
 def rank_snapshot(rank: Rank, state: str = "ready") -> RankSnapshot:
-    """A rank of 3 MiB over layers 0 to 16."""
+    """A rank of 3 MiB over layers 0 to 16; a ready one is read by CMA, and over TCP by one of its node."""
     agent = AgentName(f"boot-a/{rank}")
+    is_ready = state == "ready"
     return RankSnapshot(
-        rank=rank, state=state, agent=agent, library="nixl 1.5.1", bytes=3 << 20, layers=(0, 16)
+        rank=rank,
+        state=state,
+        agent=agent,
+        library="nixl 1.5.1",
+        bytes=3 << 20,
+        layers=(0, 16),
+        placement=PlacementSnapshot(kind="direct", proved=True, why="", lanes="cma", gigabytes_per_s=4.75)
+        if is_ready
+        else None,
+        lanes=(_lanes("itself", "cma/memory"), _lanes("node", "tcp/lo")) if is_ready else (),
+    )
+
+
+def _lanes(reach: str, transport: str) -> LanesSnapshot:
+    return LanesSnapshot(
+        reach=reach, transports=(transport,), lanes=transport.partition("/")[0], slow=reach == "node"
     )
 
 
@@ -138,6 +158,16 @@ def records() -> list[Record]:
         pull_record(),
         pull_record("failed", Code.LEASE_EXPIRED),
         ReleaseRecord(transfer_id=TransferId("req-5"), engine_id=SINK, why=Code.COMPLETED, held_s=1.5),
+        PlacementRecord(
+            engine_id=SINK,
+            rank=Rank(0, 1),
+            placement="direct",
+            proved=True,
+            why="",
+            lanes="cma",
+            gigabytes_per_s=4.75,
+        ),
+        LanesRecord(engine_id=SINK, rank=Rank(0, 1), reach="node", lanes="tcp", slow=True),
     ]
 
 

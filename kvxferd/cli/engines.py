@@ -7,7 +7,7 @@ import msgspec
 
 from kvxferd.cli.asking import Daemon, asks_daemon
 from kvxferd.cli.showing import in_bytes, json_option, print_json, print_table
-from kvxferd.core.snapshot import EngineSnapshot
+from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
@@ -38,14 +38,32 @@ def engines(daemon: Daemon, as_json: bool) -> None:
     )
     print_table(
         "Ranks",
-        ("engine", "rank", "state", "layers", "memory", "library", "agent"),
+        ("engine", "rank", "state", "layers", "memory", "placement", "lanes", "GB/s", "library", "agent"),
         (
-            (e.engine_id, r.rank, r.state, f"{r.layers[0]}-{r.layers[1] - 1}", in_bytes(r.bytes), r.library,
-             r.agent or "")
+            (e.engine_id, r.rank, r.state, f"{r.layers[0]}-{r.layers[1] - 1}", in_bytes(r.bytes),
+             _kind(r), _lanes(r), _speed(r), r.library, r.agent or "")
             for e in local
             for r in e.ranks
         ),
     )  # fmt: skip
+
+
+def _kind(rank: RankSnapshot) -> str:
+    found = rank.placement
+    if found is None:
+        return ""
+    return found.kind if found.proved else f"{found.kind}, not proved"
+
+
+def _lanes(rank: RankSnapshot) -> str:
+    """By what the mover has connected: to itself, to others of its node, to other nodes."""
+    return "; ".join(
+        f"{lanes.reach}: {lanes.lanes}{' (slow)' if lanes.slow else ''}" for lanes in rank.lanes
+    ) or (rank.placement.lanes if rank.placement is not None else "")
+
+
+def _speed(rank: RankSnapshot) -> str:
+    return f"{rank.placement.gigabytes_per_s:.3g}" if rank.placement and rank.placement.proved else ""
 
 
 def _trouble(engine: EngineSnapshot) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import click
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from kvxferd.cli.asking import Daemon, asks_daemon
 from kvxferd.cli.showing import console, in_bytes, json_option, plain, print_json
-from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
@@ -39,11 +40,22 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
         *(("warning", warning) for warning in answer["warnings"]),
         ("engines", f"{len(node.engines)}, {readable} readable"),
         ("ranks", f"{len(ranks)}, {in_bytes(sum(rank.bytes for rank in ranks))}"),
+        ("placements", _placements(ranks)),
         ("sessions", str(node.num_sessions)),
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
         ("transfers", f"{len(node.transfers)} held, {sum(t.num_grants for t in node.transfers)} grants"),
         ("pulls", f"{len(node.pulls)} running, {node.num_quarantined} quarantined"),
     ]
+
+
+def _placements(ranks: list[RankSnapshot]) -> str:
+    """How many ranks are reached in which way: ``2 direct over cma``."""
+    ways: Counter[str] = Counter()
+    for rank in ranks:
+        if (found := rank.placement) is not None:
+            way = f"{found.kind} over {found.lanes}" if found.lanes else found.kind
+            ways[way if found.proved else f"{way}, not proved"] += 1
+    return "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "none"
 
 
 def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:

@@ -9,6 +9,7 @@ import structlog
 
 from kvxferd.config import Config
 from kvxferd.control.keys import warnings_of
+from kvxferd.control.placements import placement_warnings
 from kvxferd.core.events import Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -67,7 +68,7 @@ class Desk:
 
     def warnings(self) -> list[str]:
         """What an operator should mend although the node works."""
-        return warnings_of(self._config.peer)
+        return [*warnings_of(self._config.peer), *placement_warnings(self._node.snapshot())]
 
     def history(self) -> list[Record]:
         """What ended last, oldest first."""

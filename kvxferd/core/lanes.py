@@ -18,8 +18,8 @@ _CONNECTED = re.compile(r"(?:^|\s)(?P<reach>self|intra-node|inter-node) cfg#\d+ 
 _GROUP = re.compile(r"(?P<use>\w+)\((?P<transports>[^)]*)\)")
 # Of what these groups hold, reads of data go over the best; the others are for connecting and watching.
 _NOT_DATA = frozenset({"ka", "cm"})
-_REACH = {"self": "itself", "intra-node": "node", "inter-node": "network"}
-REACHES = tuple(_REACH.values())
+ITSELF, NODE, NETWORK = REACHES = ("itself", "node", "network")
+_REACH = {"self": ITSELF, "intra-node": NODE, "inter-node": NETWORK}
 
 _SLOW = "tcp"
 # With these the bytes of a read are copied once, from process to process, or not by a processor at all.
@@ -70,6 +70,14 @@ def for_data(transports: tuple[str, ...]) -> str:
     fast = [t for t in transports if _kind(t) not in {_SLOW, *_SHARED_QUEUES}]
     names = [_kind(t) if t.endswith("/memory") else t for t in fast]
     return ", ".join(dict.fromkeys(names)) or (_SLOW if transports else "")
+
+
+def slow_ones(all_lanes: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+    """Return those of a mover's connections that are TCP to a process of its own machine, and need not be."""
+    itself = next((lanes.transports for lanes in all_lanes if lanes.reach == ITSELF), ())
+    return tuple(
+        lanes for lanes in all_lanes if lanes.reach == NODE and is_slow_on_node(itself, lanes.transports)
+    )
 
 
 def is_slow_on_node(itself: tuple[str, ...], node: tuple[str, ...]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
+
+from kvxferd.core.lanes import UcxLine, parse_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -15,8 +18,9 @@ MAX_LINE_BYTES = 4 << 10  # a traceback's line; what is longer is cut, what neve
 class Complaints:
     """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
 
-    def __init__(self, pipe: int) -> None:
-        """Take over the reading end."""
+    def __init__(self, pipe: int, on_ucx: Callable[[UcxLine], None]) -> None:
+        """Take over the reading end. `on_ucx` gets what UCX says for our information; the rest is logged."""
+        self._on_ucx = on_ucx
         os.set_blocking(pipe, False)
         self._pipe = pipe
         self._rest = b""
@@ -36,7 +40,11 @@ class Complaints:
             self.close()
 
     def _log(self, line: bytes) -> None:
-        if text := line[:MAX_LINE_BYTES].decode(errors="replace").strip():
+        text = line[:MAX_LINE_BYTES].decode(errors="replace").strip()
+        said = parse_line(text)
+        if said is not None and said.level == "INFO":
+            self._on_ucx(said)
+        elif text:
             _LOG.warning("%s", text)
 
     def drain(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
+from kvxferd.core.lanes import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.link import Link, duplicates
@@ -30,7 +31,7 @@ class ParentProcess:
     """One run of `kvxferd.mover.parent`.
 
     `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
-    `on_exit` comes once, after the last of them.
+    `on_exit` comes once, after the last of them. `on_ucx`: what UCX says in any of its processes.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ParentProcess:
         lock_fd: int | None,
         on_said: Callable[[Said, int], None],
         on_exit: Callable[[], None],
+        on_ucx: Callable[[UcxLine], None],
     ) -> None:
         self._on_said = on_said
         self._on_exit = on_exit
@@ -53,7 +55,7 @@ class ParentProcess:
                 self._stream.close()
                 raise
         assert self._process.stderr is not None
-        self._complaints = Complaints(os.dup(self._process.stderr.fileno()))
+        self._complaints = Complaints(os.dup(self._process.stderr.fileno()), on_ucx)
         self._process.stderr.close()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._stream.fileno(), self._read)

@@ -143,6 +143,8 @@ def main() -> None:
     )
     prepare_thread("kvxferd-parent")
     make_directory()
+    if "UCX_LOG_FILE" not in os.environ:
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
     control = Link(socket.socket(fileno=given.control_fd))
     try:
         keep = () if given.lock_fd is None else (given.lock_fd,)

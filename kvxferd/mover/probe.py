@@ -23,6 +23,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport import Kinds, Place, ReadHandle, Span, Transport, TransportError
 from kvxferd.plan import Runs
+from kvxferd.wire.common import Placement
 
 SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
 TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
@@ -136,6 +137,12 @@ class DeviceSamples:
     def close(self) -> None:
         self._driver.free_host(self._window)
         self._driver.close_stream(self._stream)
+
+
+def placement_of(kind: str, proof: Proof) -> Placement:
+    """Return what the daemon is told of a proof."""
+    lanes = "tcp" if proof.over_tcp else ""  # what else it is, UCX says to whoever reads its log
+    return Placement(kind, proof.why, lanes, float(f"{proof.gigabytes_per_s:.3g}"))
 
 
 def _rounded(size: int, granularity: int) -> int:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 from prometheus_client.core import GaugeMetricFamily
 
-from kvxferd.core.snapshot import PHASES, EngineSnapshot, NodeSnapshot
+from kvxferd.core.lanes import REACHES
+from kvxferd.core.snapshot import PHASES, EngineSnapshot, NodeSnapshot, RankSnapshot
 
 RANK_STATES = ("mapping", "ready", "suspended", "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("greeting", "up", "silent")
+PLACEMENTS = ("direct", "resident", "staged")
+# RDMA; a GPU's own ways; one copy from process to process; TCP.
+LANE_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")
 TRANSFER_STATES = ("writing", "readable", "granted")
 
 
@@ -23,6 +28,8 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
         "kvxferd_engines", "Local engines.", "state", ENGINE_STATES, Counter(map(engine_state, node.engines))
     )
     yield _by("kvxferd_registered_ranks", "Ranks of local engines.", "state", RANK_STATES, _states(ranks))
+    yield _placements(ranks)
+    yield _lanes(ranks)
     yield _single("kvxferd_registered_bytes", "Memory of those ranks.", sum(rank.bytes for rank in ranks))
     yield _by("kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _states(node.peers))
     yield _by(
@@ -44,6 +51,43 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     )
     yield _single("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
     yield _single("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
+
+
+def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        "kvxferd_rank_placements",
+        "Bound ranks, by how their memory is reached.",
+        labels=["placement", "proved"],
+    )
+    counts = Counter((p.kind, p.proved) for rank in ranks if (p := rank.placement) is not None)
+    for kind, proved in product(PLACEMENTS, (True, False)):
+        family.add_metric([kind, "yes" if proved else "no"], counts[kind, proved])
+    return family
+
+
+def _lanes(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
+    """Device names are no labels: they would tell nodes apart, not what is wrong with one."""
+    family = GaugeMetricFamily(
+        "kvxferd_rank_lanes", "Ranks whose movers have connected so, and by what.", labels=["reach", "lanes"]
+    )
+    counts = Counter(
+        pair for rank in ranks for pair in {(lanes.reach, lane_class(lanes.lanes)) for lanes in rank.lanes}
+    )
+    for reach, name in product(REACHES, LANE_CLASSES):
+        family.add_metric([reach, name], counts[reach, name])
+    return family
+
+
+def lane_class(lanes: str) -> str:
+    """Return which of `LANE_CLASSES` the transports are of; the one that says most, where they are mixed."""
+    kinds = {name.partition("/")[0].partition("_")[0] for name in lanes.split(", ")}
+    if kinds & {"rc", "dc", "ud", "srd", "gga"}:
+        return "rdma"
+    if lanes == "tcp":
+        return "tcp"
+    if kinds & {"cma", "xpmem", "knem"} and len(kinds) == 1:
+        return "copy"
+    return "gpu" if kinds & {"cuda", "rocm", "gdr", "ze"} else "other"
 
 
 def engine_state(engine: EngineSnapshot) -> str:

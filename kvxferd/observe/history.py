@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord, TopologyRecord
+from kvxferd.core.snapshot import (
+    HandshakeRecord,
+    LanesRecord,
+    PlacementRecord,
+    PullRecord,
+    Record,
+    ReleaseRecord,
+    TopologyRecord,
+)
 
 # A record is under 1 KiB, so this is 1 MiB at most: some minutes of a busy node.
 MAX_RECORDS = 1024
@@ -17,6 +25,8 @@ _KINDS: dict[str, type[Record]] = {
     "handshake": HandshakeRecord,
     "release": ReleaseRecord,
     "topology": TopologyRecord,
+    "placement": PlacementRecord,
+    "lanes": LanesRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -37,7 +47,7 @@ class History:
 
 
 def kind_of(record: Record) -> str:
-    """Return "pull", "handshake", "release" or "topology"."""
+    """Return "pull", "handshake", "release", "topology", "placement" or "lanes"."""
     return _NAMES[type(record)]
 
 

@@ -9,7 +9,22 @@ from typing import Any, TextIO, assert_never
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord, TopologyRecord
+from kvxferd.core.snapshot import (
+    HandshakeRecord,
+    LanesRecord,
+    PlacementRecord,
+    PullRecord,
+    Record,
+    ReleaseRecord,
+    TopologyRecord,
+)
+
+# Said in the log, by `kvxferd status` and by `/readyz`.
+SLOW_ON_NODE = (
+    "data between two processes of this node goes over TCP, though this kernel could copy it directly: the "
+    "other daemon, or a worker's own mover, is of another user or PID namespace; run one daemon per node, or "
+    "both as one user and, in containers, with hostPID"
+)
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -80,8 +95,33 @@ def log_record(record: Record) -> None:
             log.info(
                 "topology", sink=record.sink, rank=str(record.rank), source=record.source, text=record.text
             )
+        case PlacementRecord():
+            write = log.info if record.proved else log.warning
+            write("placement", **_placement_fields(record))
+        case LanesRecord():
+            write = log.warning if record.slow else log.info
+            write(
+                "connected",
+                engine=record.engine_id,
+                rank=str(record.rank),
+                reach=record.reach,
+                lanes=record.lanes,
+                **_unless_empty("message", SLOW_ON_NODE if record.slow else ""),
+            )
         case _:
             assert_never(record)
+
+
+def _placement_fields(record: PlacementRecord) -> dict[str, object]:
+    return {
+        "engine": record.engine_id,
+        "rank": str(record.rank),
+        "placement": record.placement,
+        "proved": record.proved,
+        **_unless_empty("why", record.why),
+        **_unless_empty("lanes", record.lanes),
+        "gigabytes_per_s": record.gigabytes_per_s,
+    }
 
 
 def _pull_fields(record: PullRecord) -> dict[str, object]:

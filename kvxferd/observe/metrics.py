@@ -17,7 +17,9 @@ import kvxferd
 from kvxferd.core.snapshot import (
     PHASES,
     HandshakeRecord,
+    LanesRecord,
     NodeSnapshot,
+    PlacementRecord,
     PullRecord,
     Record,
     ReleaseRecord,
@@ -32,6 +34,9 @@ PULL_BUCKETS_S = (
 )
 # From a prompt read at once to `transfer.max_hold_s`.
 HELD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# From TCP on a busy machine to the memory of a GPU.
+SPEED_BUCKETS = (0.1e9, 0.3e9, 1e9, 3e9, 10e9, 30e9, 100e9, 300e9, 1e12, 3e12)
 
 NO_CODE = "none"  # the code of a pull that needs none
 
@@ -90,6 +95,10 @@ class Metrics:
             "kvxferd_transfer_held_seconds", "From a publish to its release.",
             buckets=HELD_BUCKETS_S, registry=registry,
         )  # fmt: skip
+        self._probe_speed = Histogram(
+            "kvxferd_probe_bytes_per_second", "Speed of the read that proved a rank's memory.", ["placement"],
+            buckets=SPEED_BUCKETS, registry=registry,
+        )  # fmt: skip
         build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
         build.labels(kvxferd.__version__).set(1)
         registry.register(SnapshotCollector(snapshot))
@@ -109,6 +118,11 @@ class Metrics:
                 self._held_seconds.observe(record.held_s)
             case TopologyRecord():
                 pass  # once for each rank and remote engine: it is for the log
+            case PlacementRecord():
+                if record.proved:
+                    self._probe_speed.labels(record.placement).observe(record.gigabytes_per_s * 1e9)
+            case LanesRecord():
+                pass  # a gauge
             case _:
                 assert_never(record)
 

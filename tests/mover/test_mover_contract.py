@@ -208,6 +208,18 @@ def test_many_stretches_in_one_read(world: World) -> None:
         assert world.bytes[start : start + 64] == content[PAGE - 64 - start : PAGE - start]
 
 
+def test_an_agent_reads_its_own_memory_without_loading_itself(world: World) -> None:
+    with mmap.mmap(-1, PAGE) as page:
+        anchor = ctypes.c_char.from_buffer(page)
+        own = Span(ctypes.addressof(anchor), PAGE)
+        del anchor
+        page[:5] = b"mine!"
+        world.transport.register(own)
+        world.read(world.transport.agent, (7, own.address, 5))
+        world.transport.deregister(own)
+    assert world.bytes[:12] == bytes(7) + b"mine!"
+
+
 def test_only_described_memory_is_readable(world: World) -> None:
     peer = world.peer()
     first, second = peer.allocate(PAGE), peer.allocate(PAGE)

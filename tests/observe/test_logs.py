@@ -5,11 +5,13 @@ import json
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import structlog
 from samples import pull_record, records
 
 from kvxferd.config import LogConfig
+from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
 from kvxferd.observe.logs import configure_logs, log_record
 
@@ -34,7 +36,7 @@ def test_one_json_line_for_each_record() -> None:
     configure_logs(LogConfig(format="auto"), stream)  # not a terminal: JSON
     for record in records():
         log_record(record)
-    handshake, pull, failed, release = lines(stream)
+    handshake, pull, failed, release, placement, connected = lines(stream)
     assert handshake["event"] == "handshake"
     assert handshake["ranks"] == 8
     assert pull["transfer"] == "req-0"
@@ -46,6 +48,21 @@ def test_one_json_line_for_each_record() -> None:
     assert failed["code"] == "lease-expired"
     assert failed["message"] == "cannot pull"
     assert release["why"] == "completed"
+    assert (placement["event"], placement["level"]) == ("placement", "info")
+    assert (placement["placement"], placement["lanes"]) == ("direct", "cma")
+    assert placement["gigabytes_per_s"] == 4.75
+    assert "why" not in placement
+    assert (connected["event"], connected["level"], connected["lanes"]) == ("connected", "warning", "tcp")
+    assert "hostPID" in str(connected["message"])
+
+
+def test_memory_that_is_not_proved_is_a_warning():
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="json"), stream)
+    record = next(record for record in records() if isinstance(record, PlacementRecord))
+    log_record(msgspec.structs.replace(record, proved=False, why="a read brought other bytes"))
+    (line,) = lines(stream)
+    assert (line["level"], line["why"]) == ("warning", "a read brought other bytes")
 
 
 def test_a_quiet_level_keeps_failures() -> None:

@@ -10,7 +10,7 @@ from samples import node_snapshot, pull_record, records
 
 from kvxferd.core.snapshot import PHASES, NodeSnapshot
 from kvxferd.errors import Code
-from kvxferd.observe.gauges import engine_state
+from kvxferd.observe.gauges import engine_state, lane_class
 from kvxferd.observe.metrics import Metrics
 
 OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
@@ -39,6 +39,7 @@ def test_what_ended_is_counted() -> None:
     assert got["kvxferd_releases_total{why=completed}"] == 1
     assert got["kvxferd_transfer_held_seconds_sum"] == pytest.approx(1.5)
     assert got["kvxferd_pull_seconds_count{outcome=delivered}"] == 1
+    assert got["kvxferd_probe_bytes_per_second_sum{placement=direct}"] == pytest.approx(4.75e9)
     assert got["kvxferd_pull_phase_seconds_sum{phase=wire}"] == pytest.approx(0.02)
     assert got["kvxferd_pull_phase_seconds_count{phase=ack}"] == 0
 
@@ -55,6 +56,11 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     assert got["kvxferd_registered_ranks{state=mapping}"] == 1
     assert got["kvxferd_registered_ranks{state=suspended}"] == 0
     assert got["kvxferd_registered_bytes"] == 9 << 20
+    assert got["kvxferd_rank_placements{placement=direct}{proved=yes}"] == 2
+    assert got["kvxferd_rank_placements{placement=staged}{proved=no}"] == 0
+    assert got["kvxferd_rank_lanes{lanes=copy}{reach=itself}"] == 2
+    assert got["kvxferd_rank_lanes{lanes=tcp}{reach=node}"] == 2
+    assert got["kvxferd_rank_lanes{lanes=rdma}{reach=network}"] == 0
     assert got["kvxferd_engines{state=readable}"] == 1
     assert got["kvxferd_engines{state=incomplete}"] == 1
     assert got["kvxferd_peers{state=up}"] == 1
@@ -69,6 +75,22 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     assert got["kvxferd_draining"] == 0
     now["draining"] = True
     assert samples_of(metrics)["kvxferd_draining"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lanes", "wanted"),
+    [
+        ("tcp", "tcp"),
+        ("cma", "copy"),
+        ("xpmem", "copy"),
+        ("rc_mlx5/mlx5_0:1, rc_mlx5/mlx5_1:1", "rdma"),
+        ("cma, rc_mlx5/mlx5_0:1", "rdma"),
+        ("cma, cuda_ipc/cuda", "gpu"),
+        ("new_thing/x", "other"),
+    ],
+)
+def test_transports_are_of_few_classes(lanes: str, wanted: str) -> None:
+    assert lane_class(lanes) == wanted
 
 
 def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:
