@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
 from completions import RequestFailed, complete, decode, prefill, prompt_of
 from engines import Engine, Served, kvxferd_connector, nixl_connector

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from completions import Completion, complete, decode, prefill
+from completions import ASK_FOR_PREFILL, Completion, complete
 from engines import Engine, Served, kvxferd_connector, wait_until
 from fleet import DaemonUnderTest, Fleet
 
@@ -74,6 +74,11 @@ class Nodes:
         for node in (self.prefill, self.decode):
             wait_until(lambda node=node: node.is_ready, f"{node.directory.name} ready", SETTLE_S)
 
+    def kill(self, node: DaemonUnderTest) -> None:
+        """End a daemon as nothing can prevent; its movers go by themselves."""
+        node.process.kill()
+        node.process.wait(20)
+
     def producer(self, model: Path, **served: Any) -> Served:
         """A prefill engine at its daemon."""
         connector = kvxferd_connector(self.prefill.worker_socket, "kv_producer", lease_s=LEASE_S)
@@ -88,6 +93,10 @@ class Nodes:
         """What both say of transfers and pulls that have not ended."""
         return {n.directory.name: n.control.get("/v1/transfers") for n in (self.prefill, self.decode)}
 
+    def what_moves(self) -> str:
+        """The same in words, with what the decode node's daemon has logged last."""
+        return f"{json.dumps(self.transfers())}; {self.decode.log.read_text()[-1500:]}"
+
     def num_pulls(self) -> int:
         """Pulls at the decode node that have not ended."""
         return len(self.decode.control.get("/v1/transfers")["pulls"])
@@ -100,8 +109,9 @@ class Nodes:
 def through(
     prefill_engine: Engine, decode_engine: Engine, prompt: Sequence[int], max_tokens: int = 12
 ) -> Completion:
-    """One request as a router sends it."""
-    return decode(decode_engine.url, prompt, prefill(prefill_engine.url, prompt), max_tokens)
+    """One request as a router sends it, with whatever the prefill engine named, nothing included."""
+    answer = complete(prefill_engine.url, prompt, 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
+    return complete(decode_engine.url, prompt, max_tokens, kv_transfer_params=answer.kv_transfer_params)
 
 
 def num_external_tokens(engine: Engine) -> int:

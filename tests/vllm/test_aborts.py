@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from completions import ASK_FOR_PREFILL, Asked, prefill
+from completions import ASK_FOR_PREFILL, Asked, RequestFailed, decode, prefill
 from conftest import Llama
 from engines import Engine, wait_until
 from router_process import RouterProcess
+from signals import stopped
 from site_under_test import through
 
 NewPrompt = Callable[[int], list[int]]
-
-
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """The processes do nothing inside the block."""
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def is_working_on(engine: Engine, num_requests: int) -> bool:
@@ -65,7 +50,7 @@ def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
     params = prefill(llama.prefill.url, prompt)
     with stopped(llama.nodes.prefill.movers()):
         asked = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
-        wait_until(lambda: llama.nodes.num_pulls() == 1, "the pull runs")
+        wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
         asked.hang_up()
         wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
 
@@ -78,7 +63,7 @@ def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_pr
             Asked(llama.decode.url, p, 12, kv_transfer_params=kv)
             for p, kv in zip(prompts, params, strict=True)
         ]
-        wait_until(lambda: llama.nodes.num_pulls() == len(prompts), "all pulls are known")
+        wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
         asked[1].hang_up()
         wait_until(lambda: is_working_on(llama.decode, 3), "the decode engine noticed")
     for number in (0, 2, 3):
@@ -104,8 +89,6 @@ def test_through_a_router(llama: Llama, new_prompt: NewPrompt, router: RouterPro
 def test_a_request_that_the_decode_engine_refuses(llama: Llama, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(250)
     params: dict[str, Any] = prefill(llama.prefill.url, prompt)
-    from completions import RequestFailed, decode
-
     with pytest.raises(RequestFailed) as refusal:
         decode(llama.decode.url, prompt, params, max_tokens=5000)  # more than the model's length
     assert refusal.value.status == 400
