@@ -1,0 +1,175 @@
+"""Adopting the pages of torch's own tensors. What could take the process down happens in children."""
+
+import ctypes
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.memory import map_memfd
+from kvxferd.memory.adopt import Adopted, adopt
+
+MIB = 1 << 20
+
+
+def pages_around(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = tensor.data_ptr() + tensor.untyped_storage().nbytes()
+    return start, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - start
+
+
+def adopt_tensor(tensor: torch.Tensor) -> Adopted:
+    address, size = pages_around(tensor)
+    return adopt(address, size, allocated_at=tensor.untyped_storage().data_ptr())
+
+
+@pytest.fixture
+def numbers() -> torch.Tensor:
+    return torch.arange(5 * MIB, dtype=torch.int64)  # 40 MiB: three steps, the last one short
+
+
+@pytest.fixture
+def adopted(numbers: torch.Tensor) -> Iterator[Adopted]:
+    found = adopt_tensor(numbers)
+    yield found
+    found.memory.close()
+
+
+def mappings_named(name: str) -> list[str]:
+    with open("/proc/self/maps") as lines:
+        return [line for line in lines if name in line]
+
+
+class TestAdopted:
+    def test_content_and_addresses_stay(self, numbers: torch.Tensor) -> None:
+        address = numbers.data_ptr()
+        adopt_tensor(numbers).memory.close()
+        assert numbers.data_ptr() == address
+        assert torch.equal(numbers, torch.arange(5 * MIB, dtype=torch.int64))
+
+    def test_what_another_mapping_writes_is_seen_and_the_other_way_round(
+        self, numbers: torch.Tensor, adopted: Adopted
+    ) -> None:
+        other = map_memfd(adopted.memory.fd, adopted.memory.size_bytes)
+        lead = numbers.data_ptr() - pages_around(numbers)[0] + adopted.offset
+        view = other.view()
+        view[lead + 8 : lead + 16] = (-7).to_bytes(8, "little", signed=True)
+        numbers[3 * MIB] = 77
+        assert numbers[1] == -7
+        assert view[lead + 24 * MIB] == 77
+        view.release()
+        other.unmap()
+
+    def test_another_process_writes_it(self, numbers: torch.Tensor, adopted: Adopted) -> None:
+        lead = numbers.data_ptr() - pages_around(numbers)[0] + adopted.offset
+        code = f"import os; os.pwrite({adopted.memory.fd}, b'\\x2a' + bytes(7), {lead + 8 * 99})"
+        subprocess.run([sys.executable, "-c", code], pass_fds=[adopted.memory.fd], check=True)
+        assert numbers[99] == 42
+
+    def test_the_memory_is_sealed_against_shrinking(self, adopted: Adopted) -> None:
+        with pytest.raises(PermissionError):
+            os.ftruncate(adopted.memory.fd, mmap.PAGESIZE)
+
+    def test_pages_of_zeros_take_no_memory(self) -> None:
+        zeros = torch.zeros(64 * MIB, dtype=torch.uint8)
+        found = adopt_tensor(zeros)
+        # The header's page, and those of the step that it is in.
+        assert os.fstat(found.memory.fd).st_blocks * 512 <= 16 * MIB
+        assert not zeros.any()
+        found.memory.close()
+
+    def test_freeing_the_tensor_unmaps_it_and_the_descriptor_keeps_the_content(
+        self, numbers: torch.Tensor
+    ) -> None:
+        found = adopt_tensor(numbers)
+        lead = numbers.data_ptr() - pages_around(numbers)[0] + found.offset
+        numbers[5] = 55
+        name = "memfd:kvxferd-adopted (deleted)"
+        view = numbers.view(torch.uint8)
+        assert len(mappings_named(name)) == 2  # the tensor's and the memory's own
+        del view
+        numbers.set_(torch.empty(0, dtype=torch.int64))  # the fixture holds the tensor: let go of the storage
+        gc.collect()
+        assert len(mappings_named(name)) == 1
+        assert os.pread(found.memory.fd, 8, lead + 40) == (55).to_bytes(8, "little")
+        found.memory.close()
+        assert mappings_named(name) == []
+
+
+class TestRefused:
+    def refusal(self, *args: int, **more: int) -> str:
+        with pytest.raises(EngineError) as caught:
+            adopt(*args, **more)
+        assert caught.value.code is Code.REGION_INVALID
+        return caught.value.message
+
+    def test_a_block_of_the_heap(self) -> None:
+        small = torch.ones(1024, dtype=torch.uint8)
+        address, size = pages_around(small)
+        assert "cannot adopt" in self.refusal(address, size, allocated_at=small.data_ptr())
+        assert bool((small == 1).all())
+
+    def test_a_part_of_a_block(self, numbers: torch.Tensor) -> None:
+        address, size = pages_around(numbers)
+        block = numbers.data_ptr()
+        assert "not the whole block" in self.refusal(address, size - 2 * mmap.PAGESIZE, allocated_at=block)
+        assert "not the whole block" in self.refusal(address, size + mmap.PAGESIZE, allocated_at=block)
+
+    def test_the_middle_of_a_block(self, numbers: torch.Tensor) -> None:
+        address, size = pages_around(numbers)
+        why = self.refusal(address, size, allocated_at=numbers.data_ptr() + 4 * MIB)
+        assert "glibc has not mapped it by itself" in why
+
+    def test_memory_that_is_shared_already(self) -> None:
+        shared = torch.zeros(8 * MIB, dtype=torch.uint8).share_memory_()
+        address, size = pages_around(shared)
+        assert "private anonymous memory" in self.refusal(address, size, allocated_at=shared.data_ptr())
+
+    def test_memory_that_was_adopted_before(self, numbers: torch.Tensor, adopted: Adopted) -> None:
+        address, size = pages_around(numbers)
+        assert "private anonymous memory" in self.refusal(address, size, allocated_at=numbers.data_ptr())
+
+    def test_a_mapping_that_nobody_allocated(self) -> None:
+        with mmap.mmap(-1, 8 * MIB) as anonymous:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(anonymous))
+            assert "cannot adopt" in self.refusal(address, 8 * MIB)
+            gc.collect()  # the view of the address
+
+    def test_nothing_is_left_behind_by_a_refusal(self, numbers: torch.Tensor) -> None:
+        address, size = pages_around(numbers)
+        before = len(os.listdir("/proc/self/fd"))
+        self.refusal(address, size - mmap.PAGESIZE * 4, allocated_at=numbers.data_ptr())
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert mappings_named("kvxferd-adopted") == []
+
+    def test_an_allocator_that_is_not_glibcs(self, tmp_path: object) -> None:
+        """A library in front of malloc, as tcmalloc is: its blocks share their mappings."""
+        library = f"{tmp_path}/libother.so"
+        source = (
+            "extern void *__libc_malloc(unsigned long);"
+            "void *malloc(unsigned long size) { return __libc_malloc(size); }"
+        )
+        built = subprocess.run(
+            ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source, text=True, check=False
+        )
+        if built.returncode:
+            pytest.skip("no C compiler to build an allocator with")
+        code = (
+            "import torch; from kvxferd.memory.adopt import adopt\n"
+            "t = torch.ones(8 << 20, dtype=torch.uint8); a = t.data_ptr() // 4096 * 4096\n"
+            "try: adopt(a, (8 << 20) + 4096, allocated_at=t.data_ptr())\n"
+            "except Exception as error: print(error.code, error.message)\n"
+            "assert t.all()"
+        )
+        environ = os.environ | {"LD_PRELOAD": library}
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
+        assert "region-invalid" in ran.stdout
+        assert "libother.so" in ran.stdout
