@@ -72,12 +72,15 @@ class Sources:
     So what lies side by side under a region has descriptors in a row, and regions share what they share.
     """
 
-    def __init__(self, memories: Iterable[Memory]) -> None:
+    def __init__(self, sized: Iterable[tuple[Region, int]]) -> None:
+        """Of regions and their sizes in bytes. Raises EngineError where there are too many."""
         self._memfds: dict[int, int] = {}  # the engine's descriptor: position
         found: dict[tuple[str, Stretch], DeviceMemory] = {}
-        for memory in memories:
+        for region, size_bytes in sized:
+            memory = region.memory
             if isinstance(memory, DeviceMemory):
-                found.update({(memory.device, stretch): memory for stretch in memory.stretches})
+                under = memory.under(region.offset, size_bytes)
+                found.update({(memory.device, stretch): memory for stretch in under})
             elif not isinstance(memory, ResidentMemory):
                 self._memfds.setdefault(memory.fd, len(self._memfds))
         self._allocations = sorted(found.items(), key=lambda item: item[0])
@@ -101,13 +104,12 @@ class Sources:
             )
         if not isinstance(memory, DeviceMemory):
             return RegionExport(region.region, size_bytes, self._memfds[memory.fd], region.offset)
-        start = memory.address + region.offset
-        under = [s for s in memory.stretches if s.base < start + size_bytes and start < s.base + s.size_bytes]
+        under = memory.under(region.offset, size_bytes)
         return RegionExport(
             region.region,
             size_bytes,
             self._positions[memory.device, under[0]],
-            start - under[0].base,
+            memory.address + region.offset - under[0].base,
             kind="vmm",
             device=memory.device,
             pieces=tuple(stretch.size_bytes for stretch in under),
@@ -135,13 +137,11 @@ def export(layout: RankLayout, regions: Regions) -> Exports:
     """
     listed = _listed(regions)
     _check_names(layout, listed)
-    sources = Sources(region.memory for region in listed.values())
-    exported: list[RegionExport] = []
-    for spec in layout.regions:
-        region = listed[spec.region]
-        _check_place(region, spec.size_bytes)
-        exported.append(sources.place(region, spec.size_bytes))
-    return Exports(tuple(exported), sources.open())
+    sized = [(listed[spec.region], spec.size_bytes) for spec in layout.regions]
+    for region, size_bytes in sized:
+        _check_place(region, size_bytes)
+    sources = Sources(sized)
+    return Exports(tuple(sources.place(*region) for region in sized), sources.open())
 
 
 def _listed(regions: Regions) -> dict[RegionId, Region]:

@@ -30,7 +30,7 @@ from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS
-from kvxferd.wire.worker import Farewell, Hello, NewMover, Publish, Register, Resume
+from kvxferd.wire.worker import Farewell, Hello, NewMover, Publish, Register, Resume, Suspended
 
 log = structlog.get_logger()
 
@@ -266,6 +266,10 @@ class WorkerSocket:
         if connection is None or connection.closing or connection.ended:
             close_all(fds)
             return
+        if isinstance(message, Suspended):
+            # A descriptor keeps memory alive, and this message says that nobody but the worker does.
+            close_all(connection.adopted)
+            connection.adopted = ()
         try:
             connection.link.send(encode(message), fds)
         except ProtocolError as error:

@@ -40,6 +40,11 @@ class DeviceMemory:
         storage = tensor.untyped_storage()
         return cls(storage.data_ptr(), storage.nbytes())
 
+    def under(self, offset: int, size_bytes: int) -> list[Stretch]:
+        """Return the physical allocations under a part of the memory, in order of address."""
+        start, end = self.address + offset, self.address + offset + size_bytes
+        return [s for s in self.stretches if s.base < end and start < s.base + s.size_bytes]
+
     def export(self, stretch: Stretch) -> int:
         """Return a descriptor of one physical allocation, to be closed by the caller."""
         with self.driver.on(self.device):

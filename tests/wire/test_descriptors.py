@@ -1,0 +1,58 @@
+"""More descriptors than a frame carries."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.errors import ProtocolError
+from kvxferd.wire.descriptors import EarlyDescriptors, first_of_last, parts_ahead
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
+
+FULL = MAX_FDS_PER_FRAME
+
+
+@pytest.mark.parametrize(
+    ("count", "ahead", "left"),
+    [
+        (0, [], 0),
+        (1, [], 1),
+        (FULL, [], FULL),  # all in the message's own frame
+        (FULL + 1, [FULL], 1),
+        (3 * FULL, [FULL, FULL], FULL),
+    ],
+)
+def test_parts_and_what_is_left_are_all_in_order(count: int, ahead: list[int], left: int) -> None:
+    fds = list(range(count))
+    parts = list(parts_ahead(fds))
+    assert [len(part) for _, part in parts] == ahead
+    assert len(fds[first_of_last(count) :]) == left
+    early = EarlyDescriptors()
+    for message, part in parts:
+        assert early.add(message.first, part) == ()
+    assert [*early.take(), *fds[first_of_last(count) :]] == fds
+    assert early.take() == ()
+
+
+def test_a_new_start_gives_the_old_ones_back() -> None:
+    early = EarlyDescriptors()
+    early.add(0, (5, 6))
+    assert early.add(0, (7,)) == (5, 6)
+    assert early.take() == (7,)
+
+
+@pytest.mark.parametrize(("first", "fds"), [(1, (5,)), (-1, (5,)), (3, (5,)), (2, ())])
+def test_a_gap_or_nothing_at_all_is_refused(first: int, fds: tuple[int, ...]) -> None:
+    early = EarlyDescriptors()
+    early.add(0, (1, 2))
+    with pytest.raises(ProtocolError):
+        early.add(first, fds)
+    assert early.take() == (1, 2)
+
+
+def test_there_is_a_limit() -> None:
+    early = EarlyDescriptors()
+    whole = MAX_DESCRIPTORS_PER_RANK // FULL * FULL
+    for first in range(0, whole, FULL):
+        early.add(first, range(FULL))
+    with pytest.raises(ProtocolError):
+        early.add(whole, range(FULL))
