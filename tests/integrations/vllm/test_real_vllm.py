@@ -1,0 +1,59 @@
+"""The synthetic caches of these tests are vLLM's: its own functions and kernels are asked.
+
+Runs vLLM's interpreter, named by KVXFERD_VLLM_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_caches import CPU, Deployment, Stretch, layer_views
+
+PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not PYTHON, reason="needs vLLM in an environment of its own: KVXFERD_VLLM_PYTHON"),
+]
+NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
+
+
+def ask(*arguments: str) -> Any:
+    assert PYTHON is not None
+    script = Path(__file__).with_name("real_vllm.py")
+    ran = subprocess.run([PYTHON, script, *arguments], capture_output=True, text=True, check=False)
+    (answer,) = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")] or [ran.stderr]
+    return json.loads(answer.removeprefix("ANSWER "))
+
+
+def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
+    found = ask("views")
+    assert len(found) == 8
+    for name, made in found.items():
+        layout, kernel = name.split("/")
+        per_id = 32 // int(kernel)
+        ours = layer_views(layout, (NUM_LAYERS, NUM_BLOCKS * per_id, NUM_HEADS, int(kernel), 2 * HEAD_SIZE))
+        assert made == [[list(v.shape), list(v.stride()), v.storage_offset()] for v in ours], name
+
+
+@pytest.mark.parametrize("block_tokens", [32, 64])
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: int) -> None:
+    found = ask("packing", isa, str(block_tokens))
+    tokens = found["tokens"]
+    numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32) % 30000 + 1
+    key, value = numbers.to(torch.int16).view(2, tokens, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
+    cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, block_tokens, 2 * HEAD_SIZE, dtype=torch.int16)
+    how = Deployment(block_tokens=block_tokens, backend=CPU, isa=isa)
+    for position, block in enumerate([2, 1]):
+        part = range(position * block_tokens, min((position + 1) * block_tokens, tokens))
+        for content, is_value in ((key, False), (value, True)):
+            for view, own in Stretch(block, part).places(cache, how, values=is_value):
+                own.copy_(view(content[:, part.start : part.stop]))
+    assert cache.flatten().tolist() == found["cache"]
