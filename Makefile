@@ -40,7 +40,7 @@ check: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -64,3 +64,25 @@ TRANSFERS ?= 100000
 soak: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos.soak --minutes $(MINUTES) --transfers $(TRANSFERS) \
 		$(if $(SEED),--seed $(SEED))
+
+# Real vLLM engines in an environment of their own, some 4 GB of downloads; not part of `make test`. Whoever has vLLM
+# elsewhere names its interpreter: make test-vllm VLLM_PYTHON=/path/to/python. docs/vllm.md says what runs.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+.PHONY: test-vllm vllm-env
+test-vllm: $(STAMP) $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_STAMP))
+	KVXFERD_VLLM_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/pytest tests/vllm $(PYTEST_FLAGS)
+
+vllm-env: $(VLLM_STAMP)
+
+# The lock is complete, so nothing is resolved. PyPI has no CPU build of torch: its own index is asked where pip's finds none.
+TORCH_FOR_VLLM = $$(grep '^torch==' constraints-vllm.txt)
+VLLM_PIP = $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps
+$(VLLM_STAMP): constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) "$(TORCH_FOR_VLLM)" 2>/dev/null || $(VLLM_PIP) --index-url $(TORCH_INDEX_URL) "$(TORCH_FOR_VLLM)"
+	$(VLLM_PIP) -r constraints-vllm.txt
+	$(VLLM_PIP) -e .
+	@touch $@
