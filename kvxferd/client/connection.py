@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import selectors
@@ -28,6 +29,9 @@ from kvxferd.wire.framing import Frame
 # Seconds between tries to reach a daemon: a restarted one is found within 2 s, and a missing one
 # costs next to nothing. Spread, so that a node's ranks do not come all at once.
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+# Of a request that an engine's thread sends itself. A longer one waits for the other thread: encoding
+# 64 KiB of block ids and handing them to the kernel takes as long as waking it.
+DIRECT_BYTES = 32 << 10
 LIVED_S = 2.0  # a connection that lasted this long starts the tries anew
 
 
@@ -59,6 +63,9 @@ class Connection:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
         self._movers = MoverWatch(self._selector, self._quiet)
         self._link: Link | None = None
+        self._sending = threading.Lock()  # of who sends on the link or closes it; taken after `lock`
+        self._looks_at = 0.0  # when the thread looks at the session by itself
+        self._watching = selectors.EVENT_READ
         self._linked_at = 0.0
         self._tries = 0
         self._retry_at = 0.0
@@ -68,6 +75,33 @@ class Connection:
         self._thread.start()
 
     # --- the engine's threads
+
+    def pass_on(self) -> None:
+        """Have what was queued sent: here if that takes a moment, else by the thread. With the lock held.
+
+        A short request that goes out from the engine's own thread is with the daemon before the
+        other thread would have woken up.
+        """
+        link = self._link
+        if (
+            link is None
+            or self._hang_up
+            or not link.idle
+            or not self.session.has_little_to_say(DIRECT_BYTES)
+            or not self._sending.acquire(blocking=False)
+        ):
+            self.wake()
+            return
+        try:
+            if self._link is link and (outgoing := self.session.next_outgoing(time.monotonic())) is not None:
+                link.send(encode(outgoing.message))
+                link.flush()
+            is_done = link.idle
+        finally:
+            self._sending.release()
+        deadline = self.session.next_deadline()
+        if not is_done or (deadline is not None and deadline < self._looks_at):
+            self.wake()
 
     def wake(self) -> None:
         """Have the thread look at the session. With the lock held."""
@@ -87,7 +121,7 @@ class Connection:
         """Cancel a pull, from any thread."""
         with self.lock:
             self.session.cancel(ticket)
-            self.wake()
+            self.pass_on()
 
     def close(self) -> None:
         """End the session and give everything back. Idempotent; waits for no daemon."""
@@ -132,7 +166,8 @@ class Connection:
             times = [self.session.next_deadline()]
             if self._link is None and self.session.final is None:
                 times.append(self._retry_at)
-        earliest = min((t for t in times if t is not None), default=None)
+            earliest = min((t for t in times if t is not None), default=None)
+            self._looks_at = math.inf if earliest is None else earliest
         return None if earliest is None else max(0.0, earliest - time.monotonic())
 
     def _woken(self) -> None:
@@ -148,7 +183,8 @@ class Connection:
             self._retry_later(now)
             return
         self._linked_at = now
-        self._selector.register(self._link, selectors.EVENT_READ, self._ready)
+        self._watching = selectors.EVENT_READ
+        self._selector.register(self._link, self._watching, self._ready)
         with self.lock:
             self.trouble = None
             self.session.connected(now)
@@ -166,18 +202,26 @@ class Connection:
         link = self._link
         if link is None:
             return
-        link.flush()
-        while link.idle:
+        while not self._send_one(link):
+            pass
+        watching = selectors.EVENT_READ | (0 if link.idle else selectors.EVENT_WRITE)
+        if watching != self._watching:
+            self._watching = watching
+            self._selector.modify(link, watching, self._ready)
+
+    def _send_one(self, link: Link) -> bool:
+        """Hand the kernel what waits, then one message; return whether nothing more can go now."""
+        with ExitStack() as holding:
             with self.lock:
-                outgoing = self.session.next_outgoing(time.monotonic())
-                if outgoing is None:
-                    break
+                holding.enter_context(self._sending)
+                link.flush()
+                outgoing = self.session.next_outgoing(time.monotonic()) if link.idle else None
                 # The session may close its own while these wait for the socket.
-                fds = tuple(os.dup(fd) for fd in outgoing.fds)
-            link.send(encode(outgoing.message), fds)
-            link.flush()
-        writing = 0 if link.idle else selectors.EVENT_WRITE
-        self._selector.modify(link, selectors.EVENT_READ | writing, self._ready)
+                fds = tuple(os.dup(fd) for fd in outgoing.fds) if outgoing is not None else ()
+            if outgoing is not None:
+                link.send(encode(outgoing.message), fds)
+                link.flush()
+        return outgoing is None
 
     def _receive(self, link: Link) -> None:
         try:
@@ -232,8 +276,9 @@ class Connection:
             return
         now = time.monotonic()
         self._selector.unregister(self._link)
-        self._link.close()
-        self._link = None
+        with self._sending:
+            self._link.close()
+            self._link = None
         if now - self._linked_at > LIVED_S:
             self._tries = 0
         self._retry_later(now)
@@ -253,8 +298,9 @@ class Connection:
             self._closing = True
             self.session.close(code, why)
             self.changed.notify_all()
-        if self._link is not None:
-            self._link.close()
+        with self._sending:
+            if self._link is not None:
+                self._link.close()
         self._movers.close()
 
 

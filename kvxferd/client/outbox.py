@@ -72,6 +72,18 @@ class Outbox:
         """Send when the daemon takes requests, in the order queued."""
         self._queue.append(item)
 
+    def is_short(self, most_bytes: int) -> bool:
+        """Whether one item waits, and no more than so many bytes of block ids with it."""
+        if self._now or len(self._queue) != 1:
+            return False
+        match self._queue[0]:
+            case SendPull(number):
+                return self._pulls.num_id_bytes(number) <= most_bytes
+            case SendPublish(transfer_id):
+                return self._publishes.num_id_bytes(transfer_id) <= most_bytes
+            case _:
+                return True
+
     def replay(self, items: Sequence[Item]) -> None:
         """Send these before what is queued."""
         self._queue.extendleft(reversed(items))

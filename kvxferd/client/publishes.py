@@ -89,6 +89,11 @@ class Publishes:
             lease_s=publish.ends_at - now,
         )
 
+    def num_id_bytes(self, transfer_id: TransferId) -> int:
+        """Bytes of block ids of a transfer; 0 once it is released."""
+        publish = self._live.get(transfer_id)
+        return sum(len(one.ids) for one in publish.blocks.values()) if publish is not None else 0
+
     def withdraw(self, transfer_id: TransferId) -> bool:
         """The engine wants its blocks back. Returns whether there is a daemon to ask for them."""
         if transfer_id in self._again:

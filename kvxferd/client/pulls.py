@@ -149,6 +149,11 @@ class Pulls:
             deadline_s=pull.deadline - now,
         )
 
+    def num_id_bytes(self, number: Ticket) -> int:
+        """Bytes of block ids of a pull; 0 once it has ended."""
+        pull = self._live.get(number)
+        return sum(len(one.ids) for one in pull.blocks.values()) if pull is not None else 0
+
     def cancel(self, number: Ticket) -> bool:
         """Return whether the daemon must be told; a pull that it never heard of fails here and now."""
         pull = self._live.get(number)

@@ -62,7 +62,7 @@ class Publisher:
                 lease_s=lease,
                 now=time.monotonic(),
             )
-            self._connection.wake()
+            self._connection.pass_on()
         return ref
 
     def unpublish(self, ref: AnyRef) -> None:
@@ -70,7 +70,7 @@ class Publisher:
         transfer = read_ref(ref)
         with self._connection.lock:
             self._session.unpublish(transfer.transfer_id)
-            self._connection.wake()
+            self._connection.pass_on()
 
     def poll(self) -> list[Event]:
         """Return the events since the last call, oldest first. Never waits, never raises."""
@@ -121,14 +121,14 @@ class RankHandle(Publisher):
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:
             self._session.ready(name, time.monotonic())
-            self._connection.wake()
+            self._connection.pass_on()
 
     def prepare(self, ref: AnyRef) -> None:
         """Say that a pull of this transfer will follow: the daemon shakes hands and plans meanwhile."""
         message = worker.Prepare(ref=read_ref(ref))
         with self._connection.lock:
             self._session.hint(message)
-            self._connection.wake()
+            self._connection.pass_on()
 
     def pull(
         self, ref: AnyRef, blocks: Mapping[str, BlockList], num_tokens: int, deadline_s: float
@@ -147,7 +147,7 @@ class RankHandle(Publisher):
         deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:
             ticket = self._session.pull(source, packed, tokens, deadline, self._connection.cancel)
-            self._connection.wake()
+            self._connection.pass_on()
         return ticket
 
     def abandon(self, ref: AnyRef) -> None:
@@ -155,7 +155,7 @@ class RankHandle(Publisher):
         message = worker.Abandon(ref=read_ref(ref))
         with self._connection.lock:
             self._session.hint(message)
-            self._connection.wake()
+            self._connection.pass_on()
 
     def suspend(self) -> None:
         """Have the daemon let go of the rank's memory. It may be freed only after `Suspended`."""

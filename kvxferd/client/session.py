@@ -117,6 +117,10 @@ class Session:
             times.append(self._publishes.next_deadline())
         return min((t for t in times if t is not None), default=None)
 
+    def has_little_to_say(self, most_bytes: int) -> bool:
+        """Whether what waits for a daemon that is ready is one request, with few block ids."""
+        return self.standing is Standing.READY and self._outbox.is_short(most_bytes)
+
     def next_outgoing(self, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
         return self._outbox.next(self.standing is Standing.READY, self.epoch, now)
