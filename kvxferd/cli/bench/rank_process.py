@@ -229,8 +229,6 @@ class Sitter:
         if isinstance(command, speech.Begin):
             self._rank = RankProcess(command)
             return self._rank.begun
-        if isinstance(command, speech.Now):
-            return speech.Clock(now=time.perf_counter())
         if self._rank is None:
             raise KvxferdError(f"cannot obey {type(command).__name__}: this is no rank yet")
         return _obeyed(self._rank, command)

@@ -110,10 +110,6 @@ class Check(Line, frozen=True, tag="check"):
     whole: bool = False
 
 
-class Now(Line, frozen=True, tag="now"):
-    """Say what time it is."""
-
-
 # --- to a NIXL agent of its own, or a plain copy
 
 
@@ -184,12 +180,6 @@ class Checked(Line, frozen=True, tag="checked"):
     wrong: int
 
 
-class Clock(Line, frozen=True, tag="clock"):
-    """The monotonic clock of this machine."""
-
-    now: float
-
-
 class Attached(Line, frozen=True, tag="attached"):
     """The memory is registered; what a reader needs of it."""
 
@@ -203,10 +193,10 @@ class Broken(Line, frozen=True, tag="broken"):
     message: str
 
 
-ToRank = Begin | Publish | AwaitRelease | Prepare | Abandon | Pull | PullBehind | Stamp | Wipe | Check | Now
+ToRank = Begin | Publish | AwaitRelease | Prepare | Abandon | Pull | PullBehind | Stamp | Wipe | Check
 ToMover = Attach | Meet | MeetMemory | Move | Attend
 Command = ToRank | ToMover
-Reply = Done | Begun | Published | Moved | Checked | Clock | Attached | Broken
+Reply = Done | Begun | Published | Moved | Checked | Attached | Broken
 
 _ENCODER = msgspec.json.Encoder()
 _COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

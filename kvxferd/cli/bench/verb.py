@@ -17,6 +17,7 @@ INTERRUPTED = 130
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
 LIST_NAMES = ("contiguous", "fragmented", "scattered")
 TRANSPORT_NAMES = ("cma", "tcp", "any")
+MEASURE_NAMES = ("latency", "throughput", "calls", "behind", "parallel", "idle", "first")
 PLOT_SUFFIXES = (".png", ".svg")
 
 MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
@@ -42,6 +43,9 @@ class Size(click.ParamType[int]):
 
 @click.command()
 @click.option("--quick", is_flag=True, help="The least that fills the summary: under three minutes.")
+@click.option(
+    "--measure", "measures", type=click.Choice(MEASURE_NAMES), multiple=True, help="Only these. Default: all."
+)
 @click.option("--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Default: all.")
 @click.option("--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Default: all.")
 @click.option("--size", "sizes", type=Size(), multiple=True, help="64K to 2G. Default: eight sizes between.")
@@ -54,20 +58,31 @@ class Size(click.ParamType[int]):
     "transports",
     type=click.Choice(TRANSPORT_NAMES),
     multiple=True,
-    help="What the movers and the baselines move over. Default: cma, and tcp unless --quick; any is what "
-    "UCX chooses.",
+    help="What the movers and the baselines move over. Default: cma, and tcp unless --quick; with --peer "
+    "any, which is what UCX chooses.",
 )
 @click.option(
     "--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: .png or .svg."
 )
+@click.option(
+    "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine: what --serve printed there."
+)
+@click.option(
+    "--serve", metavar="HOST:PORT", default="", help="Be the other machine of a bench. Port 0 takes any."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
-def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: Any) -> None:
+def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, **options: Any) -> None:
     """Measure what a daemon costs against NIXL inside the engine, side by side.
 
     Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
     in turn. Everything it started is gone at its end.
     """
+    if serve:
+        if plot is not None or as_json or any(options.values()):
+            raise click.UsageError("--serve takes no other flag: the other side says what is measured")
+        _serve(ctx, serve)
+        return
     asked = _asked(options)
     if plot is not None:
         _check_plot(plot)
@@ -94,16 +109,31 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: An
         console().print(report(result))
 
 
+def _serve(ctx: click.Context, bind: str) -> None:
+    from kvxferd.cli.bench.serving import serve
+
+    try:
+        serve(bind, lambda what: click.echo(f"kvxferd: {what}", err=True))
+    except KeyboardInterrupt:
+        click.echo("kvxferd: no longer serving; everything that was started is gone", err=True)
+        ctx.exit(INTERRUPTED)
+
+
 def _asked(options: dict[str, Any]) -> Asked:
     from kvxferd.cli.bench.cases import Lists
     from kvxferd.cli.bench.effort import ALL_IN_FLIGHT, ALL_SIZES, full, quick
     from kvxferd.cli.bench.runner import Asked
 
+    peer = options["peer"]
+    if peer and "#" not in peer:
+        raise click.BadParameter("write HOST:PORT#TOKEN, as --serve printed it", param_hint="--peer")
+    measures = frozenset(options["measures"] or MEASURE_NAMES)
     if options["quick"]:
         for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
             if options[name]:
                 raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
-        return Asked(quick(), options["transports"] or ("cma",), is_quick=True)
+        transports = options["transports"] or (("any",) if peer else ("cma",))
+        return Asked(quick(), transports, is_quick=True, measures=measures, peer=peer)
     effort = full(
         options["shapes"] or SHAPE_NAMES,
         options["sizes"] or ALL_SIZES,
@@ -113,7 +143,8 @@ def _asked(options: dict[str, Any]) -> Asked:
     )
     if not effort.pulls:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
-    return Asked(effort, options["transports"] or ("cma", "tcp"), is_quick=False)
+    transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
+    return Asked(effort, transports, is_quick=False, measures=measures, peer=peer)
 
 
 def _check_plot(path: Path) -> None:

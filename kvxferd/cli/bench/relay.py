@@ -1,0 +1,249 @@
+"""The other machine of `--peer`: what is asked of it, and it as a `Host`.
+
+JSON lines over TCP. The first carries the token that `--serve` printed; then each request has a
+number, which its answer repeats. What was started there ends when the connection does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from kvxferd.cli.bench import speech
+from kvxferd.cli.bench.hosts import VERB, Kind, R, read_reply
+from kvxferd.cli.children import LINE_BYTES
+from kvxferd.errors import Code, KvxferdError
+
+VERSION = 1
+CONNECT_S = 10.0
+
+
+class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
+    """Base of requests."""
+
+    number: int = 0
+
+
+class Hello(Wish, frozen=True, tag="hello"):
+    """First on a connection."""
+
+    version: int
+    token: str
+
+
+class StartDaemon(Wish, frozen=True, tag="start-daemon"):
+    """Start a daemon; answered with its socket."""
+
+    environment: dict[str, str]
+
+
+class Spawn(Wish, frozen=True, tag="spawn"):
+    """Start a process."""
+
+    kind: Kind
+    environment: dict[str, str]
+
+
+class Tell(Wish, frozen=True, tag="tell"):
+    """Hand a command to a process; answered with its answer."""
+
+    who: int
+    command: msgspec.Raw
+
+
+class Pause(Wish, frozen=True, tag="pause"):
+    """Keep a process from running, or let it run on."""
+
+    who: int
+    on: bool
+
+
+class Get(Wish, frozen=True, tag="get"):
+    """Ask a daemon's control socket."""
+
+    who: int
+    path: str
+
+
+class End(Wish, frozen=True, tag="end"):
+    """End a process or a daemon."""
+
+    who: int
+
+
+class Granted(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_only=True):
+    """It is done. `who` names what was started."""
+
+    number: int
+    who: int = 0
+    worker_socket: str = ""
+    pid: int = 0
+    value: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Denied(msgspec.Struct, frozen=True, tag_field="t", tag="denied", kw_only=True):
+    """It cannot be done."""
+
+    number: int
+    code: str
+    message: str
+
+
+AnyWish = Hello | StartDaemon | Spawn | Tell | Pause | Get | End
+WISHES: msgspec.json.Decoder[AnyWish] = msgspec.json.Decoder(AnyWish)
+_ANSWERS: msgspec.json.Decoder[Granted | Denied] = msgspec.json.Decoder(Granted | Denied)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``. Raises KvxferdError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) < 1 << 16:
+        raise KvxferdError(f"cannot use {address!r}: write HOST:PORT", Code.CONFIG_INVALID)
+    return host.strip("[]"), int(port)
+
+
+class RemoteActor:
+    """A process over there."""
+
+    def __init__(self, host: RemoteHost, who: int) -> None:
+        self._host = host
+        self._who = who
+
+    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+        """Return its answer."""
+        raw = msgspec.Raw(speech.to_line(command).strip())
+        answer = await self._host.wish(Tell(who=self._who, command=raw))
+        return read_reply(f"{self._host.address}/{self._who}", bytes(answer.value), kind)
+
+    async def pause(self) -> None:
+        """Keep it from running."""
+        await self._host.wish(Pause(who=self._who, on=True))
+
+    async def resume(self) -> None:
+        """Let it run on."""
+        await self._host.wish(Pause(who=self._who, on=False))
+
+    async def stop(self) -> None:
+        """End it."""
+        with suppress(KvxferdError):  # what has lost its connection ends by itself
+            await self._host.wish(End(who=self._who))
+
+
+class RemoteSeat:
+    """A daemon over there."""
+
+    def __init__(self, host: RemoteHost, started: Granted) -> None:
+        self._host = host
+        self._who = started.who
+        self.worker_socket = started.worker_socket
+        self.pid = started.pid
+
+    async def get(self, path: str) -> Any:
+        """Return what its control socket answers."""
+        return msgspec.json.decode((await self._host.wish(Get(who=self._who, path=path))).value)
+
+    async def stop(self) -> None:
+        """End it."""
+        with suppress(KvxferdError):
+            await self._host.wish(End(who=self._who))
+
+
+class RemoteHost:
+    """Another machine, on which `kvxferd bench --serve` runs."""
+
+    is_here = False
+
+    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.address = address
+        self._writer = writer
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Granted]] = {}
+        self._gone = False
+        self._listening = asyncio.ensure_future(self._listen(reader))
+
+    @classmethod
+    async def connect(cls, address: str, token: str) -> RemoteHost:
+        """Connect. Raises KvxferdError where nobody answers, or not to this token."""
+        host, port = split_address(address)
+        try:
+            connecting = asyncio.open_connection(host, port, limit=LINE_BYTES)
+            reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+        except (OSError, TimeoutError) as error:
+            raise KvxferdError(
+                f"cannot reach {address}: {error or 'no answer'}; start 'kvxferd bench --serve' there",
+                Code.PEER_UNREACHABLE,
+            ) from error
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        remote = cls(address, reader, writer)
+        try:
+            await remote.wish(Hello(version=VERSION, token=token))
+        except BaseException:
+            await remote.stop()
+            raise
+        return remote
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine as seen from there."""
+        name: tuple[str, int] = self._writer.get_extra_info("sockname")
+        return name[0]
+
+    async def start_daemon(self, environment: Mapping[str, str]) -> RemoteSeat:
+        """Start a daemon there."""
+        return RemoteSeat(self, await self.wish(StartDaemon(environment=dict(environment))))
+
+    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> RemoteActor:
+        """Start a process there."""
+        answer = await self.wish(Spawn(kind=kind, environment=dict(environment)))
+        return RemoteActor(self, answer.who)
+
+    async def stop(self) -> None:
+        """Close the connection: what was started there ends."""
+        self._writer.close()
+        self._listening.cancel()
+        with suppress(asyncio.CancelledError, OSError):
+            await self._listening
+
+    async def wish(self, wish: AnyWish) -> Granted:
+        """Return the answer. Raises KvxferdError for a refusal, and where the connection is gone."""
+        if self._gone:
+            raise self._lost()
+        number = next(self._numbers)
+        answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self._writer.write(msgspec.json.encode(msgspec.structs.replace(wish, number=number)) + b"\n")
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                answer = _ANSWERS.decode(line)
+                waiting = self._waiting.get(answer.number)
+                if waiting is None or waiting.done():
+                    continue
+                if isinstance(answer, Granted):
+                    waiting.set_result(answer)
+                else:
+                    code = Code(answer.code) if answer.code in Code._value2member_map_ else Code.INTERNAL
+                    waiting.set_exception(KvxferdError(answer.message, code))
+        except (OSError, ValueError):  # a reset, or no lines of ours: gone either way
+            pass
+        finally:
+            self._gone = True
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(self._lost())
+
+    def _lost(self) -> KvxferdError:
+        return KvxferdError(
+            f"cannot run {VERB}: the other side at {self.address} has gone", Code.PEER_UNREACHABLE
+        )
