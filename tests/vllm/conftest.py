@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.fixture(scope="session")
 def nodes(site: Site) -> Nodes:
-    return Nodes(site.fleet.daemon("node-p"), site.fleet.daemon("node-d"))
+    return Nodes(site.daemon("node-p"), site.daemon("node-d"))
 
 
 class Llama:

@@ -28,6 +28,7 @@ class Site:
         self.python = python
         self.fleet = Fleet(directory)
         self.engines: list[Engine] = []
+        self.daemons: list[DaemonUnderTest] = []
         directory.mkdir(parents=True, exist_ok=True)
 
     def model(self, kind: str) -> Path:
@@ -40,6 +41,11 @@ class Site:
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"cannot build the {kind} model: {done.stderr[-2000:]}"
         return path
+
+    def daemon(self, name: str) -> DaemonUnderTest:
+        """A daemon that is ready, its directory below this one's."""
+        self.daemons.append(self.fleet.daemon(name))
+        return self.daemons[-1]
 
     def engine(self, name: str, served: Served) -> Engine:
         """Start an engine; the caller waits for it, after starting others."""
