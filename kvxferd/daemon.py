@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import secrets
 import signal
 import time
 from collections import deque
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
@@ -41,6 +43,7 @@ from kvxferd.core.effects import (
 from kvxferd.core.events import (
     DrainAsked,
     Event,
+    LanesSeen,
     MoverDied,
     MoverSaid,
     MoverTaken,
@@ -56,6 +59,8 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
+from kvxferd.mover.resident_handle import ResidentHandle
+from kvxferd.mover.residents import Residents
 from kvxferd.notify import Notifier
 from kvxferd.observe.history import History
 from kvxferd.observe.logs import log_record
@@ -135,8 +140,8 @@ class Daemon:
                 settings=settings_of(self._config, self._trust),
                 new_token=lambda: secrets.token_hex(16),
             )
-            self._pool = self._make_pool(run_directory.movers_fd)
-            closing.push_async_callback(self._stop_pool)
+            self._make_movers(run_directory.movers_fd)
+            closing.push_async_callback(self._stop_movers)
             await self._pool.start()
             self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
             http = HttpServer(self._config, self._desk, self._metrics)
@@ -170,13 +175,22 @@ class Daemon:
             address = Endpoint(self._peers.bound)
         return with_key(address, self._trust.key)
 
-    def _make_pool(self, lock_fd: int) -> MoverPool:
-        mover = self._config.mover
-        return MoverPool(
+    def _make_movers(self, lock_fd: int) -> None:
+        mover, numbers = self._config.mover, itertools.count(1)
+        self._residents = Residents(
+            boot=self._boot,
+            numbers=numbers,
+            is_known=lambda agent: self._node.movers.of_agent(agent) is not None,
+            on_message=self._on_mover_message,
+            on_exit=self._on_mover_exit,
+        )
+        self._pool = MoverPool(
+            numbers=numbers,
             boot=self._boot,
             size=mover.pool_size,
             on_message=self._on_mover_message,
             on_exit=self._on_mover_exit,
+            on_lanes=lambda mover, lanes: self._on_event(LanesSeen(mover, lanes)),
             lock_fd=lock_fd,
             environment=dict(mover.environment),
             use=mover.library,
@@ -210,12 +224,13 @@ class Daemon:
         # Sessions are released on the loop's next turn.
         await asyncio.sleep(0)
 
-    async def _stop_pool(self) -> None:
+    async def _stop_movers(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
+        self._residents.stop()
         await self._pool.stop()
 
     # --- events in
@@ -267,9 +282,9 @@ class Daemon:
             self._exited.add(mover)
         self._on_event(MoverDied(mover))
 
-    async def _take_mover(self, session: SessionId) -> None:
+    async def _take_mover(self, session: SessionId, taking: Coroutine[None, None, MoverHandle]) -> None:
         try:
-            handle = await self._pool.take()
+            handle = await taking
         except KvxferdError as error:
             log.warning("no mover", session=session, code=error.code, reason=error.message)
             self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
@@ -281,7 +296,10 @@ class Daemon:
             )
             return
         self._handles[handle.mover_id] = handle
-        self._on_event(MoverTaken(session, handle.mover_id, handle.agent, handle.library))
+        resident = isinstance(handle, ResidentHandle)
+        self._on_event(MoverTaken(session, handle.mover_id, handle.agent, handle.library, resident))
+        for lanes in list(handle.lanes):
+            self._on_event(LanesSeen(handle.mover_id, lanes))
         if handle.mover_id in self._exited:
             self._exited.discard(handle.mover_id)
             self._on_mover_exit(handle.mover_id)
@@ -299,9 +317,7 @@ class Daemon:
             case OverwriteFence():
                 self._workers.overwrite_fence(effect.session, effect.slot)
             case NeedMover():
-                task = asyncio.get_running_loop().create_task(self._take_mover(effect.session))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._need_mover(effect)
             case KillMover():
                 if handle := self._handles.get(effect.mover):
                     handle.kill()
@@ -322,6 +338,17 @@ class Daemon:
                 self._observe(effect.record)
             case _:
                 assert_never(effect)
+
+    def _need_mover(self, effect: NeedMover) -> None:
+        brought = self._workers.take_mover(effect.session) if effect.resident else None
+        if effect.resident and brought is None:
+            refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
+            self._on_event(MoverUnavailable(effect.session, refusal))
+            return
+        taking = self._residents.adopt(*brought) if brought is not None else self._pool.take()
+        task = asyncio.get_running_loop().create_task(self._take_mover(effect.session, taking))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _to_worker(self, effect: ToWorker) -> None:
         handle = self._handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None

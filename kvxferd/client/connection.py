@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvxferd.client.fence import FenceSlots
 from kvxferd.client.mailbox import Mailbox
-from kvxferd.client.movers import MoverWatch
+from kvxferd.client.movers import MoverWatch, all_quiet
 from kvxferd.client.session import Session
 from kvxferd.client.standing import FINAL
 from kvxferd.errors import Code, KvxferdError, ProtocolError
@@ -29,6 +29,7 @@ from kvxferd.wire.framing import Frame
 # Seconds between tries to reach a daemon: a restarted one is found within 2 s, and a missing one
 # costs next to nothing. Spread, so that a node's ranks do not come all at once.
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+CLOSE_S = 2.0  # a resident mover is gone within milliseconds, or is stuck in its library
 # Of a request that an engine's thread sends itself. A longer one waits for the other thread: encoding
 # 64 KiB of block ids and handing them to the kernel takes as long as waking it.
 DIRECT_BYTES = 32 << 10
@@ -216,6 +217,8 @@ class Connection:
                 holding.enter_context(self._sending)
                 link.flush()
                 outgoing = self.session.next_outgoing(time.monotonic()) if link.idle else None
+                if outgoing is not None:
+                    self._watch_own()
                 # The session may close its own while these wait for the socket.
                 fds = tuple(os.dup(fd) for fd in outgoing.fds) if outgoing is not None else ()
             if outgoing is not None:
@@ -256,11 +259,14 @@ class Connection:
         with self.lock:
             if not self._hang_up:
                 self.session.feed(message, time.monotonic())
+                self._watch_own()  # before anybody sends what the session has to say
 
     def _check_descriptors(self, message: worker.DaemonMessage, num_fds: int) -> None:
-        wanted = 1 if isinstance(message, worker.MoverChanged) else 0
-        if isinstance(message, worker.Registered) and self.session.enrolment.is_rank:
-            wanted = 1
+        enrolment = self.session.enrolment
+        brings_mover = isinstance(message, worker.MoverChanged) or (
+            isinstance(message, worker.Registered) and enrolment.is_rank
+        )
+        wanted = 1 if brings_mover and not enrolment.is_resident else 0
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
 
@@ -270,6 +276,11 @@ class Connection:
         except OSError as error:
             close_all([pidfd])
             raise ProtocolError(f"cannot watch a mover by the descriptor that came: {error}") from error
+
+    def _watch_own(self) -> None:
+        """Watch the movers that were started in this process. With the lock held."""
+        for mover in self.session.enrolment.take_unwatched():
+            self._movers.watch(self.session.epoch, os.dup(mover.fileno()))
 
     def _drop(self, code: Code, why: str) -> None:
         if self._link is None:
@@ -283,6 +294,7 @@ class Connection:
             self._tries = 0
         self._retry_later(now)
         with self.lock:
+            self._watch_own()
             self.session.lose(now, code, why)
             if code in FINAL:
                 self.session.end(code, why)
@@ -296,6 +308,12 @@ class Connection:
     def _finish(self, code: Code, why: str) -> None:
         with self.lock:
             self._closing = True
+            own = self.session.enrolment.stop_movers()
+        # Not with the lock: engine threads would wait too.
+        are_quiet = all_quiet(own, CLOSE_S)
+        with self.lock:
+            if self.session.enrolment.is_resident and are_quiet:
+                self.session.settle(time.monotonic(), code, why)
             self.session.close(code, why)
             self.changed.notify_all()
         with self._sending:

@@ -7,8 +7,10 @@ from enum import Enum, auto
 
 from kvxferd.client.exports import Exports
 from kvxferd.client.membership import Member, RankMember
+from kvxferd.client.movers import Launch, ResidentMover
 from kvxferd.client.outbox import Outgoing
 from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.ids import BootId
 from kvxferd.wire import worker
 from kvxferd.wire.common import Refusal
 
@@ -34,15 +36,33 @@ class Enrolment:
         self._done_in = 0  # the epoch in which the daemon last said yes
         self._mapped: set[int] = set()  # epochs whose movers may still map the memory
         self._unproven = False  # memory was offered, and no mover's pidfd came back
+        self.boot = BootId("")  # of the daemon at the other end
+        self._launch: Launch | None = None
+        self._own: list[ResidentMover] = []  # those that are not quiet yet
+        self._unwatched: list[ResidentMover] = []
 
-    def begin(self, member: Member) -> None:
-        """Take what the session is to be. Raises EngineError(out-of-place) if it is something already."""
+    def begin(self, member: Member, launch: Launch | None = None) -> None:
+        """Take what the session is to be; `launch` starts resident movers.
+
+        Raises EngineError: out-of-place if it is something already, region-invalid for memory that
+        needs a resident mover where nothing can start one.
+        """
         if self.member is not None:
             raise EngineError(
                 f"cannot register {member}: this connection is {self.member}; connect once for each",
                 Code.OUT_OF_PLACE,
             )
+        self._launch = launch
+        if isinstance(member, RankMember) and member.exports is not None:
+            self._check_reachable(member.exports)
         self.member, self.refusal, self.awaited = member, None, True
+
+    def _check_reachable(self, exports: Exports) -> None:
+        if exports.placement == "resident" and self._launch is None:
+            raise EngineError(
+                "cannot register memory that no other process can map: register it through kvxferd.resident",
+                Code.REGION_INVALID,
+            )
 
     def abandon(self) -> None:
         """The first answer did not come in time."""
@@ -70,7 +90,6 @@ class Enrolment:
                 worker.Attach(request=self._request, engine_id=member.engine_id, generation=member.generation)
             )
         assert member.exports is not None, "memory that is held is exported"
-        self._unproven = True
         register = worker.Register(
             request=self._request,
             engine=member.engine,
@@ -79,11 +98,27 @@ class Enrolment:
             incarnation=member.exports.incarnation,
             placement=member.exports.placement,
         )
-        return Outgoing(register, member.exports.fds)
+        return Outgoing(register, self._offered(member.exports))
+
+    def _offered(self, exports: Exports) -> tuple[int, ...]:
+        """Return what goes along with the memory's description."""
+        if exports.placement != "resident":
+            self._unproven = True
+            return exports.fds
+        return (*exports.fds, self._start_mover(exports))
+
+    def _start_mover(self, exports: Exports) -> int:
+        assert self._launch is not None
+        mover = self._launch(self.boot, exports.regions)
+        self._own = [own for own in self._own if not own.is_quiet]
+        self._own.append(mover)
+        self._unwatched.append(mover)
+        return mover.daemon_end
 
     def accepted(self, request: int, epoch: int) -> None:
         """The daemon said yes."""
         self._check(request)
+        self.handed_over()
         self.done_before, self.awaited, self._done_in = True, False, epoch
         if isinstance(self.member, RankMember):
             self._unproven = False
@@ -96,6 +131,7 @@ class Enrolment:
         """
         self._check(message.request)
         self._unproven = False
+        self.stop_movers()
         if not self.awaited:
             return False
         self.refusal = Refusal(message.code, message.message, message.retry_after_s)
@@ -116,6 +152,42 @@ class Enrolment:
         """Whether the session has memory, and so a mover."""
         return isinstance(self.member, RankMember)
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether the rank's mover is a thread of this process."""
+        member = self.member
+        return (
+            isinstance(member, RankMember)
+            and member.exports is not None
+            and (member.exports.placement == "resident")
+        )
+
+    # --- movers of this process
+
+    def bring_mover(self) -> Outgoing | None:
+        """Return `NewMover`, for a daemon that wants one; None where the memory is not to be used."""
+        if not self.is_resident or self.tenancy is not Tenancy.HELD:
+            return None
+        assert isinstance(self.member, RankMember)
+        assert self.member.exports is not None
+        return Outgoing(worker.NewMover(), (self._start_mover(self.member.exports),))
+
+    def take_unwatched(self) -> list[ResidentMover]:
+        """Return the movers started since the last call."""
+        unwatched, self._unwatched = self._unwatched, []
+        return unwatched
+
+    def handed_over(self) -> None:
+        """The daemon has all that was sent."""
+        for mover in self._own:
+            mover.handed_over()
+
+    def stop_movers(self) -> list[ResidentMover]:
+        """Have the movers of this process end; return those that have not yet."""
+        for mover in self._own:
+            mover.stop()
+        return [mover for mover in self._own if not mover.is_quiet]
+
     # --- memory
 
     def leave(self) -> None:
@@ -125,7 +197,12 @@ class Enrolment:
     @property
     def proven_gone(self) -> bool:
         """Whether no process but this one can map the memory."""
-        return not self._mapped and not self._unproven
+        return not self._mapped and not self._unproven and self.own_quiet
+
+    @property
+    def own_quiet(self) -> bool:
+        """Whether no mover of this process is left."""
+        return all(mover.is_quiet for mover in self._own)
 
     def quiet(self, epoch: int) -> None:
         """The movers of that connection are dead, or have let go."""
@@ -139,6 +216,7 @@ class Enrolment:
     def come_back(self, exports: Exports) -> None:
         """The memory is here again, in a new mapping."""
         assert isinstance(self.member, RankMember)
+        self._check_reachable(exports)
         self.member = replace(self.member, exports=exports)
         self.tenancy, self.refusal, self.awaited = Tenancy.HELD, None, True
 
@@ -147,7 +225,6 @@ class Enrolment:
         assert isinstance(self.member, RankMember)
         assert self.member.exports is not None
         self._request += 1
-        self._unproven = True
         exports = self.member.exports
         resume = worker.Resume(
             request=self._request,
@@ -155,10 +232,11 @@ class Enrolment:
             incarnation=exports.incarnation,
             placement=exports.placement,
         )
-        return Outgoing(resume, exports.fds)
+        return Outgoing(resume, self._offered(exports))
 
     def close(self) -> None:
         """Keep no memory alive."""
+        self.stop_movers()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -10,6 +10,7 @@ from kvxferd import __version__
 from kvxferd.client.connection import Connection
 from kvxferd.client.exports import Regions, export
 from kvxferd.client.membership import Member, PublisherMember, RankMember, checked
+from kvxferd.client.movers import Launch
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import check_name
 from kvxferd.client.waiting import as_error, await_answer, await_welcome
@@ -42,7 +43,12 @@ class Client:
         self._connection = connection
 
     def register(
-        self, engine: EngineSpec, layout: RankLayout, regions: Regions, timeout_s: float = 30.0
+        self,
+        engine: EngineSpec,
+        layout: RankLayout,
+        regions: Regions,
+        timeout_s: float = 30.0,
+        launch: Launch | None = None,
     ) -> RankHandle:
         """Become a rank. Blocks until the daemon has mapped the memory.
 
@@ -50,12 +56,13 @@ class Client:
         `Region` where several lie in one memory. Every rank of an engine gives one generation,
         chosen by the first. Raises EngineError with the daemon's code and sentence when it
         refuses (with the code `busy` and `retry_after_s` at one of its limits), and the connection can be
-        used again; KvxferdError after `timeout_s`.
+        used again; KvxferdError after `timeout_s`. `launch` starts movers inside this process, for memory
+        that no other can map: `kvxferd.resident.register` gives it.
         """
         engine, layout = checked(engine, "engine"), checked(layout, "layout")
         exports = export(layout, regions)
         try:
-            self._join(RankMember(engine, layout, exports), timeout_s)
+            self._join(RankMember(engine, layout, exports), timeout_s, launch)
         except BaseException:
             exports.close()
             raise
@@ -70,10 +77,10 @@ class Client:
         self._join(member, timeout_s)
         return Publisher(self._connection)
 
-    def _join(self, member: Member, timeout_s: float) -> None:
+    def _join(self, member: Member, timeout_s: float, launch: Launch | None = None) -> None:
         connection = self._connection
         with connection.lock:
-            connection.session.join(member)
+            connection.session.join(member, launch)
             connection.wake()
             try:
                 answer = await_answer(connection, f"register {member}", timeout_s)
@@ -85,7 +92,7 @@ class Client:
                 raise as_error(answer)
 
     def close(self) -> None:
-        """Close the connection, and with it the rank or publisher that it became."""
+        """Close the connection, and with it the rank or publisher that it became; see `Publisher.close`."""
         self._connection.close()
 
     def __enter__(self) -> Client:

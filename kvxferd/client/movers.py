@@ -1,10 +1,53 @@
-"""Watching movers die: a mover's pidfd is readable once the process can write nothing any more."""
+"""Watching movers die: a descriptor is readable once the mover can write nothing any more.
+
+A child's is the pidfd that its daemon sends. A resident mover's is its own: the client started it.
+"""
 
 from __future__ import annotations
 
 import os
 import selectors
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvxferd.ids import BootId
+from kvxferd.wire.worker import RegionExport
+
+
+class ResidentMover(Protocol):
+    """A mover that is a thread of this process; `kvxferd.resident` makes them."""
+
+    @property
+    def daemon_end(self) -> int:
+        """The descriptor through which its daemon will speak to it."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether its agent is gone: nothing of it reads or writes memory any more."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once it is quiet. Kept open."""
+
+    def handed_over(self) -> None:
+        """The daemon has its end, or will never: keep no duplicate of it. Idempotent."""
+
+    def stop(self) -> None:
+        """Have it end, which may take as long as its library does; never waits. Idempotent."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it is quiet within that time."""
+
+
+# Start a mover for a daemon, for these regions of this process. Never raises, never waits: what goes
+# wrong in the mover's thread, it says to its daemon.
+Launch = Callable[[BootId, tuple[RegionExport, ...]], ResidentMover]
+
+
+def all_quiet(movers: Sequence[ResidentMover], timeout_s: float) -> bool:
+    """Return whether all are quiet within that time."""
+    deadline = time.monotonic() + timeout_s
+    return all(mover.wait(max(0.0, deadline - time.monotonic())) for mover in movers)
 
 
 class MoverWatch:
@@ -17,7 +60,7 @@ class MoverWatch:
         self._ended: set[int] = set()
 
     def watch(self, epoch: int, pidfd: int) -> None:
-        """Take a mover's pidfd, of a connection that lives. Raises OSError on what cannot be polled."""
+        """Take the descriptor of a mover of the present connection. Raises OSError if it cannot be polled."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._died(epoch, pidfd))
         self._alive.setdefault(epoch, set()).add(pidfd)
 

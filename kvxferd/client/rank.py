@@ -89,7 +89,9 @@ class Publisher:
         """End the session: transfers are released, pulls fail. `poll` still returns what is left.
 
         A pull that the daemon was reading fails with `safe_to_reuse` False, and nothing will say
-        when its blocks are quiet: let pulls end, or `suspend`, before closing.
+        when its blocks are quiet: let pulls end, or `suspend`, before closing. A resident rank's mover
+        is ended first, within two seconds, and its pulls fail safely; only where that does not succeed
+        (`RankHandle.may_be_touched` is then True) must the memory stay until the process exits.
         """
         self._connection.close()
 
@@ -156,6 +158,15 @@ class RankHandle(Publisher):
         with self._connection.lock:
             self._session.hint(message)
             self._connection.pass_on()
+
+    @property
+    def may_be_touched(self) -> bool:
+        """Whether a mover may still read or write the rank's memory: False after `Suspended`.
+
+        After `close` it is False only for a resident rank whose mover has ended: of a child, whose
+        daemon ends it within moments, nothing is known any more.
+        """
+        return not self._session.enrolment.proven_gone
 
     def suspend(self) -> None:
         """Have the daemon let go of the rank's memory. It may be freed only after `Suspended`."""

@@ -14,13 +14,14 @@ from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
 from kvxferd.client.exports import Exports
 from kvxferd.client.fence import FenceSlots
 from kvxferd.client.membership import Member
+from kvxferd.client.movers import Launch
 from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
 from kvxferd.client.publishes import Publishes
 from kvxferd.client.pulls import Pulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.standing import Standing
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import Endpoint, Ticket, TransferId
+from kvxferd.ids import BootId, Endpoint, Ticket, TransferId
 from kvxferd.wire import common, worker
 from kvxferd.wire.common import Message, Refusal
 
@@ -66,6 +67,7 @@ class Session:
         self._outbox.lose()
         self._pulls.lose(self.epoch, now, code, why)
         self._publishes.lose()
+        self.enrolment.stop_movers()
         if self.enrolment.tenancy is Tenancy.LEAVING:
             self._publishes.release_all(Code.SUSPENDED)
 
@@ -86,6 +88,11 @@ class Session:
         self._outbox.clear()
         self._emit(Disconnected(code, message))
 
+    def settle(self, now: float, code: Code, why: str) -> None:
+        """Every mover of the present connection was this process's, and is gone: pulls end safely."""
+        self._pulls.lose(self.epoch, now, code, why)
+        self.quiet(self.epoch)
+
     def close(self, code: Code, why: str) -> None:
         """The engine closes it, or the client is broken: end everything, fence words first."""
         self._publishes.release_all(Code.PUBLISHER_GONE)
@@ -100,6 +107,7 @@ class Session:
 
     def tick(self, now: float) -> None:
         """Do what is due. Raises KvxferdError when the daemon has kept the session waiting too long."""
+        self._leave_if_proven()
         for ticket in self._pulls.expire(now):
             if self.standing is Standing.READY:
                 self._outbox.queue(worker.Cancel(ticket=ticket))
@@ -127,10 +135,10 @@ class Session:
 
     # --- being a rank or a publisher
 
-    def join(self, member: Member) -> None:
-        """Ask to be a rank or a publisher. Raises EngineError(out-of-place) if it is one already."""
+    def join(self, member: Member, launch: Launch | None = None) -> None:
+        """Ask to be a rank or a publisher. Raises EngineError as `Enrolment.begin` does."""
         self._check_alive()
-        self.enrolment.begin(member)
+        self.enrolment.begin(member, launch)
         self._ask_if_wanted(None)
 
     def suspend(self) -> None:
@@ -250,7 +258,11 @@ class Session:
             case worker.Refused():
                 self._refused(message)
             case worker.MoverChanged():
-                pass  # its descriptor is the connection's business
+                self.enrolment.handed_over()  # a pidfd is the connection's business
+            case worker.MoverWanted():
+                self._require(Standing.READY, message)
+                if brought := self.enrolment.bring_mover():
+                    self._outbox.say(brought.message, brought.fds)
             case worker.Delivered():
                 self._pulls.delivered(message)
             case worker.Failed():
@@ -274,6 +286,7 @@ class Session:
                 f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
             )
         self.standing, self._patience = Standing.OPEN, None
+        self.enrolment.boot = BootId(message.boot_id)
         self._lease_s = message.lease_s
         self._ask_if_wanted(now + REJOIN_S if self.enrolment.done_before else None)
 
@@ -304,8 +317,9 @@ class Session:
             raise ProtocolError("the daemon suspended a rank that did not ask for it", Code.OUT_OF_PLACE)
         self._pulls.lose(self.epoch, now, Code.SUSPENDED, "the rank was suspended")
         self._publishes.release_all(Code.SUSPENDED)
-        self._pulls.quiet(self.epoch)
         self.enrolment.quiet(self.epoch)
+        if not self.enrolment.stop_movers():
+            self._pulls.quiet(self.epoch)
         self._leave_if_proven()
 
     def _require(self, standing: Standing, message: Message) -> None:

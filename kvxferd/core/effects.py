@@ -42,14 +42,18 @@ class OverwriteFence:
 
 @dataclass(frozen=True, slots=True)
 class NeedMover:
-    """Find a mover for the session's rank: `MoverTaken` or `MoverUnavailable` follows."""
+    """Find a mover for the session's rank: `MoverTaken` or `MoverUnavailable` follows.
+
+    `resident`: it is at the other end of the socket that came last.
+    """
 
     session: SessionId
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KillMover:
-    """Kill the mover's process. `MoverDied` follows."""
+    """Kill the mover's process, or tell a resident mover to end. `MoverDied` follows."""
 
     mover: MoverId
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.core.lanes import Lanes
 from kvxferd.ids import AgentName, Endpoint, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -49,6 +50,7 @@ class MoverTaken:
     mover: MoverId
     agent: AgentName
     library: str
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,16 @@ class MoverSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class LanesSeen:
+    """A mover has connected in a new way: to itself, on its node or over the network."""
+
+    mover: MoverId
+    lanes: Lanes
+
+
+@dataclass(frozen=True, slots=True)
 class MoverDied:
-    """The mover's process is gone: nothing that it posted can write any more."""
+    """The mover's process is gone, or a resident one's agent: nothing that it posted can write any more."""
 
     mover: MoverId
 
@@ -129,6 +139,7 @@ Event = (
     | MoverTaken
     | MoverUnavailable
     | MoverSaid
+    | LanesSeen
     | MoverDied
     | PeerSaid
     | RouteSaid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvxferd.core.effects import KillMover, ToMover
@@ -9,6 +10,8 @@ from kvxferd.core.moment import Moment
 from kvxferd.ids import AgentName, Digest, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
 from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
+
+STUCK_S = 2.0  # a resident mover that was told to end is gone within milliseconds, or is stuck
 
 
 @dataclass(slots=True)
@@ -21,14 +24,18 @@ class Mover:
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
+    resident: bool = False  # a thread of the worker: told to end, never killed
     dying: bool = False
+    told_at: float = 0.0  # when a dying one was told
+    left: bool = False  # it serves nobody any more
 
 
 class Movers:
     """Gives each mover what it lacks, once."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: Moment, on_leaving: Callable[[Mover], None]) -> None:
         self._moment = moment
+        self._on_leaving = on_leaving  # a mover serves nobody any more, dead or not
         self._movers: dict[MoverId, Mover] = {}
         self._by_agent: dict[AgentName, MoverId] = {}
 
@@ -53,12 +60,29 @@ class Movers:
             del self._by_agent[known.agent]
         return known
 
+    def has_any(self, session: SessionId) -> bool:
+        """Whether a mover of the session is not dead yet: it may still reach the rank's memory."""
+        return any(mover.session == session for mover in self._movers.values())
+
+    def num_stuck(self, session: SessionId) -> int:
+        """How many resident movers of the session were told to end long ago and have not."""
+        limit = self._moment.now - STUCK_S
+        return sum(
+            mover.resident and mover.dying and mover.told_at <= limit
+            for mover in self._movers.values()
+            if mover.session == session
+        )
+
     def kill(self, mover: MoverId) -> None:
-        """Have it killed, once."""
+        """Have it killed, once. A resident one may take for ever: its rank does not wait for it."""
         known = self._movers.get(mover)
-        if known is not None and not known.dying:
-            known.dying = True
-            self._moment.do(KillMover(mover))
+        if known is None or known.dying:
+            return
+        known.dying, known.told_at = True, self._moment.now
+        self._moment.do(KillMover(mover))
+        if known.resident:
+            # Not from within whatever wants it dead, but before the next event.
+            self._moment.after(("mover-leaves", mover), 0.0, lambda: self._on_leaving(known))
 
     def load_plan(self, mover: MoverId, plan: Plan) -> None:
         """Make sure that the mover knows the plan."""

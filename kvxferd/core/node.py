@@ -10,6 +10,7 @@ from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToRoute, ToWorker
 from kvxferd.core.events import (
     DrainAsked,
     Event,
+    LanesSeen,
     MoverDied,
     MoverSaid,
     MoverTaken,
@@ -47,7 +48,18 @@ from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, SessionId
 from kvxferd.wire.codec import negotiate
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.mover import Attend, Attending, BindRefused, Bound, FenceMapped, PullDone, PullQuiet, Up
+from kvxferd.wire.mover import (
+    Attend,
+    Attending,
+    BindRefused,
+    Bound,
+    FenceMapped,
+    Leaving,
+    Proved,
+    PullDone,
+    PullQuiet,
+    Up,
+)
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     AbandonTransfer,
@@ -66,7 +78,7 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     TransferReleased,
 )
-from kvxferd.wire.worker import Attach, Farewell, Hello, Publish, Ready, Register, Resume, Suspend
+from kvxferd.wire.worker import Attach, Farewell, Hello, NewMover, Publish, Ready, Register, Resume, Suspend
 
 
 class Node:
@@ -88,7 +100,7 @@ class Node:
         )
         self.sessions: dict[SessionId, Session] = {}
         self.registry = Registry(endpoint)
-        self.movers = Movers(self.moment)
+        self.movers = Movers(self.moment, self._mover_leaves)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
         layouts = Layouts()
@@ -143,7 +155,7 @@ class Node:
             num_sessions=len(self.sessions),
             num_quarantined=self.pulls.num_quarantined,
             quarantined_bytes=self.pulls.quarantined_bytes,
-            engines=show_engines(self.registry, self.moment.endpoint),
+            engines=show_engines(self.registry, self.moment.endpoint, self.movers),
             peers=self.peers.snapshot(self.holds.num_grants()),
             transfers=show_transfers(self.source, self.registry, self.moment.now),
             pulls=self.pulls.snapshot(),
@@ -172,13 +184,16 @@ class Node:
             case WorkerClosed():
                 self._worker_closed(event.session)
             case MoverTaken():
-                mover = Mover(event.mover, event.session, event.agent)
+                mover = Mover(event.mover, event.session, event.agent, resident=event.resident)
                 self.ranks.mover_taken(self.sessions.get(event.session), mover, event.library)
             case MoverUnavailable():
                 if session := self.sessions.get(event.session):
                     self.ranks.mover_unavailable(session, event.refusal)
             case MoverSaid():
                 self._mover_said(event)
+            case LanesSeen():
+                if seen := self.movers.get(event.mover):
+                    self.ranks.lanes_seen(self.sessions.get(seen.session), seen.mover, event.lanes)
             case MoverDied():
                 self._mover_died(event)
             case PeerSaid():
@@ -229,6 +244,8 @@ class Node:
                 self.ranks.suspend(session)
             case Resume():
                 self.ranks.resume(session, said, event.problem)
+            case NewMover():
+                self.ranks.new_mover(session)
             case _:
                 self.requests.hear(session, said, event.fence_word)
                 if isinstance(said, Publish | Ready) and session.engine is not None:
@@ -266,6 +283,8 @@ class Node:
             case BindRefused():
                 if session is not None and self.ranks.is_binding(session, mover.mover):
                     self.ranks.bind_refused(session, Refusal(said.code, said.message))
+            case Proved():
+                self.ranks.proved(session, mover.mover, said)
             case FenceMapped():
                 self.fences.mapped(mover.mover, mover.agent, said)
                 self._something_changed()
@@ -275,6 +294,8 @@ class Node:
                 self.pulls.done(said.pull, mover.mover, said.outcome)
             case PullQuiet():
                 self.pulls.quiet(said.pull, mover.mover)
+            case Leaving():
+                self.movers.kill(mover.mover)
             case _:
                 assert_never(said)
 
@@ -283,11 +304,20 @@ class Node:
         if mover is None:
             return
         self.pulls.mover_died(mover.mover)
+        self._mover_leaves(mover)
+        if session := self.sessions.get(mover.session):
+            self.ranks.mover_died(session)
+        self._something_changed()
+
+    def _mover_leaves(self, mover: Mover) -> None:
+        """The mover serves nobody from here on. What it posted may still write until it is dead."""
+        if mover.left:
+            return
+        mover.left = True
         self.fences.mover_gone(mover.mover)
         self.attendance.forget(mover.agent)
         self.member.mover_gone(mover.agent)
-        self.ranks.mover_died(self.sessions.get(mover.session), mover.mover)
-        self._something_changed()
+        self.ranks.mover_left(self.sessions.get(mover.session), mover.mover)
 
     def _ask_attend(self, agent: AgentName, on: bool) -> None:
         if mover := self.movers.of_agent(agent):

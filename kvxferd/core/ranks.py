@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, NeedMover, ToWorker
 from kvxferd.core.fences import Fences
+from kvxferd.core.lanes import Lanes
 from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry, check_spec
 from kvxferd.core.sessions import Session
@@ -18,11 +20,12 @@ from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.limits import MAX_REGIONS
-from kvxferd.wire.mover import Bind, Bound
+from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
     Attach,
     Farewell,
     MoverChanged,
+    MoverWanted,
     Refused,
     RegionExport,
     Register,
@@ -54,6 +57,7 @@ class Ranks:
         self._member = member
         self._source = source
         self._pulls = pulls
+        self._placements = Placements(moment)
 
     # --- a worker asks
 
@@ -80,6 +84,7 @@ class Ranks:
                 said.incarnation,
                 said.request,
                 session.uid,
+                said.placement == "resident",
             )
             self._registry.claim(rank)
         except KvxferdError as error:
@@ -87,7 +92,7 @@ class Ranks:
             return
         session.rank = rank
         self._moment.do(AdoptRegions(session.session))
-        self._moment.do(NeedMover(session.session))
+        self._moment.do(NeedMover(session.session, rank.resident))
 
     def _check_admission(self, session: Session) -> None:
         if session.attached is not None:
@@ -166,11 +171,13 @@ class Ranks:
             self._movers.kill(mover.mover)
             return
         rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
+        self._placements.mover_taken(rank)
         self._moment.do(BindMover(mover.mover, rank.session, Bind(regions=rank.exports)))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """No mover can be had: the registration is refused, or the rank given up."""
-        self._give_up(session, refusal)
+        if session.rank is not None and session.rank.state is RankState.MAPPING:
+            self._give_up(session, refusal)
 
     def is_binding(self, session: Session, mover: MoverId) -> bool:
         """Whether the session's rank waits for what this mover says of its `Bind`."""
@@ -186,11 +193,24 @@ class Ranks:
             self._give_up(session, Refusal(Code.INTERNAL, "cannot use the mover: it mapped other regions"))
             return
         rank.addresses, rank.metadata = said.regions, said.metadata
+        self._placements.found(rank, said.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)
             return
         rank.state = RankState.JOINING
         self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
+
+    def proved(self, session: Session | None, mover: MoverId, said: Proved) -> None:
+        """What the mover had bound has been read, and compared."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.found(rank, said.placement)
+
+    def lanes_seen(self, session: Session | None, mover: MoverId, lanes: Lanes) -> None:
+        """The mover has connected in a new way."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.lanes_seen(rank, lanes)
 
     def _joined(self, session: Session, rank: LocalRank, refusal: Refusal | None) -> None:
         if rank.state is not RankState.JOINING:
@@ -209,12 +229,12 @@ class Ranks:
 
     def _answer(self, rank: LocalRank) -> None:
         if rank.answered:
-            self._moment.do(ToWorker(rank.session, MoverChanged(), pidfd_of=rank.mover))
+            self._moment.do(ToWorker(rank.session, MoverChanged(), pidfd_of=_watched(rank)))
             return
         rank.answered = True
         home = rank.spec.home or self._moment.endpoint
         registered = Registered(request=rank.request, endpoint=home)
-        self._moment.do(ToWorker(rank.session, registered, pidfd_of=rank.mover))
+        self._moment.do(ToWorker(rank.session, registered, pidfd_of=_watched(rank)))
 
     def _serve_fence(self, engine: EngineKey, session: Session) -> None:
         """Have the session's page, and pages of the engine that nobody serves, registered by a mover."""
@@ -250,7 +270,7 @@ class Ranks:
 
     # --- the mover goes
 
-    def mover_died(self, session: Session | None, mover: MoverId) -> None:
+    def mover_left(self, session: Session | None, mover: MoverId) -> None:
         """Another mover is found for a rank that still wants one."""
         rank = session.rank if session is not None else None
         if session is None or rank is None or rank.mover != mover:
@@ -259,12 +279,23 @@ class Ranks:
             self._member.leave(rank)
         rank.mover, rank.agent = None, None
         if rank.state is RankState.SUSPENDING:
-            rank.state = RankState.SUSPENDED
-            self._moment.do(ToWorker(session.session, Suspended()))
             return
         rank.state = RankState.MAPPING
-        need = NeedMover(session.session)
+        # Only the worker can start a resident one.
+        need = ToWorker(rank.session, MoverWanted()) if rank.resident else NeedMover(rank.session)
         self._moment.after(("rebind", session.session), REBIND_AFTER_S, lambda: self._moment.do(need))
+
+    def mover_died(self, session: Session) -> None:
+        """A mover of the session does not reach the rank's memory any more."""
+        rank = session.rank
+        if rank is not None and rank.state is RankState.SUSPENDING:
+            self._suspended_if_quiet(rank)
+
+    def new_mover(self, session: Session) -> None:
+        """The worker has started another resident mover. One that came too late ends with its socket."""
+        rank = session.rank
+        if rank is not None and rank.resident and rank.state is RankState.MAPPING and rank.mover is None:
+            self._moment.do(NeedMover(session.session, rank.resident))
 
     # --- sleep
 
@@ -276,12 +307,16 @@ class Ranks:
         self._source.rank_lost(rank.spec.key, Code.SUSPENDED)
         self._pulls.refuse_held(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
         self._moment.timers.stop(("rebind", session.session))
-        if rank.mover is None:
-            rank.state = RankState.SUSPENDED
-            self._moment.do(ToWorker(session.session, Suspended()))
-            return
         rank.state = RankState.SUSPENDING
-        self._movers.kill(rank.mover)
+        if rank.mover is not None:
+            self._movers.kill(rank.mover)
+        self._suspended_if_quiet(rank)
+
+    def _suspended_if_quiet(self, rank: LocalRank) -> None:
+        """Not while a mover lives, be it one that was replaced: whoever unmaps memory under it dies."""
+        if not self._movers.has_any(rank.session):
+            rank.state = RankState.SUSPENDED
+            self._moment.do(ToWorker(rank.session, Suspended()))
 
     def resume(self, session: Session, said: Resume, problem: Refusal | None) -> None:
         """The memory is back, in another mapping: a mover is found for it."""
@@ -295,9 +330,10 @@ class Ranks:
             self._refuse(session, said.request, error.code, error.message)
             return
         rank.exports, rank.incarnation, rank.request = said.regions, said.incarnation, said.request
+        rank.resident = said.placement == "resident"
         rank.state, rank.answered = RankState.MAPPING, False
         self._moment.do(AdoptRegions(session.session))
-        self._moment.do(NeedMover(session.session))
+        self._moment.do(NeedMover(session.session, rank.resident))
 
     # --- the worker goes
 
@@ -319,6 +355,11 @@ class Ranks:
             self._movers.kill(rank.mover)
         rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
         session.rank = None
+
+
+def _watched(rank: LocalRank) -> MoverId | None:
+    """The mover whose pidfd the worker gets; of a resident one it knows by itself when it has ended."""
+    return None if rank.resident else rank.mover
 
 
 def _check_problem(problem: Refusal | None) -> None:

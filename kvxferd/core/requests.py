@@ -33,6 +33,7 @@ from kvxferd.wire.worker import (
     ClientMessage,
     Failed,
     Hello,
+    NewMover,
     Prepare,
     Publish,
     PublishRefused,
@@ -102,7 +103,7 @@ class Requests:
                     self._pulls.cancel(session.rank, said.ticket)
             case Abandon():
                 self._abandon(session, said.ref)
-            case Hello() | Register() | Attach() | Suspend() | Resume():
+            case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover():
                 raise ProtocolError(f"cannot take {type(said).__name__} here", Code.OUT_OF_PLACE)
             case _:
                 assert_never(said)

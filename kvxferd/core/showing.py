@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from kvxferd.core.lanes import for_data, slow_ones
+from kvxferd.core.movers import Movers
+from kvxferd.core.placements import is_proved, lanes_of
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
-from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot, TransferSnapshot
+from kvxferd.core.snapshot import (
+    EngineSnapshot,
+    LanesSnapshot,
+    PlacementSnapshot,
+    RankSnapshot,
+    TransferSnapshot,
+)
 from kvxferd.core.source import Source
 from kvxferd.ids import Endpoint
 
@@ -18,12 +27,12 @@ def show_transfers(source: Source, registry: Registry, now: float) -> tuple[Tran
     return tuple(shown)
 
 
-def show_engines(registry: Registry, endpoint: Endpoint) -> tuple[EngineSnapshot, ...]:
+def show_engines(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
     """Every engine of which a rank is known here. `endpoint`: this daemon's."""
-    return tuple(_engine(engine, registry.is_home(engine.spec), endpoint) for engine in registry)
+    return tuple(_engine(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry)
 
 
-def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint) -> EngineSnapshot:
+def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers) -> EngineSnapshot:
     lacking = tuple(engine.lacking())
     return EngineSnapshot(
         engine_id=engine.key.engine_id,
@@ -35,11 +44,35 @@ def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint) -> EngineSna
         lacking=lacking if is_home else (),
         problem="" if is_home else "aggregated at its home",
         home=engine.spec.home or endpoint,
-        ranks=tuple(_rank(record) for _, record in sorted(engine.ranks.items())),
+        ranks=tuple(_rank(record, movers) for _, record in sorted(engine.ranks.items())),
     )
 
 
-def _rank(record: RankRecord) -> RankSnapshot:
+def _placement(rank: LocalRank) -> PlacementSnapshot:
+    found = rank.placement
+    return PlacementSnapshot(
+        kind=found.kind,
+        proved=is_proved(found),
+        why=found.why,
+        lanes=lanes_of(rank),
+        gigabytes_per_s=found.gigabytes_per_s,
+    )
+
+
+def _lanes(rank: LocalRank) -> tuple[LanesSnapshot, ...]:
+    slow = slow_ones(rank.lanes)
+    return tuple(
+        LanesSnapshot(
+            reach=lanes.reach,
+            transports=lanes.transports,
+            lanes=for_data(lanes.transports),
+            slow=lanes in slow,
+        )
+        for lanes in rank.lanes
+    )
+
+
+def _rank(record: RankRecord, movers: Movers) -> RankSnapshot:
     local = isinstance(record, LocalRank)
     return RankSnapshot(
         rank=record.spec.rank,
@@ -47,5 +80,8 @@ def _rank(record: RankRecord) -> RankSnapshot:
         agent=record.agent,
         library=record.library if isinstance(record, LocalRank) else "",
         bytes=sum(region.size_bytes for region in record.layout.regions) if local else 0,
+        placement=_placement(record) if isinstance(record, LocalRank) and record.is_readable else None,
+        lanes=_lanes(record) if isinstance(record, LocalRank) else (),
+        num_stuck=movers.num_stuck(record.session) if isinstance(record, LocalRank) else 0,
         layers=(record.layout.start_layer, record.layout.end_layer),
     )

@@ -59,7 +59,48 @@ class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
     text: str  # TransferTopology.describe
 
 
-Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord
+class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's memory was found to be reachable in a certain way, or not."""
+
+    engine_id: EngineId
+    rank: Rank
+    placement: str  # "direct", "resident", "staged"
+    proved: bool  # a read was checked and timed
+    why: str  # not direct, or not proved
+    lanes: str  # "cma", "tcp", ...; "": not known
+    gigabytes_per_s: float
+
+
+class LanesRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's mover has connected to another process in a way in which it had not before."""
+
+    engine_id: EngineId
+    rank: Rank
+    reach: str  # "node" or "network"
+    lanes: str
+    slow: bool  # TCP on one node, where there is something faster
+
+
+Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | PlacementRecord | LanesRecord
+
+
+class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """How a local rank's memory is reached."""
+
+    kind: str  # "direct", "resident", "staged"
+    proved: bool
+    why: str
+    lanes: str
+    gigabytes_per_s: float  # of one read in the mover's own process; 0: not measured
+
+
+class LanesSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in which a rank's mover has connected."""
+
+    reach: str  # "itself", "node", "network"
+    transports: tuple[str, ...]  # as UCX names them
+    lanes: str  # those that carry data
+    slow: bool
 
 
 class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +111,9 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     agent: AgentName | None
     library: str
     bytes: int
+    placement: PlacementSnapshot | None = None  # of a local rank that is bound
+    lanes: tuple[LanesSnapshot, ...] = ()
+    num_stuck: int = 0  # resident movers that were told to end and have not
     layers: tuple[int, int]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +21,8 @@ from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
+
+_LOG = logging.getLogger(__name__)
 
 LIBRARIES = ("nixl", "rixl")
 
@@ -90,7 +94,7 @@ def _version(name: str) -> str:
 class NixlRead:
     """A posted transfer request."""
 
-    __slots__ = ("agent", "done", "request")
+    __slots__ = ("__weakref__", "agent", "done", "request")
 
     def __init__(self, agent: AgentName, request: Any) -> None:
         self.agent = agent
@@ -106,6 +110,7 @@ class NixlTransport:
         self._agent = agent
         self._library = library.description
         self._registered: dict[Span, Any] = {}
+        self._handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
         self._notes: list[tuple[AgentName, bytes]] = []
         config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
         try:
@@ -114,6 +119,7 @@ class NixlTransport:
             raise MoverError(f"cannot make a NIXL agent: {_say(error)}", Code.NIXL_UNAVAILABLE) from error
         if "UCX" not in self._nixl.backends:
             raise MoverError("cannot make a NIXL agent: there is no UCX plugin", Code.NIXL_UNAVAILABLE)
+        self._alive = weakref.ref(self._nixl.agent)
 
     @property
     def agent(self) -> AgentName:
@@ -181,6 +187,7 @@ class NixlTransport:
         except Exception as error:
             raise TransportError(f"cannot read from agent {agent}: {_say(error)}", settled=True) from error
         handle = NixlRead(agent, request)
+        self._handles.add(handle)
         try:
             handle.done = self._nixl.transfer(request) == "DONE"
         except Exception as error:
@@ -223,9 +230,23 @@ class NixlTransport:
         return notes
 
     def close(self) -> None:
-        for span in list(self._registered):
-            self.deregister(span)
-        self._nixl = None
+        """End the agent, with what it has under way. Raises MoverError where it lives on; then ask again.
+
+        The library's agent ends with its last reference, and every handle holds one.
+        """
+        if self._nixl is not None:
+            for handle in list(self._handles):
+                handle.request = None
+            for span in list(self._registered):
+                try:
+                    self.deregister(span)
+                except TransportError as error:
+                    _LOG.warning("%s", error.message)
+            self._nixl = None
+        if self._alive() is not None:
+            gc.collect()  # an exception's traceback may hold a handle, in a cycle
+        if self._alive() is not None:
+            raise MoverError(f"cannot end agent {self._agent}: something still holds it")
 
 
 def _described(span: Span) -> tuple[int, int, int, str]:

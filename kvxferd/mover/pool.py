@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from kvxferd.core.lanes import Lanes, UcxLine, parse_lanes
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.control import Forked, ForkFailed, Ready, Unavailable
@@ -37,7 +39,8 @@ class MoverPool:
     """Keeps `size` movers ready. All methods belong to the event loop that called `start`.
 
     `on_message` gets what a taken mover says, in order; `on_exit` comes once for each taken mover,
-    after its last message, when its process is gone and nothing of it writes any more.
+    after its last message, when its process is gone and nothing of it writes any more. `on_lanes` gets
+    each new way in which a taken mover connects; those from before are in its handle.
     """
 
     def __init__(
@@ -47,14 +50,19 @@ class MoverPool:
         size: int,
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
+        on_lanes: Callable[[MoverId, Lanes], None] = lambda mover, lanes: None,
         lock_fd: int | None = None,
         environment: Mapping[str, str] | None = None,
         use: str = "auto",
+        numbers: Iterator[int] | None = None,
     ) -> None:
+        """`numbers` are those of its movers; shared where other movers are numbered too."""
         self._boot = boot
         self._size = size
         self._on_message = on_message
         self._on_exit = on_exit
+        self._on_lanes = on_lanes
+        self._early_lanes: dict[int, list[Lanes]] = {}  # by process id
         self._lock_fd = lock_fd
         self._environment = dict(environment or {})
         self._use = use  # "nixl", "rixl", or "auto": the first that can be imported
@@ -64,7 +72,7 @@ class MoverPool:
         self._num_restarts = 0
         self._is_busy = False
         self._is_stopping = False
-        self._next_id = 1
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._starting: dict[MoverId, MoverHandle] = {}
         self._warm: deque[MoverHandle] = deque()
         self._taken: dict[MoverId, MoverHandle] = {}
@@ -131,7 +139,12 @@ class MoverPool:
             return
         try:
             self._parent = ParentProcess(
-                self._environment, self._use, self._lock_fd, self._parent_said, self._parent_exited
+                self._environment,
+                self._use,
+                self._lock_fd,
+                self._parent_said,
+                self._parent_exited,
+                self._ucx_said,
             )
         except OSError as error:
             _LOG.error("cannot start the movers' parent: %s", error)
@@ -150,6 +163,7 @@ class MoverPool:
                 self._refuse_waiters(MoverError(said.reason, Code.NIXL_UNAVAILABLE))
             case Forked():
                 self._starting[said.mover].attach(said.pid, pidfd)
+                self._starting[said.mover].lanes += self._early_lanes.pop(said.pid, [])
                 if self._is_stopping:
                     self._starting[said.mover].kill()
             case ForkFailed():
@@ -157,7 +171,19 @@ class MoverPool:
                 self._starting.pop(said.mover).discard()
                 self._refuse_one(MoverError(f"cannot fork a mover: {said.reason}", Code.MOVER_LOST))
 
+    def _ucx_said(self, line: UcxLine) -> None:
+        if (lanes := parse_lanes(line.text)) is None:
+            return
+        mover = next((mover for mover in self._all() if mover.pid == line.pid), None)
+        if mover is None:  # its `Forked` comes another way
+            self._early_lanes.setdefault(line.pid, []).append(lanes)
+            return
+        mover.lanes.append(lanes)
+        if mover.mover_id in self._taken:
+            self._on_lanes(mover.mover_id, lanes)
+
     def _parent_exited(self) -> None:
+        self._early_lanes.clear()
         self._parent = None
         self._library = ""
         # Movers that it had not told of: their pidfds never came, and they die with it.
@@ -194,8 +220,7 @@ class MoverPool:
             self._fork(self._parent)
 
     def _fork(self, parent: ParentProcess) -> None:
-        mover_id = MoverId(self._next_id)
-        self._next_id += 1
+        mover_id = MoverId(next(self._numbers))
         agent = AgentName(f"{self._boot}/{secrets.token_hex(8)}")
         ours, theirs = socket.socketpair()
         self._starting[mover_id] = MoverHandle(mover_id, agent, ours, self._mover_said, self._mover_exited)

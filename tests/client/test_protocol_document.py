@@ -33,6 +33,7 @@ WITH_DESCRIPTORS = {
     worker.Hello,
     worker.Register,
     worker.Resume,
+    worker.NewMover,
     worker.Registered,
     worker.MoverChanged,
     mover.Bind,

@@ -1,0 +1,109 @@
+"""The daemon's end of a mover that is a thread of a worker: told to end, never killed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+from kvxferd.errors import ProtocolError
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.wire.mover import FromMover, Leaving, Up
+
+_LOG = logging.getLogger(__name__)
+
+STUCK_S = 2.0  # one that was told to end is gone within milliseconds, or is stuck in its library
+
+
+class ResidentHandle(MoverHandle):
+    """One resident mover. `on_exit` comes when its stream has ended, or its worker is dead.
+
+    The mover closes its end after it has destroyed its agent, so the stream's end is what a dead
+    process is of a child: nothing that it posted writes any more. Nobody can force it to come.
+    """
+
+    def __init__(
+        self,
+        mover_id: MoverId,
+        link: socket.socket,
+        worker: tuple[int, int],
+        on_message: Callable[[MoverHandle, FromMover], None],
+        on_exit: Callable[[MoverHandle], None],
+    ) -> None:
+        """`worker`: its process id, and a descriptor that is readable once it is dead; -1: there is none.
+
+        The descriptor is the handle's from here on. The agent's name comes with the mover's `Up`.
+        """
+        super().__init__(mover_id, AgentName(""), link, on_message, on_exit)
+        self.pid, self._death = worker
+        self._told = False
+        self._deaf = False  # it has spoken nonsense: only its end is waited for
+        self._loop.add_reader(self._stream.fileno(), self._read)
+        if self._death >= 0:
+            self._loop.add_reader(self._death, self._exited)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._stream.fileno() >= 0 and not self._told
+
+    def kill(self) -> None:
+        """Have it end: it reads the end of its stream, destroys its agent, and closes. Idempotent."""
+        if self.is_alive:
+            self._told = True
+            self._loop.remove_writer(self._stream.fileno())
+            self._stream.end_sending()
+            self._loop.call_later(STUCK_S, self._complain)
+
+    def discard(self) -> None:
+        """Let go of it, whatever it does: no callback will come."""
+        self._close_stream()
+        self._close_death()
+
+    def _complain(self) -> None:
+        if self._stream.fileno() >= 0:
+            _LOG.error(
+                "resident mover %s was told to end %g s ago and has not: its agent is stuck in the transfer "
+                "library; blocks of its pulls in doubt stay out of use until it ends, or worker %d does",
+                self.agent,
+                STUCK_S,
+                self.pid,
+            )
+
+    def _read(self) -> bool:
+        try:
+            frames = [] if self._deaf else self._stream.receive()
+            for frame in frames or ():
+                self._deliver(frame.payload, frame.fds)
+        except ProtocolError as error:
+            _LOG.error("resident mover %s speaks nonsense and is told to end: %s", self.agent, error.message)
+            self._deaf = True
+            self.kill()
+            return False
+        if frames is None or (self._deaf and self._stream.discard()):
+            self._exited()
+            return False
+        return bool(frames)
+
+    def _hear(self, message: FromMover) -> None:
+        match message:
+            case Up():
+                self.agent = message.agent
+            case Leaving():
+                _LOG.warning("resident mover %s of worker %d ends: %s", self.agent, self.pid, message.message)
+        super()._hear(message)
+
+    def _exited(self) -> None:
+        if self._stream.fileno() < 0:
+            return
+        self.discard()
+        self._on_exit(self)
+
+    def _close_death(self) -> None:
+        death, self._death = self._death, -1
+        if death >= 0:
+            self._loop.remove_reader(death)
+            with contextlib.suppress(OSError):
+                os.close(death)

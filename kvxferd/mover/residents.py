@@ -1,0 +1,107 @@
+"""Resident movers for the daemon: each comes as a socket that its worker has sent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.ids import AgentName, BootId, MoverId
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.resident_handle import ResidentHandle
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.mover import FromMover, Leaving, Up
+
+UP_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
+
+
+class Residents:
+    """Takes resident movers in. All methods belong to one event loop.
+
+    `on_message` and `on_exit` are as a `MoverPool`'s; `numbers` is shared with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        boot: BootId,
+        numbers: Iterator[int],
+        is_known: Callable[[AgentName], bool],
+        on_message: Callable[[MoverId, FromMover], None],
+        on_exit: Callable[[MoverId], None],
+    ) -> None:
+        self._boot = boot
+        self._numbers = numbers
+        self._is_known = is_known  # whether a mover of that agent's name lives here
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._waiting: dict[MoverId, asyncio.Future[None]] = {}  # for the agent to be made
+        self._handles: dict[MoverId, ResidentHandle] = {}
+
+    async def adopt(self, link: socket.socket, worker: tuple[int, int]) -> ResidentHandle:
+        """Return the mover at the other end of the socket once its agent is made.
+
+        `worker`: as `ResidentHandle` takes it. Both descriptors are this object's. Raises MoverError:
+        with the mover's own reason, or mover-lost.
+        """
+        number = MoverId(next(self._numbers))
+        handle = ResidentHandle(number, link, worker, self._said, self._exited)
+        self._handles[number] = handle
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(UP_S):
+                await self._waiting[number]
+        except BaseException as error:
+            del self._handles[number]
+            handle.discard()
+            if isinstance(error, TimeoutError):
+                raise MoverError(
+                    f"cannot use the resident mover of worker {worker[0]}: no agent in {UP_S:g} s",
+                    Code.MOVER_LOST,
+                ) from None
+            raise
+        finally:
+            del self._waiting[number]
+        return handle
+
+    def stop(self) -> None:
+        """Let go of all: they read the end of their streams, and their workers know when they are gone."""
+        for handle in self._handles.values():
+            handle.discard()
+        self._handles.clear()
+
+    def _said(self, mover: MoverHandle, message: FromMover) -> None:
+        waiting = self._waiting.get(mover.mover_id)
+        if waiting is None:
+            if mover.mover_id in self._handles:
+                self._on_message(mover.mover_id, message)
+            return
+        if waiting.done():
+            return
+        match message:
+            case Up() if self._may_be_called(message.agent):
+                waiting.set_result(None)
+            case Up():
+                text = f"cannot use a resident mover called {message.agent[:80]!r}: it is not free here"
+                waiting.set_exception(MoverError(text, Code.OUT_OF_PLACE))
+            case Leaving():
+                waiting.set_exception(MoverError(message.message, message.code))
+
+    def _may_be_called(self, agent: AgentName) -> bool:
+        """A mover that takes another's name would be read in its place."""
+        fits = agent.startswith(f"{self._boot}/") and len(agent) <= MAX_NAME_CHARS
+        return fits and not self._is_known(agent)
+
+    def _exited(self, mover: MoverHandle) -> None:
+        waiting = self._waiting.get(mover.mover_id)
+        if waiting is not None:
+            if not waiting.done():
+                text = f"the resident mover of worker {mover.pid} ended before its agent was made"
+                waiting.set_exception(MoverError(text, Code.MOVER_LOST))
+                return
+            # Its agent was made, and nobody has heard of it yet: `adopt` returns it first.
+            asyncio.get_running_loop().call_soon(self._exited, mover)
+            return
+        if self._handles.pop(mover.mover_id, None) is not None:
+            self._on_exit(mover.mover_id)

@@ -1,0 +1,148 @@
+"""A mover as a thread: made for one daemon, gone when its agent is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import AgentName
+from kvxferd.link import Link
+from kvxferd.mover.loop import Mover
+from kvxferd.mover.process import prepare_thread
+from kvxferd.mover.transport import Transport
+from kvxferd.resident.pacing import CourteousPacer
+from kvxferd.wire.codec import encode
+from kvxferd.wire.mover import Leaving
+from kvxferd.wire.worker import RegionExport
+
+_LOG = logging.getLogger(__name__)
+
+# Runs of a pull that are worked out in one go: the interpreter's lock is held for some 100 us.
+MAX_RUNS_AT_ONCE = 4096
+CLOSE_AGAIN_S = 1.0
+SAY_S = 0.2  # a daemon that does not take the last words in this time has other worries
+
+MakeTransport = Callable[[AgentName], Transport]
+
+
+class ThreadMover:
+    """One resident mover; see `kvxferd.client.movers.ResidentMover` for the promises.
+
+    Its thread makes the agent, alone uses it, and destroys it. Then, and not before, it closes its
+    end of the stream, by which the daemon knows, and its end of a pipe, by which the client does.
+    """
+
+    def __init__(self, agent: AgentName, regions: Sequence[RegionExport], make: MakeTransport) -> None:
+        """Start the thread. `regions` are those of this process's memory that it may bind."""
+        self.agent = agent
+        self.is_quiet = False
+        self._regions = tuple(regions)
+        self._make = make
+        self._lock = threading.Lock()  # the socket's and the daemon's end are closed while others use them
+        self._socket, theirs = socket.socketpair()
+        self.daemon_end = theirs.detach()
+        self._quiet_fd, self._unquiet_fd = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvxferd-mover", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._quiet_fd
+
+    def handed_over(self) -> None:
+        with self._lock:
+            if self.daemon_end >= 0:
+                os.close(self.daemon_end)
+                self.daemon_end = -1
+
+    def stop(self) -> None:
+        self.handed_over()
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # what the thread reads next is the end
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return self.is_quiet
+
+    def close(self) -> None:
+        """Give the descriptor back. Only when quiet."""
+        with self._lock:
+            if self._quiet_fd >= 0:
+                os.close(self._quiet_fd)
+                self._quiet_fd = -1
+
+    # --- the thread
+
+    def _run(self) -> None:
+        prepare_thread("kvxferd-mover")
+        stream = Link(self._socket)
+        movers: list[Mover] = []
+        transports: list[Transport] = []
+        leaving = self._serve(stream, transports, movers)
+        if leaving is not None:
+            _LOG.error("resident mover %s ends: %s", self.agent, leaving.message)
+            _say(stream, leaving)
+        # Nothing of the exception is alive here: a traceback would keep handles, and so the agent.
+        for transport in transports:
+            self._destroy(transport)
+        for mover in movers:
+            mover.unmap()
+        self.is_quiet = True
+        os.close(self._unquiet_fd)
+        self.handed_over()
+        with self._lock:
+            stream.close()
+
+    def _serve(self, stream: Link, transports: list[Transport], movers: list[Mover]) -> Leaving | None:
+        """Be a mover until the daemon, or this process's client, wants no more; return why if neither did."""
+        try:
+            transport = self._make(self.agent)
+            transports.append(transport)
+            mover = Mover(
+                stream,
+                transport,
+                CourteousPacer(),
+                os.close,  # the worker is this process
+                own=self._regions,
+                max_runs=MAX_RUNS_AT_ONCE,
+            )
+            movers.append(mover)
+            mover.serve()
+        except KvxferdError as error:
+            return Leaving(code=error.code, message=error.message)
+        except ConnectionError:
+            return None
+        except BaseException as error:
+            return Leaving(code=Code.INTERNAL, message=f"the resident mover failed: {error!r}")
+        return None
+
+    def _destroy(self, transport: Transport) -> None:
+        """Return once the agent is gone: nobody may believe that it is before."""
+        complained = False
+        while True:
+            try:
+                transport.close()
+                return
+            except Exception:
+                if not complained:
+                    _LOG.exception("cannot end the agent of resident mover %s; it is tried again", self.agent)
+                    complained = True
+            time.sleep(CLOSE_AGAIN_S)
+
+
+def _say(stream: Link, message: Leaving) -> None:
+    """Send last words, and wait a little for them to be taken."""
+    stream.send(encode(message))
+    deadline = time.monotonic() + SAY_S
+    while True:
+        stream.flush()
+        left_s = deadline - time.monotonic()
+        if stream.idle or left_s <= 0:
+            return
+        select.select([], [stream.fileno()], [], left_s)
