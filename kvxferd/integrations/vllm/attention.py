@@ -68,8 +68,10 @@ class _Grid(NamedTuple):
 def attention_tensors(
     layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName, heads: UnitRange
 ) -> list[CacheTensor]:
-    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood."""
-    _check_shape(layer, cache, view)
+    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood.
+
+    The view has passed `check_shape`.
+    """
     if cache.is_indexer:
         return _indexer(layer, cache, place, view, group)
     if cache.head_size_v == 0:
@@ -104,20 +106,8 @@ def attention_tensors(
     ]
 
 
-def tokens_of(view: View) -> int:
-    """Return the tokens of one kernel block."""
-    return view.shape[2]
-
-
-def num_kernel_blocks(view: View) -> int:
-    """Return how many kernel blocks a tensor has."""
-    if len(view.shape) == 5 and view.shape[0] == 2:
-        return view.shape[1]
-    return view.shape[0]
-
-
-def _check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
-    """The tensor has the heads and the content that its spec tells of."""
+def check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
+    """Check that a tensor has the axes, heads and content that its spec tells of. Raises LayoutError."""
     content = (cache.head_size + cache.head_size_v) * cache.itemsize
     if len(view.shape) == 4:
         found = (view.shape[1], view.content_bytes)
@@ -133,6 +123,18 @@ def _check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
             f"its tensor of shape {view.shape} has {found[0]} heads of {found[1]} bytes, its spec "
             f"{wanted[0]} of {wanted[1]}",
         )
+
+
+def tokens_of(view: View) -> int:
+    """Return the tokens of one kernel block of a tensor that has passed `check_shape`."""
+    return view.shape[2]
+
+
+def num_kernel_blocks(view: View) -> int:
+    """Return how many kernel blocks a tensor has that has passed `check_shape`."""
+    if len(view.shape) == 5 and view.shape[0] == 2:
+        return view.shape[1]
+    return view.shape[0]
 
 
 def _grid(layer: LayerFacts, cache: AttentionFacts, view: View) -> _Grid:

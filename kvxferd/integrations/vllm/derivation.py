@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvxferd.ids import GroupName, RegionId
-from kvxferd.integrations.vllm.attention import attention_tensors, num_kernel_blocks, tokens_of
+from kvxferd.integrations.vllm.attention import (
+    attention_tensors,
+    check_shape,
+    num_kernel_blocks,
+    tokens_of,
+)
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.names import is_draft, place_of
@@ -123,6 +128,7 @@ class _Derivation:
         if isinstance(layer.cache, AttentionFacts):
             if group.kind is CacheKind.STATE or len(views) != 1:
                 raise refused(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
+            check_shape(layer, layer.cache, views[0])
             self._check_blocks(layer, group, views[0])
             heads = self._heads(layer, layer.cache, place.layer)
             self._tensors += attention_tensors(layer, layer.cache, place, views[0], name, heads)

@@ -93,7 +93,7 @@ class CacheGroups:
 
     def block_ids(self, lists: Mapping[str, BlockList]) -> set[int]:
         """Return every block id in some lists: what vLLM is told of a failed load."""
-        return {int(block) for listed in lists.values() for block in memoryview(listed.ids)}  # type: ignore[arg-type]
+        return {int(block) for listed in lists.values() for block in listed.ids}  # type: ignore[union-attr]
 
 
 def _clip_one(

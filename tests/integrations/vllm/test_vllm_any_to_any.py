@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
 import pytest
 import torch
+from moving import addresses, move
 from torch_caches import CPU, FLASH, LAYOUTS, Deployment, Model, TorchEngine, TorchRank
 
 from kvxferd.client.blocks import pack
 from kvxferd.errors import Code, PlanError
-from kvxferd.ids import Rank, RegionId
-from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, check_blocks, check_request, make_plan
+from kvxferd.ids import Rank
+from kvxferd.plan import Expander, make_plan
 
 VEC = {"backend": CPU, "isa": "vec"}
 AMX = {"backend": CPU, "isa": "amx"}
@@ -24,32 +21,25 @@ def pull(sink: TorchEngine, source: TorchEngine, num_tokens: int, num_cached: in
     source_ids = [5, 2, 7, 1, 8, 3, 6, 4, 13, 9, 11, 10][: -(-num_tokens // source.how.block_tokens)]
     sink_ids = [3, 4, 1, 6, 8, 2, 5, 7, 12, 9, 10, 13][: -(-num_tokens // sink.how.block_tokens)]
     source.write(source_ids, num_tokens)
-    theirs = pack(source.groups.clip([source_ids], num_tokens), None, "publish")
-    clipped = sink.groups.clip([sink_ids], num_tokens, num_cached)
-    mine = pack(clipped, None, "pull")
-    remote = {rank: held.derived.layout for rank, held in source.ranks.items()}
-    (remote_spec,) = {held.spec for rank, held in source.ranks.items() if rank == Rank(0, 0)}
+    published = source.groups.clip([source_ids], num_tokens)
+    into = sink.groups.clip([sink_ids], num_tokens, num_cached)
     wrong = []
     for held in sink.ranks.values():
         before = [tensor.clone() for tensor in held.tensors.values()]
-        layout = held.derived.layout
-        validate_layout(held.spec, layout)
-        check_blocks(layout, mine, num_tokens)
-        plan = make_plan(held.spec, layout, remote_spec, remote)
-        check_request(plan, mine, theirs, num_tokens)
-        bases = {rank: _bases(other) for rank, other in source.ranks.items()}
-        for runs in Expander(plan).expand(mine, theirs, num_tokens, _bases(held), bases).values():
-            for own, other, length in np.stack(runs, axis=1).tolist():
-                ctypes.memmove(own, other, length)
-        first = clipped["0.full"].first_token
+        move(
+            held.spec,
+            held.derived,
+            source.ranks[Rank(0, 0)].spec,
+            {rank: other.derived for rank, other in source.ranks.items()},
+            into=into,
+            published=published,
+            num_tokens=num_tokens,
+        )
+        first = into["0.full"].first_token
         listed = sink_ids[first // sink.how.block_tokens :]
         wrong += sink.wrong(held, listed, first, num_tokens)
         wrong += _touched_elsewhere(sink, held, before, listed)
     return wrong
-
-
-def _bases(held: TorchRank) -> dict[RegionId, int]:
-    return {region: address for region, (address, _, _) in held.derived.regions.items()}
 
 
 def _touched_elsewhere(
@@ -151,6 +141,7 @@ def test_a_block_of_equal_packing_moves_as_one_run() -> None:
     held, other = sink.ranks[Rank(0, 0)], source.ranks[Rank(0, 0)]
     plan = make_plan(held.spec, held.derived.layout, other.spec, {Rank(0, 0): other.derived.layout})
     lists = pack(sink.groups.clip([[1, 3]], 64), None, "pull")
-    (runs,) = Expander(plan).expand(lists, lists, 64, _bases(held), {Rank(0, 0): _bases(other)}).values()
+    bases = {Rank(0, 0): addresses(other.derived)}
+    (runs,) = Expander(plan).expand(lists, lists, 64, addresses(held.derived), bases).values()
     assert len(runs.length) == 2 * Model().num_layers
     assert set(runs.length.tolist()) == {4 * 32 * 2 * 16 * 2}  # heads, tokens, keys and values, size, bytes
