@@ -57,6 +57,7 @@ from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
+from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.mover.resident_handle import ResidentHandle
@@ -192,7 +193,7 @@ class Daemon:
             on_exit=self._on_mover_exit,
             on_lanes=lambda mover, lanes: self._on_event(LanesSeen(mover, lanes)),
             lock_fd=lock_fd,
-            environment=dict(mover.environment),
+            environment={**mover.environment, PLACEMENT_VARIABLE: mover.placement},
             use=mover.library,
         )
 

@@ -42,6 +42,7 @@ Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 60, title="bytes")]
 PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]
+MoverPlacement = Annotated[Literal["auto", "staged"], msgspec.Meta(title="auto or staged")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], msgspec.Meta(title="debug, info, warning or error")
 ]

@@ -21,6 +21,7 @@ from kvxferd.config.kinds import (
     LogFormat,
     LogLevel,
     MoverLibrary,
+    MoverPlacement,
     Networks,
     PoolSize,
     Seconds,
@@ -94,6 +95,7 @@ class MoverConfig(Section, frozen=True):
 
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
+    placement: MoverPlacement = "auto"  # staged: GPU memory always by copies
     environment: Environment = {}
 
 

@@ -17,6 +17,7 @@ from kvxferd.errors import Code, DeviceError
 
 # For tests, and for a node whose movers must leave its GPUs alone ("none").
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
+PLACEMENT_VARIABLE = "KVXFERD_PLACEMENT"  # the configuration's mover.placement, on its way to a child
 
 
 class Device(NamedTuple):

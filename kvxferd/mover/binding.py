@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import SessionId
@@ -13,11 +14,16 @@ from kvxferd.memory import Mapping, check_memfd, map_memfd
 from kvxferd.memory.device import DeviceMapping
 from kvxferd.memory.driver import Driver, open_driver
 from kvxferd.memory.inspect import check_exports
-from kvxferd.mover.probe import placement_of, prove
-from kvxferd.mover.transport import Span, Transport
+from kvxferd.mover.probe import Proof, placement_of, prove
+from kvxferd.mover.staging import StagedTransport
+from kvxferd.mover.transport import Span, TransportError
 from kvxferd.wire.common import Placement, RegionAddress
 from kvxferd.wire.mover import Bound, FenceMapped
 from kvxferd.wire.worker import RegionExport
+
+_LOG = logging.getLogger(__name__)
+
+M = TypeVar("M", Mapping, DeviceMapping)
 
 
 class Spread(NamedTuple):
@@ -30,12 +36,26 @@ class Spread(NamedTuple):
 class Bindings:
     """Maps and registers memory. Descriptors stay the caller's and may be closed afterwards."""
 
-    def __init__(self, transport: Transport, driver: Callable[[], Driver] = open_driver) -> None:
-        """`driver` is called when there is GPU memory to bind, and not before."""
+    def __init__(
+        self,
+        transport: StagedTransport,
+        driver: Callable[[], Driver] = open_driver,
+        own: Sequence[RegionExport] = (),
+        always_stage: bool = False,
+    ) -> None:
+        """`driver` is called when there is GPU memory to bind, and not before.
+
+        `own` are the regions of this process's memory that may be bound where they lie. A child has none.
+        `always_stage`: read GPU memory by copies, whatever the library could do.
+        """
+        self._own = frozenset(own)
+        self._mappings: list[Mapping | DeviceMapping] = []
         self._transport = transport
         self._driver = driver
         self._fences: dict[SessionId, Mapping] = {}
         self._host_spans: tuple[Span, ...] = ()
+        self._always_stage = always_stage
+        self._placement = Placement()
         self.regions: tuple[RegionAddress, ...] = ()
 
     def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
@@ -56,8 +76,7 @@ class Bindings:
             undoing.pop_all()
         addresses = {region.region: region for part in spread for region in part.regions}
         self.regions = tuple(addresses[export.region] for export in exports)
-        kind = "resident" if by_kind["resident"] else "direct"
-        return Bound(regions=self.regions, metadata=metadata, placement=Placement(kind))
+        return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
     def prove(self, placement: Placement) -> Placement | None:
         """Return what a read of the bound host memory shows; None where there is none, or it is known.
@@ -66,20 +85,15 @@ class Bindings:
         """
         if not self._host_spans or placement.gigabytes_per_s or placement.why:
             return None
-        first, *others = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
-        proof = prove(self._transport, first)
-        for span in others:
-            other = prove(self._transport, span) if proof.ok else proof
-            proof = proof if other.ok else other
-        return placement_of(placement.kind, proof)
+        ends = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
+        return placement_of(placement.kind, self._prove(ends))
 
     # --- one kind each: all or nothing, undone by what is left on the stack
 
     def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> Spread:
         regions, spans = [], []
         for export in exports:
-            mapping = _map(export, fds)
-            undoing.callback(mapping.unmap)
+            mapping = self._kept(_map(export, fds), undoing)
             spans.append(self._register(_span(mapping), undoing))
             regions.append(RegionAddress(export.region, mapping.address, mapping.size_bytes))
         self._host_spans = tuple(spans)
@@ -93,11 +107,10 @@ class Bindings:
         sizes = _sizes_by_descriptor(exports)
         numbers = sorted(sizes)
         mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
-        undoing.callback(mapping.unmap)
+        self._kept(mapping, undoing)
         handles = dict(zip(numbers, mapping.handles, strict=True))
-        spans = tuple(
-            self._register(Span(*handle, driver.mem_type, ordinal), undoing) for handle in mapping.handles
-        )
+        found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.handles]
+        spans = self._reach("direct", driver, found, undoing)
         regions = tuple(
             RegionAddress(
                 export.region,
@@ -106,22 +119,75 @@ class Bindings:
                 ordinal,
                 driver.mem_type,
                 pieces_of(export),
+                staged=self._placement.kind == "staged",
             )
             for export in exports
         )
         return Spread(regions, spans)
 
+    def _reach(
+        self, kind: str, driver: Driver, found: Sequence[Span], undoing: ExitStack
+    ) -> tuple[Span, ...]:
+        """Have a GPU's memory read by the library, or by copies. Returns what readers must load.
+
+        A registration that succeeds proves nothing: only a read does.
+        """
+        why = "mover.placement is staged" if self._always_stage else ""
+        if not why:
+            with ExitStack() as registering:
+                try:
+                    for span in found:
+                        self._register(span, registering)
+                    proof = self._prove(dict.fromkeys((found[0], found[-1])), driver)
+                except TransportError as error:
+                    proof = Proof(False, error.message, False, 0.0)
+                if proof.ok:
+                    self._placement = placement_of(kind, proof)
+                    undoing.push(registering.pop_all())
+                    return tuple(found)
+                why = proof.why
+        _LOG.warning("memory of a GPU is read by copies: %s", why)
+        self._placement = Placement("staged", why)
+        return self._transport.stage(driver, found)
+
+    def _prove(self, spans: Iterable[Span], driver: Driver | None = None) -> Proof:
+        """Return the first proof that fails, or else the last: all were mapped and registered alike."""
+        proof = Proof(True, "", False, 0.0)
+        for span in spans:
+            proof = prove(self._transport, span, driver)
+            if not proof.ok:
+                break
+        return proof
+
     def _bind_own(self, exports: list[RegionExport], undoing: ExitStack) -> Spread:
         """Memory of this very process: the mover is a thread of the worker."""
-        regions, spans = [], []
         for export in exports:
-            driver = self._driver() if export.device else None
-            mem_type = driver.mem_type if driver is not None else "DRAM"
-            ordinal = driver.use(export.device) if driver is not None else 0
-            span = Span(export.address, export.size_bytes, mem_type, ordinal)
-            spans.append(self._register(span, undoing))
-            regions.append(RegionAddress(export.region, export.address, export.size_bytes, ordinal, mem_type))
+            if export not in self._own:
+                raise EngineError(
+                    f"cannot bind region {export.region} where it lies: not memory of this mover's process",
+                    Code.REGION_INVALID,
+                )
+        if exports:
+            self._placement = Placement("resident")
+        on_host = [export for export in exports if not export.device]
+        spans = [self._register(Span(e.address, e.size_bytes), undoing) for e in on_host]
+        regions = [RegionAddress(e.region, e.address, e.size_bytes) for e in on_host]
+        if on_device := [export for export in exports if export.device]:
+            uuid, driver = _one_device(on_device), self._driver()
+            ordinal = driver.use(uuid)
+            found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
+            spans += self._reach("resident", driver, found, undoing)
+            staged = self._placement.kind == "staged"
+            regions += [
+                RegionAddress(e.region, e.address, e.size_bytes, ordinal, driver.mem_type, staged=staged)
+                for e in on_device
+            ]
         return Spread(tuple(regions), tuple(spans))
+
+    def _kept(self, mapping: M, undoing: ExitStack) -> M:
+        undoing.callback(mapping.unmap)
+        self._mappings.append(mapping)
+        return mapping
 
     def _register(self, span: Span, undoing: ExitStack) -> Span:
         self._transport.register(span)
@@ -147,6 +213,16 @@ class Bindings:
         if mapping is not None:
             self._transport.deregister(_span(mapping))
             mapping.blank()
+
+    def close(self) -> None:
+        """Unmap everything, for a mover whose process goes on. Only when the agent is gone.
+
+        Whoever unmaps what an agent may still send dies by SIGSEGV.
+        """
+        for mapping in (*self._mappings, *self._fences.values()):
+            mapping.unmap()
+        self._mappings.clear()
+        self._fences.clear()
 
 
 def _map(export: RegionExport, fds: Sequence[int]) -> Mapping:

@@ -6,28 +6,29 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
-from kvxferd.link import Link
+from kvxferd.link import Link, close_all, duplicates
+from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.binding import Bindings
 from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.pulls import PullEngine
+from kvxferd.mover.staging import StagedTransport
 from kvxferd.mover.transport import Transport
+from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as wire
 from kvxferd.wire.codec import TO_MOVER, encode
-from kvxferd.wire.common import BlockIds, Message
+from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement
+from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.worker import RegionExport
 
 _LOG = logging.getLogger(__name__)
-
-# The posts of a small pull, its fence word's included, follow one another. What takes longer is
-# a large one's, and the daemon's messages are looked at in between.
-QUICK_S = 300e-6
 
 
 class Mover:
@@ -37,16 +38,23 @@ class Mover:
         self,
         stream: Link,
         transport: Transport,
-        is_crowded: Callable[[], bool],
+        pacer: Pacer,
         watch_worker: Callable[[int], None],
+        *,
+        own: Sequence[RegionExport] = (),
+        max_runs: int = MAX_RUNS,
     ) -> None:
+        """`own`: as `Bindings` takes it. `max_runs`: about as many runs are worked out at a time."""
         self._stream = stream
-        self._transport = transport
+        self._transport = StagedTransport(transport)
         self._watch_worker = watch_worker
-        self._engine = PullEngine(transport)
-        self._bindings = Bindings(transport)
+        self._engine = PullEngine(self._transport, max_runs=max_runs)
+        self._bindings = Bindings(
+            self._transport, own=own, always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged"
+        )
         self._ids = IdsAssembly()
-        self._pacer = Pacer(is_crowded)
+        self._early = EarlyDescriptors()
+        self._pacer = pacer
         self._attended = False
         self._arrivals = select.poll()  # unlike select, it costs nothing to speak of; but it counts in ms
         self._arrivals.register(stream.fileno(), select.POLLIN)
@@ -63,6 +71,10 @@ class Mover:
                 self._stream.flush()
             if self._wait():
                 has_ended = self._take()
+
+    def unmap(self) -> None:
+        """Let go of all that was mapped. Only when the transport is closed."""
+        self._bindings.close()
 
     def _take(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
@@ -81,7 +93,7 @@ class Mover:
             return
         began = time.perf_counter()
         moved = again = self._engine.step() if self._engine.is_busy else False
-        while again and self._engine.is_busy and time.perf_counter() - began < QUICK_S:
+        while again and self._engine.is_busy and time.perf_counter() - began < self._pacer.quick_s:
             again = self._engine.step()
         if not self._engine.num_flights:  # polling a flight drives the library as well
             self._transport.progress()
@@ -107,8 +119,14 @@ class Mover:
     def _handle(self, frame: Frame) -> None:
         message = TO_MOVER.decode(frame.payload)
         match message:
+            case Descriptors():
+                close_all(self._early.add(message.first, duplicates(frame.fds)))
             case wire.Bind():
-                self._bind(message, frame.fds)
+                early = self._early.take()
+                try:
+                    self._bind(message, (*early, *frame.fds))
+                finally:
+                    close_all(early)
             case wire.MapFence():
                 if len(frame.fds) != 1:
                     raise ProtocolError(f"cannot map a fence page from {len(frame.fds)} descriptors")
@@ -138,7 +156,7 @@ class Mover:
             if not fds:
                 raise ProtocolError("cannot bind without the worker's pidfd")
             answer = self._bindings.bind(message.regions, fds[:-1])
-            self._engine.bind({region.region: region.address for region in answer.regions})
+            self._engine.bind(answer.regions)
             self._watch_worker(os.dup(fds[-1]))
         except KvxferdError as error:
             answer = wire.BindRefused(code=error.code, message=error.message)
@@ -146,6 +164,14 @@ class Mover:
             _LOG.exception("cannot bind")
             answer = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
         self._send(answer)
+        if isinstance(answer, wire.Bound):
+            self._prove(answer.placement)
+
+    def _prove(self, placement: Placement) -> None:
+        """Host memory is registered for certain: the worker is not kept waiting for the proof."""
+        self._stream.flush()
+        if (proved := self._bindings.prove(placement)) is not None:
+            self._send(wire.Proved(placement=proved))
 
     def _joined(self, message: wire.StartPull) -> wire.StartPull:
         if not message.stream:

@@ -1,4 +1,4 @@
-"""Where fence words land."""
+"""Where fence words and stamps land."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Scratch:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = [address + _SLOT_BYTES * i for i in reversed(range(_NUM_SLOTS))]
         self._base = address
-        transport.register(Span(address, len(self._memory)))
+        self.span = Span(address, len(self._memory))
+        transport.register(self.span)
 
     def take(self) -> int | None:
         """Return the address of a slot that holds zeros, None while all are taken."""

@@ -20,7 +20,7 @@ class Slicer:
     def __init__(self, runs: Runs) -> None:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
-        self._runs = _cut(runs)
+        self._runs = cut(runs, MAX_PIECE_BYTES)
         # Most pulls are one slice: what each of its runs costs need not be known.
         self._total = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
         self._cost: npt.NDArray[np.uint64] | None = None
@@ -69,9 +69,10 @@ class Budget:
             self.bytes = min(self.MAX_BYTES, self.bytes * 2)
 
 
-def _cut(runs: Runs) -> Runs:
+def cut(runs: Runs, max_bytes: int) -> Runs:
+    """Return the same bytes in the same order, no run longer than that."""
     local, remote, length = (np.ascontiguousarray(column, dtype=np.uint64) for column in runs)
-    piece = np.uint64(MAX_PIECE_BYTES)
+    piece = np.uint64(max_bytes)
     if not len(length) or length.max() <= piece:
         return Runs(local, remote, length)
     num_pieces = ((length + piece - np.uint64(1)) // piece).astype(np.int64)

@@ -19,8 +19,10 @@ def driver(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def daemon(fleet: Fleet, name: str, driver: str) -> DaemonUnderTest:
-    return fleet.daemon(name, KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver}")
+def daemon(fleet: Fleet, name: str, driver: str, placement: str = "auto") -> DaemonUnderTest:
+    return fleet.daemon(
+        name, KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver}", KVXFERD_MOVER_PLACEMENT=placement
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,27 @@ def test_every_kind_of_memory_reads_every_other(fleet: Fleet, driver: str, sourc
         pull_and_check(sinks, ref, request, block_tokens=32)
         for rank in sources:
             assert rank.await_event("Released")["why"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [
+        ("staged", "staged"),
+        ("staged", "device"),
+        ("staged", "host"),
+        ("device", "staged"),
+        ("host", "staged"),
+    ],
+)
+def test_what_nixl_cannot_reach_is_copied(fleet: Fleet, driver: str, source: str, sink: str) -> None:
+    stores = {"device": {"driver": driver}, "staged": {"driver": driver}, "host": None}
+    placements = {"device": "auto", "staged": "staged", "host": "auto"}
+    prefill = daemon(fleet, "prefill", driver, placements[source])
+    decode = daemon(fleet, "decode", driver, placements[sink])
+    sources = fleet.engine(prefill, spec_of("prefill"), store=stores[source], **BIG)
+    sinks = fleet.engine(decode, spec_of("decode"), store=stores[sink], layout="NHD", **BIG)
+    for request in range(2):
+        pull_and_check(sinks, publish(sources, request), request)
 
 
 def test_more_allocations_than_a_frame_has_descriptors(fleet: Fleet, driver: str) -> None:

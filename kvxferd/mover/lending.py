@@ -1,0 +1,214 @@
+"""The source's side of staging: chunks of memory that the library cannot reach, copied to where it can.
+
+A reader that is gone never gives back: a loan ends by itself after `LOAN_S`, its stamp overwritten
+before its slot is used again. A reader that finds its stamp unchanged after it has read the chunk has
+read the chunk; no clock decides that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvxferd.errors import EngineError
+from kvxferd.ids import AgentName
+from kvxferd.memory.driver import Driver
+from kvxferd.mover.ring import Ring, Uint64s, packed_at
+from kvxferd.mover.transport import Span, Transport, TransportError
+from kvxferd.wire.codec import encode
+from kvxferd.wire.notes import MAX_ASKED_RUNS, STAMP_BYTES, Ask, Denied, Lent, Note
+
+_LOG = logging.getLogger(__name__)
+
+LOAN_S = 30.0  # a reader has read a chunk long before
+# A reader asks for a dozen chunks at a time; more than this are 5,000 reads waiting for one GPU.
+MAX_WAITING = 4096
+MAX_WAITING_PER_AGENT = 256
+IDLE_S = 60.0  # after which a reader that asks for nothing is forgotten
+
+_Key = tuple[AgentName, int]
+
+
+@dataclass(slots=True)
+class _Loan:
+    agent: AgentName
+    ask: Ask
+    slot: int = 0
+    stamp: bytes = b""
+    copied: Any = None  # event; None once it is done
+    until: float = 0.0
+
+
+class Lender:
+    """Serves asks for one mover's staged memory, in order, through its own ring and stream."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        driver: Driver,
+        slot_bytes: int,
+        num_slots: int,
+        keep: Callable[[AgentName], bool],
+    ) -> None:
+        """`keep` says whether somebody else needs an agent loaded. Raises DeviceError, TransportError."""
+        self._transport = transport
+        self._driver = driver
+        self._keep = keep
+        self._slot_bytes = slot_bytes
+        self._size_bytes = num_slots * (slot_bytes + STAMP_BYTES)
+        self._address = driver.allocate_host(self._size_bytes)
+        self._stamps_at = self._address + num_slots * slot_bytes
+        self.ring = Ring(self._address, slot_bytes, num_slots)
+        self.span = Span(self._address, self._size_bytes)
+        transport.register(self.span)
+        self._stream = driver.open_stream()
+        self._staged: list[Span] = []
+        self._waiting: deque[_Loan] = deque()
+        self._loans: dict[_Key, _Loan] = {}
+        self._readers: dict[AgentName, float] = {}  # loaded to be answered: when they last asked
+
+    def add(self, span: Span) -> None:
+        """Lend from this memory too."""
+        self._staged.append(span)
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is to be copied, or to be given back."""
+        return bool(self._waiting or self._loans)
+
+    # --- what readers say
+
+    def asked(self, agent: AgentName, ask: Ask, now: float) -> None:
+        """Take an ask, or deny it."""
+        self._readers[agent] = now
+        try:
+            self._check(agent, ask)
+        except EngineError as error:
+            self._tell(agent, ask, Denied(number=ask.number, message=error.message))
+            return
+        self._waiting.append(_Loan(agent, ask))
+
+    def _check(self, agent: AgentName, ask: Ask) -> None:
+        waiting = sum(loan.agent == agent for loan in self._waiting)
+        if len(self._waiting) >= MAX_WAITING or waiting >= MAX_WAITING_PER_AGENT:
+            raise EngineError(f"cannot lend more: {len(self._waiting)} chunks are waited for")
+        if (agent, ask.number) in self._loans or any(
+            (loan.agent, loan.ask.number) == (agent, ask.number) for loan in self._waiting
+        ):
+            raise EngineError(f"cannot lend chunk {ask.number} twice")
+        num_runs, odd = divmod(len(ask.addresses), 8)
+        if odd or len(ask.lengths) != 4 * num_runs or not 0 < num_runs <= MAX_ASKED_RUNS:
+            raise EngineError(f"cannot lend {num_runs} stretches: 1 to {MAX_ASKED_RUNS}, each with a length")
+        start, length = _stretches(ask)
+        if not length.all() or int(length.sum()) > self._slot_bytes:
+            raise EngineError(f"cannot lend {int(length.sum())} bytes: stretches of 1 to {self._slot_bytes}")
+        inside = np.zeros(num_runs, dtype=bool)
+        for span in self._staged:
+            first, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
+            # Not start + length, which a lie makes wrap around.
+            inside |= (start >= first) & (start < end) & (length <= end - np.minimum(start, end))
+        if not inside.all():
+            raise EngineError("cannot lend memory that is not this rank's")
+
+    def returned(self, agent: AgentName, number: int) -> None:
+        """The reader has read it, or does not want it any more."""
+        loan = self._loans.get((agent, number))
+        if loan is not None:
+            loan.until = 0.0  # a copy that is under way comes first
+            return
+        for waiting in self._waiting:
+            if (waiting.agent, waiting.ask.number) == (agent, number):
+                self._waiting.remove(waiting)
+                return
+
+    # --- work
+
+    def step(self, now: float) -> None:
+        """Move every loan on. Raises DeviceError where copies fail: nothing can be lent any more."""
+        for key, loan in list(self._loans.items()):
+            if loan.copied is not None:
+                if not self._driver.is_done(loan.copied):
+                    continue
+                self._driver.drop_event(loan.copied)
+                loan.copied = None
+                if loan.until:
+                    self._lend(loan)
+            if now >= loan.until:
+                self._end(key)
+        while self._waiting and (slot := self.ring.take()) is not None:
+            self._begin(self._waiting.popleft(), slot, now)
+        for agent in [a for a, asked in self._readers.items() if now > asked + IDLE_S]:
+            self._forget(agent)
+
+    def _begin(self, loan: _Loan, slot: int, now: float) -> None:
+        loan.slot, loan.until = slot, now + LOAN_S
+        loan.stamp = os.urandom(STAMP_BYTES)
+        # Before the first byte of the copy: who still reads an earlier loan must find out.
+        ctypes.memmove(self._stamp_of(slot), loan.stamp, STAMP_BYTES)
+        start, length = _stretches(loan.ask)
+        self._loans[loan.agent, loan.ask.number] = loan
+        self._driver.copy(packed_at(slot, length).tolist(), start.tolist(), length.tolist(), self._stream)
+        loan.copied = self._driver.record(self._stream)
+
+    def _stamp_of(self, slot: int) -> int:
+        return self._stamps_at + (slot - self._address) // self._slot_bytes * STAMP_BYTES
+
+    def _lend(self, loan: _Loan) -> None:
+        lent = Lent(
+            number=loan.ask.number,
+            address=loan.slot,
+            stamp_address=self._stamp_of(loan.slot),
+            stamp=loan.stamp,
+        )
+        if not self._tell(loan.agent, loan.ask, lent):
+            loan.until = 0.0
+
+    def _end(self, key: _Key) -> None:
+        loan = self._loans.pop(key)
+        ctypes.memmove(self._stamp_of(loan.slot), os.urandom(STAMP_BYTES), STAMP_BYTES)
+        self.ring.give_back(loan.slot)
+
+    def _tell(self, agent: AgentName, ask: Ask, note: Note) -> bool:
+        """Answer a reader; return whether that could be tried. It is loaded from what it sent, if need be."""
+        payload = encode(note)
+        try:
+            self._transport.notify(agent, payload)
+        except TransportError:
+            try:
+                if (name := self._transport.load_remote(ask.metadata)) != agent:
+                    _LOG.warning("an ask of agent %s came with the metadata of %s", agent, name)
+                    return False
+                self._transport.notify(agent, payload)
+            except TransportError as error:
+                _LOG.warning("%s", error.message)
+                return False
+        return True
+
+    def _forget(self, agent: AgentName) -> None:
+        if any(loan.agent == agent for loan in (*self._loans.values(), *self._waiting)):
+            return
+        del self._readers[agent]
+        if not self._keep(agent):
+            try:
+                self._transport.drop_remote(agent)
+            except TransportError as error:
+                _LOG.warning("%s", error.message)
+
+    def close(self) -> None:
+        """Give the buffer back. The transport is closed already: nothing reads it. Raises DeviceError."""
+        self._driver.synchronize(self._stream)
+        self._driver.close_stream(self._stream)
+        self._driver.free_host(self._address)
+
+
+def _stretches(ask: Ask) -> tuple[Uint64s, Uint64s]:
+    return np.frombuffer(ask.addresses, dtype="<u8"), np.frombuffer(ask.lengths, dtype="<u4").astype(
+        np.uint64
+    )
