@@ -59,7 +59,7 @@ class Mirror:
 
         touched = []
         for name, listed in blocks.items():
-            ids = np.array(memoryview(listed.ids), dtype=np.int64)  # type: ignore[arg-type]
+            ids = np.array(listed.ids, dtype=np.int64)
             for pair in self._pairs[GroupName(name)] if len(ids) else ():
                 kernel_blocks = (ids[:, None] * pair.per_id + np.arange(pair.per_id)).ravel()
                 touched.append((pair, torch.from_numpy(kernel_blocks)))

@@ -1,0 +1,166 @@
+"""Engines of one model have one fingerprint, whatever they call it; others have another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvxferd.integrations.vllm.identity import model_fingerprint, spec_of
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "rope_theta": 10000.0}
+
+
+def save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file: the table's length, the table, the bytes of the tensors."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content = b""
+    for name, weight in weights.items():
+        piece = weight.numpy().tobytes()
+        places = [len(content), len(content) + len(piece)]
+        table[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": places}
+        content += piece
+    header = json.dumps(table).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + content)
+
+
+def checkpoint(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Write a checkpoint of two files, as large models have."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    generator = torch.Generator().manual_seed(seed)
+    names = {}
+    for number in range(2):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        weights = {f"layers.{number}.{n}": torch.randn(64, 64, generator=generator) for n in ("q", "k")}
+        save(weights, folder / file)
+        names |= dict.fromkeys(weights, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def vllm_config(path: Path | str, **more: Any) -> Any:
+    """Return the attributes of a VllmConfig that are read."""
+    model = SimpleNamespace(
+        model=str(path),
+        revision=None,
+        architectures=["LlamaForCausalLM"],
+        dtype=torch.bfloat16,
+        quantization=None,
+        load_format="auto",
+        hf_overrides={},
+        hf_config=SimpleNamespace(to_dict=lambda: dict(CONFIG)),
+        use_mla=False,
+        is_attention_free=False,
+        get_total_num_hidden_layers=lambda: 2,
+        get_total_num_kv_heads=lambda: 8,
+    )
+    vars(model).update(more)
+    return SimpleNamespace(
+        model_config=model,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=4),
+        kv_transfer_config=SimpleNamespace(engine_id="deployment_dp1"),
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "model")
+
+
+def test_one_model_in_two_places(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "elsewhere")
+    assert model_fingerprint(vllm_config(model)) == model_fingerprint(vllm_config(tmp_path / "elsewhere"))
+
+
+def test_a_name_is_looked_up_in_the_hubs_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--org--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(model, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    assert model_fingerprint(vllm_config("org/name")) == model_fingerprint(vllm_config(model))
+
+
+def test_it_says_what_the_operator_can_compare(model: Path) -> None:
+    found = model_fingerprint(vllm_config(model, quantization="awq_marlin"))
+    assert found.startswith("LlamaForCausalLM/bfloat16/awq/")
+    assert len(found) < 100
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({"seed": 1}, {}),  # fine-tuned: other weights in the same shapes
+        ({"rope_theta": 500000.0}, {}),
+        ({}, {"dtype": torch.float16}),
+        ({}, {"quantization": "fp8"}),
+        ({}, {"hf_overrides": {"rope_theta": 500000.0}}),
+    ],
+)
+def test_another_model_has_another_fingerprint(
+    model: Path, tmp_path: Path, change: dict[str, Any], more: dict[str, Any]
+) -> None:
+    other = checkpoint(tmp_path / "other", **change)
+    assert model_fingerprint(vllm_config(model)) != model_fingerprint(vllm_config(other, **more))
+
+
+def test_what_a_configurations_file_says_of_itself_does_not_count(model: Path, tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other", transformers_version="4.99", _name_or_path="/home/me", dtype="x")
+    assert model_fingerprint(vllm_config(model)) == model_fingerprint(vllm_config(other))
+
+
+def test_one_weight_that_was_retrained_is_noticed(model: Path, tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other")
+    file = other / "model-00002-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-64 * 64 * 2 - 32 : -64 * 64 * 2 + 32] = bytes(64)  # the middle of the last tensor
+    file.write_bytes(content)
+    assert model_fingerprint(vllm_config(model)) != model_fingerprint(vllm_config(other))
+
+
+def test_without_files_the_name_decides() -> None:
+    one, same, other = (model_fingerprint(vllm_config(name)) for name in ("org/a", "org/a", "org/b"))
+    assert one == same != other
+
+
+def test_weights_that_are_not_loaded_do_not_count(model: Path, tmp_path: Path) -> None:
+    found = model_fingerprint(vllm_config(model, load_format="dummy"))
+    assert found != model_fingerprint(vllm_config(model))
+    assert found == model_fingerprint(vllm_config(model, load_format="dummy"))
+
+
+def test_the_place_of_a_rank(model: Path) -> None:
+    spec = spec_of(
+        vllm_config(model),
+        tp_rank=3,
+        pp_rank=1,
+        generation="g",
+        home="tcp://home:1",
+        fingerprint="f",
+        publish_implies_ready=False,
+    )
+    assert (spec.engine_id, spec.generation, spec.home) == ("deployment_dp1", "g", "tcp://home:1")
+    assert (spec.pp_size, spec.tp_size, spec.pp_rank, spec.tp_rank) == (2, 4, 1, 3)
+    assert (spec.num_layers, spec.num_kv_heads, spec.fingerprint) == (2, 8, "f")
+    assert not spec.publish_implies_ready
+
+
+def test_a_draft_counts_behind_the_model(model: Path) -> None:
+    config = vllm_config(model)
+    draft = vllm_config("org/draft", get_total_num_hidden_layers=lambda: 1).model_config
+    config.speculative_config = SimpleNamespace(draft_model_config=draft, method="eagle")
+    assert "+eagle:LlamaForCausalLM/" in model_fingerprint(config)
+    place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
+    assert spec_of(config, **place, publish_implies_ready=True).num_layers == 3
