@@ -10,6 +10,7 @@ import kvxferd
 from kvxferd.cli.bench.verb import bench
 from kvxferd.cli.cancel import cancel
 from kvxferd.cli.demo.verb import demo
+from kvxferd.cli.doctor.verb import doctor
 from kvxferd.cli.drain import drain
 from kvxferd.cli.drop_peer import drop_peer
 from kvxferd.cli.engines import engines
@@ -46,6 +47,7 @@ for verb in (
     serve,
     demo,
     bench,
+    doctor,
     status,
     engines,
     peers,

@@ -1,0 +1,103 @@
+"""Runs part of a check in a process of its own, with a deadline: what crashes or hangs ends that alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+END_S = 5.0
+_ERROR_CHARS = 300
+
+
+class Outcome(NamedTuple):
+    """How such a process ended."""
+
+    value: Any  # what it printed last, as JSON; None: nothing
+    refusal: str  # why there is no value; "" where there is one
+    errors: str  # all that it wrote to standard error
+
+
+class Apart:
+    """One process of a module, its standard output and input ours. Killed, children and all, on `end`."""
+
+    def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            # -P: what lies in the working directory is not imported.
+            [sys.executable, "-P", "-m", module, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,  # so that what it starts can be killed with it
+        )
+        self._output = b""
+        self._errors = b""
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def first_line(self, limit_s: float) -> Outcome:
+        """Return the first line that it prints, while it goes on. Standard error comes with `end`."""
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        import select
+        import time
+
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._output:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return Outcome(None, f"it said nothing for {limit_s:g} s", "")
+            if not (chunk := os.read(fd, 1 << 20)):
+                return self.end(END_S)
+            self._output += chunk
+        return Outcome(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
+
+    def end(self, limit_s: float, said: bytes = b"") -> Outcome:
+        """Say this on its standard input, close that, and wait for it to end; kill it if it does not."""
+        try:
+            output, errors = self._process.communicate(said, timeout=limit_s)
+            late = ""
+        except subprocess.TimeoutExpired:
+            self._kill()
+            output, errors = self._process.communicate()
+            late = f"it has not ended within {limit_s:g} s"
+        finally:
+            self._kill()
+        self._output += output
+        self._errors += errors
+        text = self._errors.decode(errors="replace")
+        lines = self._output.splitlines()
+        with contextlib.suppress(msgspec.DecodeError):
+            if not late and lines and self._process.returncode == 0:
+                return Outcome(msgspec.json.decode(lines[-1]), "", text)
+        return Outcome(None, late or _end_of(self._process.returncode, text), text)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def run_apart(
+    module: str, flags: Sequence[str], environment: Mapping[str, str], limit_s: float, said: bytes = b""
+) -> Outcome:
+    """Run a module to its end. Its last line of output is its value."""
+    return Apart(module, flags, environment).end(limit_s, said)
+
+
+def _end_of(status: int, errors: str) -> str:
+    """Say how a process ended that had nothing to show: its own last word, or the signal that killed it."""
+    if status < 0:
+        return f"it was killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return lines[-1][:_ERROR_CHARS] if lines else f"it ended with status {status} and said nothing"

@@ -1,0 +1,57 @@
+"""What a check says: a verdict, what was found, and one sentence on what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvxferd.cli.asking import Daemon
+from kvxferd.config import Config
+
+
+class Verdict(StrEnum):
+    """How good it is."""
+
+    OK = "ok"
+    WARN = "warn"  # it works, and something should be better
+    NO = "no"  # this cannot be done here
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One row of the table."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    todo: str = ""
+    essential: bool = False  # with "no": nothing works without it
+    facts: dict[str, Any] = {}  # for machines, beyond the sentence
+
+
+class Node(NamedTuple):
+    """What is examined."""
+
+    config: Config
+    daemon: Daemon
+    environment: Mapping[str, str]  # what movers would have: this process's, and the settings' for them
+
+
+Check = Callable[[Node], Iterable[Finding]]
+
+
+def ok(check: str, found: str, **facts: Any) -> Finding:
+    """It is as it should be."""
+    return Finding(check=check, verdict=Verdict.OK, found=found, facts=facts)
+
+
+def warn(check: str, found: str, todo: str, **facts: Any) -> Finding:
+    """It could be better."""
+    return Finding(check=check, verdict=Verdict.WARN, found=found, todo=todo, facts=facts)
+
+
+def no(check: str, found: str, todo: str, *, essential: bool = False, **facts: Any) -> Finding:
+    """It cannot be done."""
+    return Finding(check=check, verdict=Verdict.NO, found=found, todo=todo, essential=essential, facts=facts)

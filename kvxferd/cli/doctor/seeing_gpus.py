@@ -1,0 +1,29 @@
+"""What the GPU's driver says of its devices: `python -m kvxferd.cli.doctor.seeing_gpus`."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from kvxferd.cli.tether import tether
+from kvxferd.errors import KvxferdError
+from kvxferd.memory.driver import open_driver
+
+
+def main() -> None:
+    """Print one line of JSON."""
+    tether(signal.SIGKILL)
+    try:
+        driver = open_driver()
+        said = {
+            "name": driver.name,
+            "describe": driver.describe(),
+            "devices": [device._asdict() for device in driver.devices()],
+        }
+    except KvxferdError as error:
+        said = {"refusal": error.message}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

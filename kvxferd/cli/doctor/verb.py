@@ -1,0 +1,122 @@
+"""`kvxferd doctor`: its options, and the order of its checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from kvxferd.cli.asking import Daemon
+from kvxferd.cli.doctor.finding import Check, Finding, Node, no
+from kvxferd.cli.showing import json_option, print_json
+from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
+from kvxferd.errors import ConfigError, KvxferdError
+from kvxferd.memory.driver import DRIVER_VARIABLE
+
+ANSWER_S = 5.0
+
+
+@click.command()
+@json_option
+@click.option("--gpu", is_flag=True, help="Try every placement of GPU memory, too. Takes a minute.")
+@click.option("--check", "names", metavar="NAME", multiple=True, help="Only this check; may be repeated.")
+@click.option("--driver", hidden=True, help="Another driver of GPUs: what tests have instead of one.")
+@click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
+@click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    envvar=CONFIG_PATH_VARIABLE,
+    help="The daemon's configuration.",
+)
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    as_json: bool,
+    gpu: bool,
+    names: tuple[str, ...],
+    driver: str | None,
+    socket_path: str | None,
+    config_path: Path | None,
+) -> None:
+    """Examine this node: what it can do, why not more, and what to do about it.
+
+    Run it as the daemon's user, where the daemon runs (in its container). Exit status: 0 all that is
+    needed works; 1 something needed does not, or with --gpu a placement does not; 3 with --gpu, there
+    is no GPU.
+    """
+    # numpy and rich are loaded for this verb alone.
+    from kvxferd.cli.doctor import gpus, report
+    from kvxferd.cli.doctor.placements import try_placements
+
+    findings: list[Finding] = []
+    config = _config(config_path, findings)
+    node = Node(
+        config,
+        Daemon(socket_path or config.control.socket, ANSWER_S),
+        {**os.environ, **config.mover.environment, **({DRIVER_VARIABLE: driver} if driver else {})},
+    )
+    for name, check in _chosen(names):
+        findings += _examine(name, check, node)
+    tried = try_placements(node, _examine("gpu", gpus.check, node)) if gpu else None
+    if as_json:
+        print_json(report.as_json(findings, tried))
+    else:
+        report.print_findings(findings)
+        if tried:
+            report.print_placements(tried)
+        elif tried is not None:
+            click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
+    ctx.exit(report.status(findings, tried))
+
+
+def _config(path: Path | None, findings: list[Finding]) -> Config:
+    try:
+        return load_config(path, os.environ, {})
+    except KvxferdError as error:
+        findings.append(
+            no("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
+        )
+        return Config()
+
+
+def _chosen(names: tuple[str, ...]) -> list[tuple[str, Check]]:
+    checks = dict(_checks())
+    if unknown := sorted(set(names) - set(checks)):
+        raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(checks)}")
+    return [(name, check) for name, check in checks.items() if not names or name in names]
+
+
+def _checks() -> Iterator[tuple[str, Check]]:
+    from kvxferd.cli.doctor import (
+        answering,
+        cards,
+        descriptors,
+        gpu_direct,
+        gpus,
+        kernel,
+        memlock,
+        run_directory,
+        same_node,
+        shared_memory,
+        software,
+        tcp,
+        workers,
+    )
+
+    for module in (
+        *(software, kernel, same_node, tcp, shared_memory, memlock, descriptors),
+        *(run_directory, answering, workers, gpus, gpu_direct, cards),
+    ):
+        yield module.__name__.rpartition(".")[2], module.check
+
+
+def _examine(name: str, check: Check, node: Node) -> list[Finding]:
+    """A check that fails is a finding, too: the others are wanted all the more."""
+    try:
+        return list(check(node))
+    except Exception as error:
+        return [no(name.replace("_", " "), f"this check failed: {error!r}", "report it")]

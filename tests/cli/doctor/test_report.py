@@ -1,0 +1,47 @@
+"""How doctor ends, and its short table."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.cli.doctor.finding import no, ok, warn
+from kvxferd.cli.doctor.placements import Tried
+from kvxferd.cli.doctor.report import LACKING, NO_GPU, WELL, print_findings, print_placements, status
+
+COPY = Tried(placement="device copy", gigabytes_per_s=1000.0)
+DIRECT = Tried(placement="direct", gigabytes_per_s=250.0, lanes="cuda_ipc/cuda")
+STAGED = Tried(placement="staged", refusal="cannot register: out of memory [device-error]")
+
+
+@pytest.mark.parametrize(
+    ("findings", "tried", "wanted"),
+    [
+        ([ok("a", "x"), warn("b", "y", "do z")], None, WELL),
+        ([no("gpu", "none", "buy one")], None, WELL),  # what is not needed
+        ([no("nixl", "none", "install it", essential=True)], None, LACKING),
+        ([ok("a", "x")], (), NO_GPU),
+        ([ok("a", "x")], (COPY, DIRECT), WELL),
+        ([ok("a", "x")], (COPY, DIRECT, STAGED), LACKING),
+        ([no("nixl", "none", "install it", essential=True)], (), LACKING),
+    ],
+)
+def test_the_status_says_whether_anything_needed_lacks(findings, tried, wanted):
+    assert status(findings, tried) == wanted
+
+
+def test_the_table_of_placements(capsys: pytest.CaptureFixture[str]):
+    print_placements((COPY, DIRECT, STAGED))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+    assert cells == [
+        ["device copy", "yes", "1e+03", "100.0%"],
+        ["direct", "yes, over cuda_ipc/cuda", "250", "25.0%"],
+        ["staged", "cannot register: out of memory [device-error]", "", ""],
+    ]
+
+
+def test_findings_are_not_markup(capsys: pytest.CaptureFixture[str]):
+    print_findings([warn("a", "[bold]x[/bold]\x1b[31m", "do z")])
+    out = capsys.readouterr().out
+    assert "[bold]x[/bold]" in out
+    assert "\x1b[31m" not in out
