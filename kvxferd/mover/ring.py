@@ -40,6 +40,11 @@ class Ring:
         self._taken.remove(slot)
 
     @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    @property
     def is_spent(self) -> bool:
         """Every slot is lost."""
         return not self._free and not self._taken
