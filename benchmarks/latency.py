@@ -1,0 +1,168 @@
+"""How long a small prepared pull takes, hop by hop, and how long the engine's thread is in `pull`.
+
+Two daemons, one rank each, all on this machine. `--hops` also notes, in every process, when the
+pull passes; that costs some of the time it measures. `--fill N` gives each pull N block ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvxferd import client
+from kvxferd.cli.asking import Daemon
+from kvxferd.errors import KvxferdError
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+
+MARKS = Path(__file__).parent / "hops"
+
+
+def start(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str:
+    """Start a daemon and wait until it is ready; return its worker socket."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
+    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "warning"]
+    process = subprocess.Popen(command, env={**os.environ, **environment})
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    control = Daemon(str(directory / "control.sock"))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with suppress(KvxferdError):
+            if control.ask("GET", "/readyz")[0] == 200:
+                return str(directory / "worker.sock")
+        time.sleep(0.05)
+    raise TimeoutError("the daemon is not ready")
+
+
+def join(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.RankHandle:
+    """Register a rank whose blocks are of 8 KiB a layer and component."""
+    spec = EngineSpec(name, "g", num_layers=1, num_kv_heads=2)
+    layout = attention_layout(
+        spec=spec, num_kv_heads=2, head_dim=128, block_tokens=16, num_blocks=num_blocks, layout="HND"
+    )
+    memory = stack.enter_context(SealedMemory.create(layout.regions[0].size_bytes, name))
+    connected = stack.enter_context(client.connect(socket))
+    return connected.register(engine=spec, layout=layout, regions={layout.regions[0].region: memory})
+
+
+class Measured:
+    """Pulls made one at a time, each prepared and published beforehand."""
+
+    def __init__(self, source: client.RankHandle, sink: client.RankHandle, num_blocks: int) -> None:
+        self._source, self._sink = source, sink
+        self._ids = np.arange(num_blocks, dtype=np.int32)
+        self._tokens = num_blocks * 16
+        self._number = 0
+        self.spans: list[tuple[float, float, float]] = []  # pull called, returned, delivered
+
+    def blocks(self) -> dict[str, client.BlockList]:
+        """What is published and pulled."""
+        return {"full": client.BlockList(ids=self._ids)}
+
+    def prepare(self, count: int) -> list[client.TransferRef]:
+        """Publish that many transfers and have them prepared."""
+        refs = []
+        for _ in range(count):
+            self._number += 1
+            ref = self._source.publish(f"t{self._number}", self.blocks(), self._tokens)
+            self._sink.prepare(ref)
+            refs.append(ref)
+        time.sleep(0.3)  # nothing says that a prepare has been done
+        return refs
+
+    def pull(self, ref: client.TransferRef) -> None:
+        """Pull one and wait as an engine does: on the descriptor."""
+        began = time.perf_counter()
+        self._sink.pull(ref, self.blocks(), self._tokens, deadline_s=30)
+        returned = time.perf_counter()
+        while not (events := self._sink.poll()):
+            select.select([self._sink.fileno()], [], [], 30)
+        delivered = time.perf_counter()
+        assert isinstance(events[0], client.Delivered), events
+        self.spans.append((began, returned, delivered))
+
+
+def say(name: str, values: list[float]) -> None:
+    """Print the middle and the tail, in microseconds."""
+    ordered = sorted(1e6 * value for value in values)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    print(f"{name:44} p50 {statistics.median(ordered):8.1f}  p99 {p99:8.1f}  least {ordered[0]:8.1f} us")
+
+
+def say_hops(directory: Path, spans: list[tuple[float, float, float]]) -> None:
+    """Print the median time from each mark of a pull to the next."""
+    marks = sorted(
+        (float(when), name)
+        for file in directory.iterdir()
+        for name, when in (line.rsplit(" ", 1) for line in file.read_text().splitlines())
+    )
+    steps: dict[str, list[float]] = {}
+    at = 0
+    for began, _, delivered in spans:
+        while at < len(marks) and marks[at][0] < began:
+            at += 1
+        last = began
+        seen = set()
+        while at < len(marks) and marks[at][0] <= delivered:
+            when, name = marks[at]
+            if name not in seen:
+                seen.add(name)
+                steps.setdefault(name, []).append(when - last)
+                last = when
+            at += 1
+        steps.setdefault("the engine has the event", []).append(delivered - last)
+    for name, values in steps.items():
+        if len(values) > len(spans) // 4:
+            say(f"  until {name}", values)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pulls", type=int, default=500)
+    parser.add_argument("--fill", type=int, default=4, help="block ids of each pull")
+    parser.add_argument("--hops", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.002, help="seconds between two pulls")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        environment = {}
+        if options.hops:
+            (directory / "hops").mkdir()
+            environment["PYTHONPATH"] = str(MARKS)
+            environment["BENCH_HOPS"] = str(directory / "hops")
+        source = join(stack, start(stack, directory / "p", environment), "prefill", options.fill)
+        sink = join(stack, start(stack, directory / "d", environment), "decode", options.fill)
+        measured = Measured(source, sink, options.fill)
+        for ref in measured.prepare(20):
+            measured.pull(ref)
+        measured.spans.clear()
+        left = options.pulls
+        while left:
+            batch = min(left, 50)
+            for ref in measured.prepare(batch):
+                measured.pull(ref)
+                time.sleep(options.pause)
+            left -= batch
+        source.poll()
+        say("inside pull()", [returned - began for began, returned, _ in measured.spans])
+        say("pull() to Delivered", [delivered - began for began, _, delivered in measured.spans])
+        if options.hops:
+            say_hops(directory / "hops", measured.spans)
+
+
+if __name__ == "__main__":
+    main()

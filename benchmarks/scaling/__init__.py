@@ -1,0 +1,1 @@
+"""Simulations of what one machine is too small for: many engines, many nodes."""

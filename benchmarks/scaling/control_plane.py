@@ -1,0 +1,275 @@
+"""One core among many engines: what it costs as engines, transfers and waiting readers become more.
+
+Everything but the core is played. Each local rank publishes and pulls as many transfers a second;
+readers hold what is published, and this node what it pulls, long enough for grants to be renewed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvxferd.core import events as ev
+from kvxferd.core.limits import Limits
+from kvxferd.core.settings import Settings
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    Generation,
+    GrantId,
+    Rank,
+    SessionId,
+    TransferId,
+)
+from kvxferd.wire import peer
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Message, RankManifest, TransferRef
+from scaling.engines import LARGE, NODE, Shape, blocks_of, manifest, renamed
+from scaling.station import FENCE_WORD, Clock, Cost, Meter, Station
+
+NUM_TOKENS = 2048
+NETWORK_S = 0.0001
+WIRE_S = 0.05
+HELD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
+FAR_READERS = 200  # connections by which readers ask here
+# The defaults are for a node of today's clusters; this one is to be looked at beyond them.
+LIMITS = Limits(max_peers=4096, max_transfers_per_engine=65_536, max_pulls_per_rank=65_536)
+FIRST = Rank(0, 0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the core is given."""
+
+    num_engines: int = 1000
+    transfers_per_rank: float = 50.0  # a second: as many published as pulled
+    num_waiting: int = 0  # readers that have asked for transfers which are not published yet
+    seconds: float = 20.0
+    local: Shape = NODE
+    remote: Shape = LARGE
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What that cost."""
+
+    load: Load
+    learn_ms: float  # the core's time to meet one engine: manifest, plans of all local ranks
+    learn_kib: float  # what it keeps of one
+    core_percent: float  # of a processor, while transfers come and go
+    us_per_event: dict[str, float]
+    num_events: dict[str, int]
+    run_mib: float  # what it keeps more at the end, the simulation's own bookkeeping included
+    num_grants_held: int
+    num_grants_given: int
+    num_delivered: int
+
+
+class Far:
+    """All other nodes: they answer at once, and read what is published here."""
+
+    def __init__(self, clock: Clock, engines: dict[Endpoint, bytes]) -> None:
+        self._clock = clock
+        self._engines = engines
+        self._numbers = itertools.count(1)
+        self._blocks = blocks_of(NUM_TOKENS)
+        self._asked: dict[int, peer.AskGrant] = {}
+        self.num_granted = 0
+
+    def send(self, station: Station, message: Message, to: Endpoint | bytes) -> None:
+        """The core says something to another node."""
+        if isinstance(to, bytes):
+            self._heard(station, message, to)
+            return
+        answer = self._answer(message, to)
+        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerSaid(to, answer)))
+
+    def _answer(self, asked: Message, endpoint: Endpoint) -> peer.Answer:
+        match asked:
+            case peer.Greet():
+                return peer.Greeting(request=asked.request, version=1, boot=BootId("far"))
+            case peer.FetchEngine():
+                said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in life
+                assert isinstance(said, peer.EngineManifest)
+                return msgspec.structs.replace(said, request=asked.request)
+            case peer.AskGrant():
+                return peer.Granted(
+                    request=asked.request,
+                    grant=asked.grant,
+                    blocks=self._blocks,
+                    num_tokens=NUM_TOKENS,
+                    lease_s=30.0,
+                    fence_agent=asked.reads[0][1],
+                    fence_address=1 << 41,
+                    fence_word=FENCE_WORD,
+                    fence_metadata=bytes(400),
+                )
+            case peer.RenewGrants():
+                return peer.GrantsRenewed(request=asked.request, ended=())
+            case peer.Acknowledge() | peer.ReturnGrant() | peer.AbandonTransfer():
+                return peer.Done(request=asked.request)
+        raise AssertionError(f"nobody answers {asked}")
+
+    def read(self, station: Station, ref: TransferRef, reads: AgentName) -> None:
+        """A rank of some far engine asks for a grant, holds it, and acknowledges."""
+        number = next(self._numbers)
+        reader = f"reader-{number % FAR_READERS}"
+        question = peer.AskGrant(
+            request=number,
+            grant=GrantId(f"{number:032x}"),
+            ref=ref,
+            consumer=peer.Consumer(EngineId(reader), Generation("g1"), FIRST, 1),
+            reads=((FIRST, reads),),
+            wait_s=10.0,
+        )
+        self._asked[number] = question
+        station.feed(ev.RouteSaid(reader.encode(), question))
+
+    def _heard(self, station: Station, message: Message, route: bytes) -> None:
+        if not isinstance(message, peer.Granted):
+            return
+        self.num_granted += 1
+        asked = self._asked.pop(message.request)
+        renew = peer.RenewGrants(request=next(self._numbers), grants=(asked.grant,))
+        done = peer.Acknowledge(
+            request=next(self._numbers), grant=asked.grant, ref=asked.ref, consumer=asked.consumer
+        )
+        self._clock.after(5.0, lambda: station.feed(ev.RouteSaid(route, renew)))
+        self._clock.after(HELD_S, lambda: station.feed(ev.RouteSaid(route, done)))
+
+
+def far_engines(shape: Shape, number: int) -> dict[Endpoint, bytes]:
+    """Encoded manifests of as many engines, each at a home of its own."""
+    template = manifest(shape, "template")
+    engines = {}
+    for index in range(number):
+        ranks = tuple(_of_engine(one, f"remote-{index}") for one in template)
+        answer = peer.EngineManifest(request=0, boot=BootId("far"), ranks=ranks)
+        engines[Endpoint(f"tcp://far-{index}:9441")] = encode(answer)
+    return engines
+
+
+def _of_engine(one: RankManifest, name: str) -> RankManifest:
+    agent = AgentName(one.binding.agent.replace("template", name))
+    return RankManifest(
+        renamed(one.spec, name), one.layout, msgspec.structs.replace(one.binding, agent=agent)
+    )
+
+
+class ControlPlane:
+    """One run."""
+
+    def __init__(self, load: Load, meter: Meter = time.thread_time) -> None:
+        self._load = load
+        self._clock = Clock()
+        engines = far_engines(load.remote, load.num_engines)
+        self._homes = list(engines)
+        self.far = Far(self._clock, engines)
+        self.station = Station("here", self._clock, self.far.send, Settings(limits=LIMITS), WIRE_S, meter)
+        self._numbers = itertools.count(1)
+        self._sinks = [self.station.register(*rank) for rank in load.local.ranks("local")]
+        # A source rank is an engine by itself: so there are as many transfers published as pulled.
+        alone = Shape(tp=1, model=load.local.model)
+        self._sources = [
+            self.station.register(*alone.ranks(f"source-{i}")[0]) for i in range(load.local.num_ranks)
+        ]
+        self._clock.run(1.0)
+
+    def meet_all(self) -> None:
+        """Every local rank pulls once from every far engine: learnt, planned, connected."""
+        for index in range(len(self._homes)):
+            for session in self._sinks:
+                self._pull(session, self._ref(index), held_s=0.0)
+            self._clock.run(0.01)
+        self._clock.run(2.0)
+
+    def wait_for_publishes(self) -> None:
+        """Readers ask for transfers that are still being computed."""
+        for number in range(self._load.num_waiting):
+            source = self._sources[number % len(self._sources)]
+            ref = msgspec.structs.replace(
+                self._ref(0),
+                endpoint=self.station.endpoint,
+                engine_id=self.station.key_of(source).engine_id,
+            )
+            self.far.read(self.station, ref, self._agent_of(source))
+
+    def run(self) -> None:
+        """Let transfers come and go at their rates."""
+        step = 1.0 / self._load.transfers_per_rank
+        for number, (sink, source) in enumerate(zip(self._sinks, self._sources, strict=True)):
+            offset = step * number / len(self._sinks)
+            self._clock.after(offset, lambda s=sink: self._every(step, lambda: self._pull_some(s)))
+            self._clock.after(offset, lambda s=source: self._every(step, lambda: self._publish(s)))
+        self._clock.run(self._load.seconds)
+
+    def _every(self, step: float, act: Callable[[], None]) -> None:
+        act()
+        self._clock.after(step, lambda: self._every(step, act))
+
+    def _ref(self, home: int) -> TransferRef:
+        name = TransferId(f"t{next(self._numbers)}")
+        engine = EngineId(f"remote-{home}")
+        return TransferRef(self._homes[home], engine, Generation("g1"), name, "0" * 32)
+
+    def _pull_some(self, session: SessionId) -> None:
+        self._pull(session, self._ref(next(self._numbers) % len(self._homes)), HELD_S)
+
+    def _pull(self, session: SessionId, ref: TransferRef, held_s: float) -> None:
+        self.station.say(session, wk.Prepare(ref=ref))
+        blocks = blocks_of(NUM_TOKENS, next(self._numbers))
+        self._clock.after(held_s, lambda: self.station.pull(session, ref, blocks, NUM_TOKENS))
+
+    def _publish(self, session: SessionId) -> None:
+        number = next(self._numbers)
+        ref = self.station.publish(session, f"p{number}", blocks_of(NUM_TOKENS, number), NUM_TOKENS)
+        self._clock.after(0.01, lambda: self.far.read(self.station, ref, self._agent_of(session)))
+
+    def _agent_of(self, session: SessionId) -> AgentName:
+        return AgentName(f"here/{self.station.key_of(session).engine_id}/0-0")
+
+
+def measure(load: Load, meter: Meter = time.thread_time) -> Measured:
+    """Run one load and say what it cost, in seconds unless another meter is given."""
+    plane = ControlPlane(load, meter)
+    station, num_ranks = plane.station, load.local.num_ranks
+    gc.collect()
+    before = _resident_kib()
+    station.cost = Cost()
+    plane.meet_all()
+    gc.collect()
+    met = _resident_kib()
+    learn_s, station.cost = station.cost.total_s, Cost()
+    num_met = station.outcomes["Delivered"]
+    if num_met != num_ranks * load.num_engines:
+        raise AssertionError(f"{num_met} pulls were delivered of {num_ranks * load.num_engines}")
+    plane.wait_for_publishes()
+    station.cost = Cost()
+    plane.run()
+    cost = station.cost
+    return Measured(
+        load=load,
+        learn_ms=1e3 * learn_s / load.num_engines,
+        learn_kib=(met - before) / load.num_engines,
+        core_percent=100 * cost.total_s / load.seconds,
+        us_per_event={kind: 1e6 * cost.seconds[kind] / count for kind, count in cost.events.items()},
+        num_events=dict(cost.events),
+        run_mib=(_resident_kib() - met) / 1024,
+        num_grants_held=sum(station.node.holds.num_grants().values()),
+        num_grants_given=plane.far.num_granted,
+        num_delivered=station.outcomes["Delivered"] - num_met,
+    )
+
+
+def _resident_kib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4.0

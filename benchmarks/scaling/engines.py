@@ -1,0 +1,88 @@
+"""Engines to simulate with: a model deployed some way, told as a manifest by a daemon that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxferd.ids import AgentName, Endpoint, EngineId, Generation, GroupName, Incarnation, Rank
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout.presets import MODELS, deploy
+from kvxferd.wire.common import Binding, RankManifest, RegionAddress
+
+GROUP = GroupName("full")
+NUM_BLOCKS = 8192
+BLOCK_TOKENS = 16
+# A host region costs 44 bytes of NIXL metadata and the agent itself 331; each of eight NICs' keys adds more.
+METADATA_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a model is deployed."""
+
+    tp: int
+    pp: int = 1
+    model: str = "llama-3-70b"
+    layout: str = "HND"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tp * self.pp
+
+    def ranks(self, engine_id: str, home: str = "") -> list[tuple[EngineSpec, RankLayout]]:
+        """Every rank's spec and layout, stage by stage."""
+        deployed = deploy(
+            MODELS[self.model],
+            tp=self.tp,
+            pp=self.pp,
+            block_tokens=BLOCK_TOKENS,
+            layout=self.layout,
+            num_blocks=NUM_BLOCKS,
+        )
+        return [
+            (renamed(spec, engine_id, home), layout)
+            for spec, layout in (deployed[rank] for rank in sorted(deployed))
+        ]
+
+
+NODE = Shape(tp=8)  # an engine that fills a node
+LARGE = Shape(tp=16, pp=4)  # 80 layers on eight nodes
+
+
+def renamed(spec: EngineSpec, engine_id: str, home: str = "") -> EngineSpec:
+    """The same rank of an engine of another name."""
+    return msgspec.structs.replace(
+        spec, engine_id=EngineId(engine_id), generation=Generation("g1"), home=Endpoint(home)
+    )
+
+
+def manifest(shape: Shape, engine_id: str) -> tuple[RankManifest, ...]:
+    """What an engine's home tells of it."""
+    return tuple(
+        RankManifest(spec, layout, binding(engine_id, spec.rank, layout))
+        for spec, layout in shape.ranks(engine_id)
+    )
+
+
+def binding(engine_id: str, rank: Rank, layout: RankLayout) -> Binding:
+    """Addresses, agent and metadata as a mover would make them."""
+    return Binding(
+        agent=AgentName(f"{engine_id}/{rank.pp_rank}-{rank.tp_rank}"),
+        metadata=bytes(METADATA_BYTES),
+        regions=tuple(
+            RegionAddress(region.region, (1 << 40) + (number << 38), region.size_bytes)
+            for number, region in enumerate(layout.regions)
+        ),
+        incarnation=Incarnation("0123456789abcdef"),
+    )
+
+
+def blocks_of(num_tokens: int, first: int = 0) -> dict[GroupName, PackedBlocks]:
+    """A request's block list: neighbours, from block `first` on."""
+    number = -(-num_tokens // BLOCK_TOKENS)
+    start = first % (NUM_BLOCKS - number)
+    ids = b"".join(i.to_bytes(4, "little") for i in range(start, start + number))
+    return {GROUP: PackedBlocks(ids)}

@@ -1,0 +1,225 @@
+"""A fleet of real cores, prefill and decode nodes: what they say to one another, and what fills up first.
+
+Every node is one engine of eight ranks. A request is published by a prefill node, prepared and pulled
+by all ranks of one decode node, and acknowledged. Workers, movers and the network are played.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import zmq
+
+from kvxferd.core import events as ev
+from kvxferd.core.settings import Settings
+from kvxferd.ids import Endpoint, GrantId, SessionId
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.peer import ReturnGrant
+from scaling.engines import BLOCK_TOKENS, NODE, Shape, blocks_of
+from scaling.station import Clock, Station
+
+NETWORK_S = 0.0002
+WIRE_S = 0.05
+# A request is prepared when its prefill begins: the decode node holds the grant until it pulls. Some
+# wait longer, behind others, and their grants are renewed.
+PREPARED_S, PREPARED_EARLY_S, SHARE_EARLY = 1.0, 8.0, 0.1
+HANDSHAKE = frozenset({"Greet", "Greeting", "FetchEngine", "EngineManifest"})
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is simulated."""
+
+    num_prefill: int = 100
+    num_decode: int = 200
+    requests_per_s: float = 200.0  # of the whole fleet
+    num_tokens: int = 8192
+    seconds: float = 6.0
+    shape: Shape = NODE
+
+
+@dataclass(frozen=True)
+class Said:
+    """One kind of message, per node and second."""
+
+    kind: str
+    sender: str  # prefill or decode
+    per_s: float
+    bytes_per_s: float
+    expected_per_s: float  # by the formula
+
+
+@dataclass(frozen=True)
+class FleetMeasured:
+    """What came of it. Handshakes are counted by themselves: a fleet that has met has none."""
+
+    fleet: Fleet
+    num_requests: int
+    num_delivered: int
+    said: list[Said]
+    num_handshakes: int
+    handshake_bytes: float  # of one
+    core_ms_per_request: dict[str, float]  # processor time of the core, on a prefill and on a decode node
+    codec_us_per_message: float
+    limits: dict[str, float]  # requests a second of one node at which each thing is full
+
+
+class Simulation:
+    """One fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._clock = Clock()
+        self._rng = random.Random(1)
+        self._numbers = itertools.count(1)
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self._stations: dict[str, Station] = {}
+        self.prefill = [self._station(f"prefill-{i}") for i in range(fleet.num_prefill)]
+        self.decode = [self._station(f"decode-{i}") for i in range(fleet.num_decode)]
+        self._clock.run(1.0)
+
+    def _station(self, name: str) -> tuple[Station, list[SessionId]]:
+        station = Station(name, self._clock, self._send, Settings(), WIRE_S)
+        self._stations[name] = station
+        return station, [station.register(*rank) for rank in self._fleet.shape.ranks(name)]
+
+    def _send(self, source: Station, message: Message, to: Endpoint | bytes) -> None:
+        kind = (type(message).__name__, source.name.partition("-")[0])
+        self.sent[kind] += 1
+        self.bytes[kind] += len(encode(message))
+        if isinstance(to, bytes):
+            name, event = to.decode(), ev.PeerSaid(source.endpoint, message)  # type: ignore[arg-type]
+        else:
+            name = to.removeprefix("tcp://").removesuffix(":9441")
+            event = ev.RouteSaid(source.name.encode(), message)  # type: ignore[assignment, arg-type]
+        target = self._stations[name]
+        self._clock.after(NETWORK_S, lambda: target.feed(event))
+
+    def run(self) -> int:
+        """Let requests come at random times; return how many came."""
+        fleet, at, count = self._fleet, 0.0, 0
+        while (at := at + self._rng.expovariate(fleet.requests_per_s)) < fleet.seconds:
+            self._clock.after(at, self._request)
+            count += 1
+        self._clock.run(fleet.seconds + PREPARED_EARLY_S + 3.0)
+        return count
+
+    def _request(self) -> None:
+        fleet = self._fleet
+        source, publishers = self._rng.choice(self.prefill)
+        sink, readers = self._rng.choice(self.decode)
+        number = next(self._numbers)
+        ref = source.publish(
+            publishers[0], f"r{number}", blocks_of(fleet.num_tokens, number), fleet.num_tokens
+        )
+        for session in publishers[1:]:
+            source.say(session, wk.Ready(transfer_id=ref.transfer_id))
+        for session in readers:
+            sink.say(session, wk.Prepare(ref=ref))
+        held_s = PREPARED_EARLY_S if self._rng.random() < SHARE_EARLY else PREPARED_S
+        self._clock.after(held_s, lambda: self._pull(sink, readers, ref))
+
+    def _pull(self, sink: Station, readers: list[SessionId], ref: TransferRef) -> None:
+        blocks = blocks_of(self._fleet.num_tokens, next(self._numbers))
+        for session in readers:
+            sink.pull(session, ref, blocks, self._fleet.num_tokens)
+
+
+# Per request and rank of the reader: what is sent once the two nodes know each other.
+PER_RANK = {"AskGrant": "decode", "Granted": "prefill", "Acknowledge": "decode", "Done": "prefill"}
+
+
+def measure(fleet: Fleet) -> FleetMeasured:
+    """Run a fleet and say what it said."""
+    simulation = Simulation(fleet)
+    for station, _ in (*simulation.prefill, *simulation.decode):
+        station.cost.seconds.clear()
+        station.cost.events.clear()
+    count = simulation.run()
+    delivered = sum(station.outcomes["Delivered"] for station, _ in simulation.decode)
+    if delivered != count * fleet.shape.num_ranks:
+        raise AssertionError(f"{delivered} pulls were delivered, of {count} requests")
+    nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}
+    said = []
+    for (kind, sender), sent in sorted(simulation.sent.items()):
+        if kind in HANDSHAKE:
+            continue
+        share = nodes[sender] * fleet.seconds
+        expected = count * fleet.shape.num_ranks / share if PER_RANK.get(kind) == sender else 0.0
+        said.append(Said(kind, sender, sent / share, simulation.bytes[kind, sender] / share, expected))
+    shaken = simulation.sent["EngineManifest", "prefill"]
+    core_ms = {
+        name: 1e3 * sum(_but_handshakes(station) for station, _ in group) / count
+        for name, group in (("prefill", simulation.prefill), ("decode", simulation.decode))
+    }
+    codec = _codec_us()
+    return FleetMeasured(
+        fleet=fleet,
+        num_requests=count,
+        num_delivered=delivered,
+        said=said,
+        num_handshakes=shaken,
+        handshake_bytes=simulation.bytes["EngineManifest", "prefill"] / max(1, shaken),
+        core_ms_per_request=core_ms,
+        codec_us_per_message=codec,
+        limits=_limits(fleet, core_ms, said, count, codec),
+    )
+
+
+def _but_handshakes(station: Station) -> float:
+    seconds = station.cost.seconds
+    return sum(spent for kind, spent in seconds.items() if kind not in HANDSHAKE)
+
+
+def _codec_us() -> float:
+    """Time of one small message through encode, two ZMQ sockets over TCP and decode, in microseconds."""
+    context = zmq.Context()
+    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    try:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        message = ReturnGrant(request=1, grant=GrantId("0" * 32))
+        dealer.send(encode(message))
+        router.recv_multipart()
+        rounds = 2000
+        began = time.thread_time()
+        for _ in range(rounds):
+            dealer.send(encode(message))
+            PEER_MESSAGES.decode(router.recv_multipart()[1])
+        return 1e6 * (time.thread_time() - began) / rounds
+    finally:
+        router.close(linger=0)
+        dealer.close(linger=0)
+        context.term()
+
+
+NIC_BYTES_PER_S = 8 * 50e9  # eight ports of 400 Gb/s
+CONTROL_BYTES_PER_S = 1.25e9 / 100  # one part in a hundred of a 10 Gb/s control network
+LLAMA_70B_BYTES_PER_TOKEN = 80 * 2 * 8 * 128 * 2
+
+
+def _limits(
+    fleet: Fleet, core_ms: dict[str, float], said: list[Said], count: int, codec_us: float
+) -> dict[str, float]:
+    """Requests a second of one node at which its daemon, its network cards, its control traffic are full."""
+    nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}
+    found = {}
+    for role, number in nodes.items():
+        other = "decode" if role == "prefill" else "prefill"
+        per_s = count / fleet.seconds / number  # requests a second of one such node
+        out = sum(s.per_s for s in said if s.sender == role) / per_s
+        into = sum(s.per_s * nodes[other] / number for s in said if s.sender == other) / per_s
+        sent = sum(s.bytes_per_s for s in said if s.sender == role) / per_s
+        socket_ms = (out + into) / 2 * codec_us / 1e3
+        found[f"{role}: one core of the daemon"] = 1e3 / (core_ms[role] + socket_ms)
+        found[f"{role}: 1 % of a 10 Gb/s control network"] = CONTROL_BYTES_PER_S / sent
+        payload = fleet.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS * LLAMA_70B_BYTES_PER_TOKEN
+        found[f"{role}: 8 x 400 Gb/s of network cards"] = NIC_BYTES_PER_S / payload
+    return found

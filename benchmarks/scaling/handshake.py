@@ -1,0 +1,151 @@
+"""What it takes to meet one large engine: its manifest made, fetched, checked, planned and bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.core.layouts import Layouts
+from kvxferd.core.node import Node
+from kvxferd.core.registry import check_manifests
+from kvxferd.ids import BootId, Endpoint
+from kvxferd.plan import Expander, PlanCache, check_engine, decode_plan, encode_plan, make_plan
+from kvxferd.wire import peer
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from scaling.engines import LARGE, METADATA_BYTES, NODE, Shape, manifest, renamed
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Milliseconds unless named otherwise; of one engine."""
+
+    shape: Shape
+    reader: Shape
+    num_ranks: int
+    num_tensors: int
+    manifest_bytes: int
+    metadata_bytes: int  # of NIXL, per rank, within that: assumed
+    aggregate_ms: float  # at its home: every rank joins, and one peer fetches
+    encode_ms: float
+    fetch_ms: float  # encoded bytes over a ZMQ pair on this machine
+    decode_ms: float
+    check_ms: float  # layouts never seen before
+    check_again_ms: float  # of an engine laid out like one that is known
+    plan_ms: float  # of one rank of the reader
+    plan_all_ms: float  # of all ranks of the reader's node
+    plan_known_ms: float  # of one rank, from the cache
+    plan_bytes: int
+    bind_ms: float  # a mover decodes the plan and is ready to expand it
+    num_sources: int  # remote ranks that one rank reads
+
+
+def measure(shape: Shape = LARGE, reader: Shape = NODE) -> Handshake:
+    """Meet one engine. Each time is the shortest of some rounds, the first check and plan excepted."""
+    ranks = manifest(shape, "engine")
+    answer = peer.EngineManifest(request=1, boot=BootId("far"), ranks=ranks)
+    encoded = encode(answer)
+    read = PEER_MESSAGES.decode(encoded)
+    assert isinstance(read, peer.EngineManifest)
+    layouts, plans = Layouts(), PlanCache()
+    check_ms = _once_ms(lambda: check_manifests(read.ranks, layouts))
+    remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
+    again = PEER_MESSAGES.decode(encoded)
+    assert isinstance(again, peer.EngineManifest)
+    local = reader.ranks("reader")
+    spec, layout = local[0]
+    plan = make_plan(spec, layout, read.ranks[0].spec, remote)
+    packed = encode_plan(plan)
+
+    def check_known() -> None:
+        found = check_manifests(again.ranks, layouts)
+        check_engine({rank: (one.spec, one.layout) for rank, one in found.items()})
+
+    return Handshake(
+        shape=shape,
+        reader=reader,
+        num_ranks=len(ranks),
+        num_tensors=sum(len(one.layout.tensors) for one in ranks),
+        manifest_bytes=len(encoded),
+        metadata_bytes=METADATA_BYTES,
+        aggregate_ms=min(_aggregate_ms(shape) for _ in range(3)),
+        encode_ms=_best_ms(lambda: encode(answer)),
+        fetch_ms=_fetch_ms(encoded),
+        decode_ms=_best_ms(lambda: PEER_MESSAGES.decode(encoded)),
+        check_ms=check_ms,
+        check_again_ms=_best_ms(check_known),
+        plan_ms=_best_ms(lambda: make_plan(spec, layout, read.ranks[0].spec, remote)),
+        plan_all_ms=_once_ms(lambda: [plans.get(s, y, read.ranks[0].spec, remote) for s, y in local]),
+        plan_known_ms=_best_ms(lambda: plans.get(spec, layout, read.ranks[0].spec, remote)),
+        plan_bytes=len(packed),
+        bind_ms=_best_ms(lambda: Expander(decode_plan(packed))),
+        num_sources=len(plan.sources),
+    )
+
+
+def _aggregate_ms(shape: Shape) -> float:
+    """Have every rank join an engine's home from other nodes, and a peer fetch the whole."""
+    home = Endpoint("tcp://home:9441")
+    node = Node(boot=BootId("home"), endpoint=home, new_token=lambda: "0" * 32)
+    joins = [
+        ev.RouteSaid(
+            f"member-{number // 8}".encode(),
+            peer.JoinRank(
+                request=number,
+                boot=BootId(f"member-{number // 8}"),
+                manifest=msgspec.structs.replace(one, spec=renamed(one.spec, "engine", home)),
+            ),
+        )
+        for number, one in enumerate(manifest(shape, "engine"))
+    ]
+    spec = renamed(joins[0].message.manifest.spec, "engine", home)  # type: ignore[union-attr]
+    fetch = peer.FetchEngine(request=1, engine_id=spec.engine_id, generation=spec.generation, wait_s=1.0)
+    began = time.thread_time()
+    for join in joins:
+        node.feed(join, 1.0)
+    effects = node.feed(ev.RouteSaid(b"reader", fetch), 1.0)
+    spent = time.thread_time() - began
+    answered = [
+        e for e in effects if isinstance(e, fx.ToRoute) and isinstance(e.message, peer.EngineManifest)
+    ]
+    if len(answered) != 1 or len(answered[0].message.ranks) != shape.num_ranks:  # type: ignore[attr-defined]
+        raise AssertionError("the home did not hand the engine out")
+    return 1e3 * spent
+
+
+def _fetch_ms(encoded: bytes) -> float:
+    """The shortest round trip of a question and this answer, through a ROUTER and a DEALER over TCP."""
+    context = zmq.Context()
+    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    try:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+
+        def exchange() -> None:
+            dealer.send(b"fetch")
+            route, _ = router.recv_multipart()
+            router.send_multipart([route, encoded])
+            dealer.recv()
+
+        return _best_ms(exchange)
+    finally:
+        router.close(linger=0)
+        dealer.close(linger=0)
+        context.term()
+
+
+def _once_ms(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _best_ms(work: Callable[[], object]) -> float:
+    return min(_once_ms(work) for _ in range(ROUNDS))

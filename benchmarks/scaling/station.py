@@ -1,0 +1,240 @@
+"""One simulated node: a real core; its workers, movers and clock are played, and its cost is counted."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.core.node import Node
+from kvxferd.core.settings import Settings
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineKey,
+    GroupName,
+    Incarnation,
+    MoverId,
+    SessionId,
+    Ticket,
+    TransferId,
+)
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.limits import FENCE_SLOTS
+from scaling.engines import binding
+
+FENCE_WORD = bytes(range(16))
+
+
+class Clock:
+    """Simulated time: what is to happen, in order."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Have something happen that much later."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), act))
+
+    def run(self, seconds: float) -> None:
+        """Let that much time pass."""
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.now, _, act = heapq.heappop(self._queue)
+            act()
+        self.now = end
+
+
+class Cost:
+    """Processor time of a core, by the kind of event that it was fed."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count one event."""
+        self.events[kind] += 1
+        self.seconds[kind] += seconds
+
+    @property
+    def total_s(self) -> float:
+        """Of all events."""
+        return sum(self.seconds.values())
+
+    @property
+    def num_events(self) -> int:
+        """All of them."""
+        return sum(self.events.values())
+
+
+Send = Callable[["Station", Message, Endpoint | bytes], None]
+Meter = Callable[[], float]  # what a core has cost so far: seconds, or anything else that adds up
+
+
+class Station:
+    """A node. `send` gets what it says to other nodes: to an endpoint, or back along a route."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        send: Send,
+        settings: Settings,
+        wire_s: float,
+        meter: Meter = time.thread_time,
+    ) -> None:
+        self.name = name
+        self.endpoint = Endpoint(f"tcp://{name}:9441")
+        self.node = Node(
+            boot=BootId(name),
+            endpoint=self.endpoint,
+            settings=settings,
+            new_token=lambda: secrets.token_hex(16),
+        )
+        self.cost = Cost()
+        self.outcomes: Counter[str] = Counter()
+        self.on_worker_message: Callable[[SessionId, Message], None] = lambda session, message: None
+        self._clock = clock
+        self._send = send
+        self._wire_s = wire_s
+        self._meter = meter
+        self._numbers = itertools.count(1)
+        self._specs: dict[SessionId, EngineSpec] = {}
+        self._layouts: dict[SessionId, RankLayout] = {}
+        self._slots: dict[SessionId, list[int]] = {}
+        self._slot_of: dict[tuple[SessionId, TransferId], int] = {}
+        self._tick_at = float("inf")
+
+    # --- its workers
+
+    def register(self, spec: EngineSpec, layout: RankLayout) -> SessionId:
+        """Have a rank connect and register."""
+        session = SessionId(next(self._numbers))
+        self._specs[session], self._layouts[session] = spec, layout
+        self._slots[session] = list(range(FENCE_SLOTS))
+        self.feed(ev.WorkerOpened(session, 1, 0))
+        self.say(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="simulated"))
+        regions = tuple(wk.RegionExport(r.region, r.size_bytes, n) for n, r in enumerate(layout.regions))
+        register = wk.Register(
+            request=1, engine=spec, layout=layout, regions=regions, incarnation=Incarnation("first")
+        )
+        self.say(session, register)
+        return session
+
+    def say(self, session: SessionId, message: wk.ClientMessage) -> None:
+        """A worker says something."""
+        word = FENCE_WORD if isinstance(message, wk.Publish) else b""
+        self.feed(ev.WorkerSaid(session, message, fence_word=word))
+
+    def publish(
+        self, session: SessionId, name: str, blocks: dict[GroupName, PackedBlocks], num_tokens: int
+    ) -> TransferRef:
+        """Publish a transfer, of a slot that is free."""
+        spec, transfer = self._specs[session], TransferId(name)
+        slot = self._slot_of[session, transfer] = self._slots[session].pop()
+        nonce = secrets.token_hex(16)
+        self.say(
+            session,
+            wk.Publish(
+                transfer_id=transfer, nonce=nonce, blocks=blocks, num_tokens=num_tokens, fence_slot=slot
+            ),
+        )
+        return TransferRef(self.endpoint, spec.engine_id, spec.generation, transfer, nonce)
+
+    def pull(
+        self,
+        session: SessionId,
+        ref: TransferRef,
+        blocks: dict[GroupName, PackedBlocks],
+        num_tokens: int,
+    ) -> None:
+        """Pull a transfer into a rank."""
+        ticket = Ticket(next(self._numbers))
+        self.say(
+            session, wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=30.0)
+        )
+
+    def key_of(self, session: SessionId) -> EngineKey:
+        """The engine of a rank."""
+        return self._specs[session].key
+
+    # --- the core
+
+    def feed(self, event: ev.Event) -> None:
+        """Give the core an event, count what that costs, and do what it says."""
+        began = self._meter()
+        effects = self.node.feed(event, self._clock.now)
+        spent = self._meter() - began
+        said = getattr(event, "message", event)
+        self.cost.add(type(said).__name__, spent)
+        for effect in effects:
+            self._do(effect)
+        deadline = self.node.next_deadline()
+        if deadline is not None and deadline < self._tick_at:
+            self._tick_at = deadline
+            self._clock.after(max(0.0, deadline - self._clock.now), lambda: self._tick(deadline))
+
+    def _tick(self, at: float) -> None:
+        if at == self._tick_at:
+            self._tick_at = float("inf")
+            self.feed(ev.Tick())
+
+    def _later(self, event: ev.Event, delay_s: float = 0.0) -> None:
+        self._clock.after(delay_s, lambda: self.feed(event))
+
+    def _do(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.ToPeer():
+                self._send(self, effect.message, effect.endpoint)
+            case fx.ToRoute():
+                self._send(self, effect.message, effect.route)
+            case fx.ToWorker():
+                self._hear(effect.session, effect.message)
+            case fx.NeedMover():
+                agent = binding(
+                    self._specs[effect.session].engine_id,
+                    self._specs[effect.session].rank,
+                    self._layouts[effect.session],
+                ).agent
+                mover = MoverId(int(effect.session))
+                self._later(
+                    ev.MoverTaken(effect.session, mover, AgentName(f"{self.name}/{agent}"), "simulated")
+                )
+            case fx.BindMover():
+                spec, layout = self._specs[effect.session], self._layouts[effect.session]
+                bound = binding(spec.engine_id, spec.rank, layout)
+                self._later(
+                    ev.MoverSaid(effect.mover, mv.Bound(regions=bound.regions, metadata=bound.metadata))
+                )
+            case fx.ShareFence():
+                said = mv.FenceMapped(session=effect.session, address=1 << 41, metadata=bytes(400))
+                self._later(ev.MoverSaid(effect.mover, said))
+            case fx.ToMover():
+                self._drive(effect.mover, effect.message)
+            case _:
+                pass  # descriptors, fence words and records are not simulated
+
+    def _hear(self, session: SessionId, message: Message) -> None:
+        self.outcomes[type(message).__name__] += 1
+        if isinstance(message, wk.Released) and (session, message.transfer_id) in self._slot_of:
+            self._slots[session].append(self._slot_of.pop((session, message.transfer_id)))
+        self.on_worker_message(session, message)
+
+    def _drive(self, mover: MoverId, message: Message) -> None:
+        if isinstance(message, mv.Attend) and message.on:
+            self._later(ev.MoverSaid(mover, mv.Attending(token=message.token)))
+        elif isinstance(message, mv.StartPull):
+            outcome = mv.PullOutcome(delivered=True, bytes=1 << 20, runs=64)
+            self._later(ev.MoverSaid(mover, mv.PullDone(pull=message.pull, outcome=outcome)), self._wire_s)
