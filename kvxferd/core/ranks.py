@@ -83,8 +83,9 @@ class Ranks:
                 said.regions,
                 said.incarnation,
                 said.request,
-                session.uid,
-                said.placement == "resident",
+                uid=session.uid,
+                pid=session.pid,
+                resident=said.placement == "resident",
             )
             self._registry.claim(rank)
         except KvxferdError as error:

@@ -73,6 +73,7 @@ class LocalRank:
     incarnation: Incarnation
     request: int  # of the Register or Resume that waits for its answer
     uid: int = 0  # the worker's user
+    pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping

@@ -82,6 +82,8 @@ def _rank(record: RankRecord, movers: Movers) -> RankSnapshot:
         bytes=sum(region.size_bytes for region in record.layout.regions) if local else 0,
         placement=_placement(record) if isinstance(record, LocalRank) and record.is_readable else None,
         lanes=_lanes(record) if isinstance(record, LocalRank) else (),
+        worker_pid=record.pid if isinstance(record, LocalRank) else 0,
+        worker_uid=record.uid if isinstance(record, LocalRank) else 0,
         num_stuck=movers.num_stuck(record.session) if isinstance(record, LocalRank) else 0,
         layers=(record.layout.start_layer, record.layout.end_layer),
     )

@@ -113,6 +113,8 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     placement: PlacementSnapshot | None = None  # of a local rank that is bound
     lanes: tuple[LanesSnapshot, ...] = ()
+    worker_pid: int = 0  # of a local rank; as this daemon's PID namespace names it, 0 where it cannot
+    worker_uid: int = 0
     num_stuck: int = 0  # resident movers that were told to end and have not
     layers: tuple[int, int]
 

@@ -46,6 +46,11 @@ class Library:
         config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self.api.nixl_agent("preload", config).get_plugin_params("UCX")
 
+    def plugins(self) -> list[str]:
+        """Return the names of its backends' plugins that are installed."""
+        config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        return sorted(self.api.nixl_agent("plugins", config).get_plugin_list())
+
 
 def import_library(use: str = "auto") -> Library:
     """Import the named library; auto: nixl, or else rixl. Raises MoverError(nixl-unavailable), saying why."""

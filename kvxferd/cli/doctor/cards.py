@@ -61,7 +61,7 @@ def _is_up(name: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("16sH14x", name.encode(), 0)
         (flags,) = struct.unpack_from("16xH", fcntl.ioctl(asking, _SIOCGIFFLAGS, request))
-    return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
+    return bool(flags & _UP_AND_RUNNING == _UP_AND_RUNNING)
 
 
 def _say(path: Path) -> str:
