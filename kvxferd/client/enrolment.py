@@ -131,7 +131,7 @@ class Enrolment:
         """
         self._check(message.request)
         self._unproven = False
-        self.stop_movers()
+        self.end_movers()
         if not self.awaited:
             return False
         self.refusal = Refusal(message.code, message.message, message.retry_after_s)
@@ -178,7 +178,7 @@ class Enrolment:
         return unwatched
 
     def handed_over(self) -> None:
-        """The daemon has all that was sent."""
+        """The daemon has all that was sent, and nothing waits to be."""
         for mover in self._own:
             mover.handed_over()
 
@@ -187,6 +187,11 @@ class Enrolment:
         for mover in self._own:
             mover.stop()
         return [mover for mover in self._own if not mover.is_quiet]
+
+    def end_movers(self) -> None:
+        """Have the movers of this process end, when nothing waits to be sent any more."""
+        self.handed_over()
+        self.stop_movers()
 
     # --- memory
 
@@ -236,7 +241,7 @@ class Enrolment:
 
     def close(self) -> None:
         """Keep no memory alive."""
-        self.stop_movers()
+        self.end_movers()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -30,7 +30,7 @@ class ResidentMover(Protocol):
         """Return a descriptor that is readable once it is quiet. Kept open."""
 
     def handed_over(self) -> None:
-        """The daemon has its end, or will never: keep no duplicate of it. Idempotent."""
+        """The daemon has its end, or will not get it any more: close it here. Idempotent."""
 
     def stop(self) -> None:
         """Have it end, which may take as long as its library does; never waits. Idempotent."""

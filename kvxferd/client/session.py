@@ -67,7 +67,7 @@ class Session:
         self._outbox.lose()
         self._pulls.lose(self.epoch, now, code, why)
         self._publishes.lose()
-        self.enrolment.stop_movers()
+        self.enrolment.end_movers()
         if self.enrolment.tenancy is Tenancy.LEAVING:
             self._publishes.release_all(Code.SUSPENDED)
 

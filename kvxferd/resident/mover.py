@@ -62,7 +62,6 @@ class ThreadMover:
                 self.daemon_end = -1
 
     def stop(self) -> None:
-        self.handed_over()
         with self._lock, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)  # what the thread reads next is the end
 
@@ -71,7 +70,8 @@ class ThreadMover:
         return self.is_quiet
 
     def close(self) -> None:
-        """Give the descriptor back. Only when quiet."""
+        """Give the descriptors back. Only when quiet."""
+        self.handed_over()
         with self._lock:
             if self._quiet_fd >= 0:
                 os.close(self._quiet_fd)
@@ -95,7 +95,6 @@ class ThreadMover:
             mover.unmap()
         self.is_quiet = True
         os.close(self._unquiet_fd)
-        self.handed_over()
         with self._lock:
             stream.close()
 

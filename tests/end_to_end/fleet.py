@@ -115,12 +115,14 @@ class Fleet:
         self._ranks.append(rank)
         return rank
 
-    def engine(self, daemon: DaemonUnderTest, spec: EngineSpec, **facts: Any) -> list[RankProcess]:
-        """All ranks of an engine, registered at one daemon."""
+    def engine(
+        self, daemon: DaemonUnderTest, spec: EngineSpec, how: str = "register", **facts: Any
+    ) -> list[RankProcess]:
+        """All ranks of an engine, registered at one daemon; `how`: `register` or `register_resident`."""
         ranks = []
         for own in ranks_of(spec):
             rank = self.rank()
-            rank.start("register", daemon.worker_socket, own, **(FACTS | facts))
+            rank.start(how, daemon.worker_socket, own, **(FACTS | facts))
             ranks.append(rank)
         for rank in ranks:
             rank.finish()

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import mmap
 import multiprocessing
 import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 from devices import Segment
 
-from kvxferd import client
+from kvxferd import client, resident
 from kvxferd.cli.demo import content
+from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
-from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import open_driver
 
 GROUP = "full"
@@ -74,25 +78,71 @@ class DeviceStore:
         self.segment.write(self.bytes.tobytes(), OFFSET)
 
 
+class OwnStore:
+    """A rank's cache in memory that no other process can map; `bytes` is the cache itself."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Have memory; again after `free`, with nothing in it."""
+        self.mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = np.frombuffer(self.mapping, dtype=np.uint8)
+        self.memory = ResidentMemory(self.bytes.ctypes.data, self.size_bytes)
+
+    def free(self) -> None:
+        """Unmap: whoever touches the memory now kills this process."""
+        del self.bytes
+        self.mapping.close()
+
+    def load(self) -> None:
+        """The cache is in `bytes`."""
+
+    def save(self) -> None:
+        """`bytes` is in the cache."""
+
+
 class Agent:
     """What runs in the process: a client, its rank and its memory."""
+
+    more: ClassVar[dict[str, Any]] = {}  # for `resident.register`
 
     def register(
         self, socket: str, spec: EngineSpec, store: dict[str, Any] | None = None, **facts: Any
     ) -> float:
         """Return the seconds it took. `store`: of `DeviceStore`; None: the cache is in host memory."""
         self.layout = attention_layout(spec=spec, **facts)
-        region = self.layout.regions[0]
-        size = region.size_bytes
+        size = self.layout.regions[0].size_bytes
         self.store = HostStore(size) if store is None else DeviceStore(size, **store)
+        return self._join(socket, lambda: self.client.register(spec, self.layout, self._regions()))
+
+    def register_resident(self, socket: str, spec: EngineSpec, **facts: Any) -> float:
+        """As `register`, with memory of this process alone, and its mover here."""
+        self.layout = attention_layout(spec=spec, **facts)
+        self.store = OwnStore(self.layout.regions[0].size_bytes)
+        return self._join(
+            socket, lambda: resident.register(self.client, spec, self.layout, self._regions(), **self.more)
+        )
+
+    def use_transport(self, path: str) -> None:
+        """Have resident movers made with that function, given as module:name."""
+        self.more = {"make_transport": _found(path)}
+
+    def run(self, path: str, *args: Any) -> Any:
+        """Call a function, given as module:name, with this agent in this process."""
+        return _found(path)(self, *args)
+
+    def _regions(self) -> dict[RegionId, Any]:
+        return {self.layout.regions[0].region: self.store.memory}
+
+    def _join(self, socket: str, register: Callable[[], client.RankHandle]) -> float:
         self.memory, self.bytes = self.store.memory, self.store.bytes
         self.bytes[:] = content.background(self.bytes.size)
         self.store.save()
         self.client = client.connect(socket)
         started = time.monotonic()
-        self.rank = self.client.register(
-            engine=spec, layout=self.layout, regions={region.region: self.memory}
-        )
+        self.rank = register()
         self.tickets: dict[int, client.PullTicket] = {}
         self.unread: list[client.Event] = []
         return time.monotonic() - started
@@ -159,15 +209,17 @@ class Agent:
         self.rank.suspend()
 
     def resume(self) -> None:
-        self.rank.resume({self.layout.regions[0].region: self.store.memory})
+        self.rank.resume(self._regions())
 
     def free(self) -> None:
-        """The engine sleeps: its memory goes. Only a store on a GPU."""
+        """The engine sleeps: its memory goes. Not a store in host memory."""
+        del self.bytes
         self.store.free()
 
     def allocate(self) -> None:
         """The engine wakes: memory is there again, with what the copy holds."""
         self.store.allocate()
+        self.bytes = self.store.bytes
         self.store.save()
 
     def used_bytes(self) -> int:
@@ -177,8 +229,33 @@ class Agent:
     def memory_inode(self) -> int:
         return os.fstat(self.memory.fd).st_ino
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Return whether the memory may still be touched."""
         self.client.close()
+        return self.rank.may_be_touched
+
+    def may_be_touched(self) -> bool:
+        return self.rank.may_be_touched
+
+    def num_threads(self) -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def await_first_bytes(self) -> None:
+        """Return once a pull has begun to write. Of a store whose `bytes` are the cache itself."""
+        deadline = time.monotonic() + WAIT_S
+        while np.array_equal(self.bytes[::65536], self.before[::65536]):
+            assert time.monotonic() < deadline, "the pull writes nothing"
+
+    def is_still(self, for_s: float = 0.3) -> bool:
+        """Whether nothing is written for that time."""
+        before = self.bytes.copy()
+        select.select([], [], [], for_s)
+        return bool(np.array_equal(self.bytes, before))
+
+
+def _found(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _serve(pipe: Connection) -> None:
