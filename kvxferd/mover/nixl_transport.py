@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
+from kvxferd.wire.notes import MAX_NOTE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ LIBRARIES = ("nixl", "rixl")
 # The bindings' exception classes live in a module whose name depends on the wheel.
 _LOST = "nixlRemoteDisconnectError"
 _UNKNOWN = "nixlNotFoundError"
+MAX_NOTES = 1024  # a reader waits for each answer before it asks for more: a hundred at a time are many
 _JOINED = b"kvxferd-joined:"  # the library's own begin otherwise
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
@@ -116,7 +119,8 @@ class NixlTransport:
         self._library = library.description
         self._registered: dict[Span, Any] = {}
         self._handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
-        self._notes: list[tuple[AgentName, bytes]] = []
+        # Where nobody takes them, what anybody sends is kept no longer than the next thousand.
+        self._notes: deque[tuple[AgentName, bytes]] = deque(maxlen=MAX_NOTES)
         config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
         try:
             self._nixl = library.api.nixl_agent(agent, config)
@@ -219,7 +223,8 @@ class NixlTransport:
     def progress(self) -> None:
         # Asking for notifications is what drives UCX.
         for agent, notes in self._nixl.get_new_notifs().items():
-            self._notes.extend((AgentName(agent), bytes(note)) for note in notes)
+            fit = (bytes(note) for note in notes if len(note) <= MAX_NOTE_BYTES)
+            self._notes.extend((AgentName(agent), note) for note in fit)
 
     def notify(self, agent: AgentName, note: bytes) -> None:
         try:
@@ -231,7 +236,8 @@ class NixlTransport:
 
     def take_notes(self) -> list[tuple[AgentName, bytes]]:
         self.progress()
-        notes, self._notes = self._notes, []
+        notes = list(self._notes)
+        self._notes.clear()
         return notes
 
     def close(self) -> None:

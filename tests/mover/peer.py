@@ -31,10 +31,15 @@ def main() -> None:
                 memory = SealedMemory.create(command["size"])
                 mapping = map_memfd(memory.fd, command["size"])
                 kept[mapping.address] = (memory, mapping)
-                transport.register(Span(mapping.address, command["size"]))
+                transport.register(Span(mapping.address, command["size"], "DRAM", command["device"]))
                 answer = mapping.address
             case "describe":
                 answer = transport.metadata([Span(*span) for span in command["spans"]]).hex()
+            case "tell":
+                to = transport.load_remote(bytes.fromhex(command["metadata"]))
+                transport.notify(to, bytes.fromhex(command["note"]))
+            case "heard":
+                answer = [(agent, note.hex()) for agent, note in transport.take_notes()]
             case "write":
                 _, mapping = kept[command["address"]]
                 content = bytes.fromhex(command["content"])

@@ -21,7 +21,7 @@ from rig import DEADLINE_S, MARK, marked_processes
 from kvxferd.ids import AgentName
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.transport import Span, Transport, TransportError
+from kvxferd.mover.transport import HOST, Kinds, Place, Span, Transport, TransportError
 from kvxferd.plan import Runs
 
 PAGE = 1 << 16
@@ -33,9 +33,11 @@ class Peer(Protocol):
 
     agent: AgentName
 
-    def allocate(self, size: int) -> Span: ...
+    def allocate(self, size: int, device: int = 0) -> Span: ...
     def describe(self, *spans: Span) -> bytes: ...
     def write(self, span: Span, offset: int, content: bytes) -> None: ...
+    def tell(self, metadata: bytes, note: bytes) -> None: ...
+    def heard(self) -> list[tuple[str, bytes]]: ...
     def kill(self) -> None: ...
 
 
@@ -45,9 +47,9 @@ class MemoryPeer:
         self._transport = MemoryTransport(fabric, agent)
         self._pages: dict[Span, mmap.mmap] = {}
 
-    def allocate(self, size: int) -> Span:
+    def allocate(self, size: int, device: int = 0) -> Span:
         page = mmap.mmap(-1, size)
-        span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), size)
+        span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), size, "DRAM", device)
         self._pages[span] = page
         self._transport.register(span)
         return span
@@ -57,6 +59,12 @@ class MemoryPeer:
 
     def write(self, span: Span, offset: int, content: bytes) -> None:
         self._pages[span][offset : offset + len(content)] = content
+
+    def tell(self, metadata: bytes, note: bytes) -> None:
+        self._transport.notify(self._transport.load_remote(metadata), note)
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        return list(self._transport.take_notes())
 
     def kill(self) -> None:
         self._transport.close()
@@ -84,14 +92,23 @@ class NixlPeer:
         self._process.stdin.flush()
         return self._answer()
 
-    def allocate(self, size: int) -> Span:
-        return Span(int(str(self._ask(do="allocate", size=size))), size)
+    def allocate(self, size: int, device: int = 0) -> Span:
+        address = int(str(self._ask(do="allocate", size=size, device=device)))
+        return Span(address, size, "DRAM", device)
 
     def describe(self, *spans: Span) -> bytes:
         return bytes.fromhex(str(self._ask(do="describe", spans=spans)))
 
     def write(self, span: Span, offset: int, content: bytes) -> None:
         self._ask(do="write", address=span.address, offset=offset, content=content.hex())
+
+    def tell(self, metadata: bytes, note: bytes) -> None:
+        self._ask(do="tell", metadata=metadata.hex(), note=note.hex())
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        answer = self._ask(do="heard")
+        assert isinstance(answer, list)
+        return [(agent, bytes.fromhex(note)) for agent, note in answer]
 
     def kill(self) -> None:
         self._process.kill()
@@ -130,11 +147,13 @@ class World:
         self._peers.remove(peer)
         peer.kill()
 
-    def read(self, agent: AgentName, *runs: tuple[int, int, int]) -> None:
+    def read(self, agent: AgentName, *runs: tuple[int, int, int], kinds: Kinds = HOST) -> None:
         """Read (local offset, remote address, length) to the end."""
         columns = np.array(runs, dtype=np.uint64).reshape(-1, 3).T
         handle = self.transport.post(
-            agent, Runs(columns[0] + np.uint64(self.span.address), columns[1].copy(), columns[2].copy())
+            agent,
+            Runs(columns[0] + np.uint64(self.span.address), columns[1].copy(), columns[2].copy()),
+            kinds,
         )
         deadline = time.monotonic() + DEADLINE_S
         while not self.transport.poll(handle):
@@ -218,6 +237,47 @@ def test_an_agent_reads_its_own_memory_without_loading_itself(world: World) -> N
         world.read(world.transport.agent, (7, own.address, 5))
         world.transport.deregister(own)
     assert world.bytes[:12] == bytes(7) + b"mine!"
+
+
+def test_memory_is_named_by_its_device(world: World) -> None:
+    """A device's number is the owner's own: what it says, its readers say."""
+    peer = world.peer()
+    there = peer.allocate(PAGE, device=3)
+    peer.write(there, 0, b"third")
+    world.transport.load_remote(peer.describe(there))
+    world.read(peer.agent, (0, there.address, 5), kinds=Kinds(remote=Place("DRAM", 3)))
+    assert world.bytes[:5] == b"third"
+    with pytest.raises(TransportError):
+        world.read(peer.agent, (0, there.address, 5))
+
+
+def test_agents_tell_each_other_things(world: World) -> None:
+    """Both ways, in order, with the teller's name."""
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(there))
+    notes = [b"first", bytes(range(256)) * 32, b"last"]
+    for note in notes:
+        world.transport.notify(peer.agent, note)
+    heard: list[tuple[str, bytes]] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(heard) < len(notes):
+        assert time.monotonic() < deadline, f"only {len(heard)} notes came"
+        world.transport.progress()
+        heard += peer.heard()
+    assert heard == [(world.transport.agent, note) for note in notes]
+    peer.tell(world.transport.metadata([world.span]), b"answer")
+    answers: list[tuple[AgentName, bytes]] = []
+    while not answers:
+        assert time.monotonic() < deadline, "no answer came"
+        answers += world.transport.take_notes()
+    assert answers == [(peer.agent, b"answer")]
+
+
+def test_nobody_is_told_who_is_not_loaded(world: World) -> None:
+    with pytest.raises(TransportError) as raised:
+        world.transport.notify(AgentName("nobody"), b"hello")
+    assert raised.value.settled
 
 
 def test_only_described_memory_is_readable(world: World) -> None:
