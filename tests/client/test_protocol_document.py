@@ -10,7 +10,7 @@ from document import actual_fields, documented_fields, hex_examples, rows, secti
 
 from kvxferd.errors import Code
 from kvxferd.layout import unpack_ids
-from kvxferd.wire import limits, mover, peer, worker
+from kvxferd.wire import limits, mover, notes, peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Descriptors, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
@@ -22,6 +22,7 @@ UNIONS = {
     "Questions and answers": get_args(peer.PeerMessage),
     "Daemon to mover": get_args(mover.ToMover),
     "Mover to daemon": get_args(mover.FromMover),
+    "Notes between movers": get_args(notes.Note),
 }
 MESSAGES = sorted({message for union in UNIONS.values() for message in union}, key=lambda m: m.__name__)
 STRUCTS = sorted(
@@ -71,6 +72,12 @@ def test_every_field_has_a_meaning() -> None:
 def test_limits() -> None:
     documented = {row[0]: int(row[1]) for row in rows(SECTIONS["Limits"])}
     assert documented == {name: getattr(limits, name) for name in dir(limits) if name.isupper()}
+
+
+def test_limits_of_notes() -> None:
+    section = SECTIONS["Notes between movers"]
+    for name in ("MAX_NOTE_BYTES", "MAX_ASKED_RUNS", "STAMP_BYTES"):
+        assert f"`{name}` ({getattr(notes, name)})" in section
 
 
 def test_codes() -> None:
