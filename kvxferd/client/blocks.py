@@ -1,4 +1,4 @@
-"""Block lists as engines give them, and the snapshot that is taken of them."""
+"""Block lists as engines give them, and what is kept of them: a copy, unless they are lent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvxferd.client.refs import check_name
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
-from kvxferd.layout import PackedBlocks, pack_ids, unpack_ids
+from kvxferd.layout import PackedBlocks, lend_ids, pack_ids, unpack_ids
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ class BlockList:
 
     `ids` is an int32 buffer (a numpy array, `array.array("i")`, a memoryview), or a list, which is
     converted one element at a time and so is slow when long. It is copied before `publish` or
-    `pull` returns: the engine may change it at once. Block j holds the tokens from
+    `pull` returns: the engine may change it at once. An int32 buffer that is `lent` is not copied, so
+    that the call takes as long for a million ids as for one: it must stay as it is for as long as
+    the blocks are the transfer's, until the pull's terminal event (`Quiesced`, after a Failed that is
+    not `safe_to_reuse`), or until `Released`. What is changed before may be read into the wrong
+    blocks. Block j holds the tokens from
     ``first_token + j * block_tokens`` on. In a state group the last id is the request's state and
     `state_at` the token at which that state stands, which must equal `num_tokens`.
     """
@@ -35,10 +39,11 @@ class BlockList:
     ids: Buffer | Sequence[int]
     first_token: int = 0
     state_at: int = -1
+    lent: bool = False
 
 
 def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: str) -> Packed:
-    """Return a snapshot of `blocks`, ready for the wire. Raises EngineError(blocks-invalid).
+    """Return `blocks` ready for the wire: copied, unless they are lent. Raises EngineError(blocks-invalid).
 
     `known` are the groups of the rank's layout, None where there is no layout (a scheduler).
     """
@@ -60,6 +65,9 @@ def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: s
 def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
     try:
         first_token, state_at = operator.index(listed.first_token), operator.index(listed.state_at)
+        if listed.lent:
+            packed = lend_ids(listed.ids)  # type: ignore[arg-type]
+            return PackedBlocks(ids=packed, first_token=first_token, state_at=state_at)
         ids: memoryview | Sequence[int] = listed.ids  # type: ignore[assignment]
         if not isinstance(ids, (list, tuple)):
             ids = memoryview(ids)  # type: ignore[arg-type]
@@ -71,7 +79,7 @@ def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
 
 
 def unpack(packed: Packed) -> dict[str, BlockList]:
-    """Return the lists as the engine knows them; `ids` is an int32 memoryview of the snapshot."""
+    """Return the lists as the engine knows them; `ids` is an int32 memoryview of what was packed."""
     return {
         str(name): BlockList(ids=unpack_ids(one.ids), first_token=one.first_token, state_at=one.state_at)
         for name, one in packed.items()

@@ -42,7 +42,7 @@ class Delivered:
 class Failed:
     """The pull ended without its bytes. Terminal.
 
-    `blocks` are those given to `pull`, as a snapshot. When `safe_to_reuse` is False a transport may
+    `blocks` are those given to `pull`, as they were then. When `safe_to_reuse` is False a transport may
     still write them: keep them out of use until `Quiesced` with the same ticket.
     """
 

@@ -1,6 +1,6 @@
 """The address-free description of a rank's KV cache."""
 
-from kvxferd.layout.blocks import PackedBlocks, pack_ids, unpack_ids
+from kvxferd.layout.blocks import PackedBlocks, lend_ids, pack_ids, unpack_ids
 from kvxferd.layout.digest import digest_of
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.tensors import (
@@ -24,6 +24,7 @@ __all__ = [
     "TokenShard",
     "UnitRange",
     "digest_of",
+    "lend_ids",
     "pack_ids",
     "unpack_ids",
 ]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import msgspec
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class PackedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -36,9 +40,26 @@ def pack_ids(ids: Sequence[int] | memoryview | array.array[int]) -> bytes:
         view = memoryview(ids)  # type: ignore[arg-type]
     except TypeError:
         return array.array("i", ids).tobytes()
+    _check_items(view)
+    return view.tobytes()
+
+
+def lend_ids(ids: Buffer) -> bytes:
+    """Return an int32 buffer's own bytes, without a copy: what is done to it later is done to them.
+
+    Typed as what everything that takes ids does with them: measured, cut and encoded. Raises TypeError
+    for what is no buffer, and ValueError for another item type or one whose bytes do not lie together.
+    """
+    view = memoryview(ids)
+    _check_items(view)
+    if view.ndim != 1 or not view.c_contiguous:
+        raise ValueError("cannot lend block ids that do not lie side by side: give a copy")
+    return cast(bytes, view.cast("B")) if view.nbytes else b""
+
+
+def _check_items(view: memoryview) -> None:
     if view.format not in ("i", "=i", "<i", "l") or view.itemsize != 4:
         raise ValueError(f"cannot take block ids of format {view.format!r}: give an int32 buffer")
-    return view.tobytes()
 
 
 def unpack_ids(ids: bytes) -> memoryview:

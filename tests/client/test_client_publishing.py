@@ -110,6 +110,35 @@ def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
     assert list(unpack_ids(stage.side.expect(worker.Publish).blocks["full"].ids)) == [7, 8, 9]
 
 
+@pytest.mark.parametrize("count", [0, 3, 300_000])
+def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
+    rank = stage.rank()
+    ids = np.arange(count, dtype=np.int32)
+    rank.publish("req-1", {"full": BlockList(ids=ids, lent=True)}, num_tokens=max(1, count * 16))
+    assembly = IdsAssembly()
+    while isinstance(message := stage.side.receive()[0], BlockIds):
+        assembly.add(message)
+    assert isinstance(message, worker.Publish)
+    assert assembly.complete(message.blocks, message.stream)["full"].ids == ids.tobytes()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2],
+        np.array([1, 2]),
+        np.arange(8, dtype=np.int32)[::2],
+        np.array([[1, 2]], dtype=np.int32),
+    ],
+    ids=["list", "int64", "stepped", "two dimensions"],
+)
+def test_what_cannot_be_lent(stage: Stage, ids: object) -> None:
+    rank = stage.rank()
+    with pytest.raises(EngineError) as refused:
+        rank.publish("req-1", {"full": BlockList(ids=ids, lent=True)}, num_tokens=32)
+    assert refused.value.code is Code.BLOCKS_INVALID
+
+
 @pytest.mark.parametrize(
     "ids",
     [[7, 8], (7, 8), array("i", [7, 8]), memoryview(array("i", [7, 8])), np.array([7, 8], dtype=np.int32)],
