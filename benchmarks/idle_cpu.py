@@ -12,12 +12,14 @@ from pathlib import Path
 
 from kvxferd import client
 from kvxferd.cli.asking import Daemon
+from kvxferd.cli.bench.accounts import cpu_s, private_bytes, process_tree, resident_bytes
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 
 NUM_RANKS = 8
+MIB = 1 << 20
 FACTS = {"num_kv_heads": 8, "head_dim": 128, "block_tokens": 16, "num_blocks": 64, "layout": "HND"}
 
 
@@ -50,30 +52,6 @@ def register(stack: ExitStack, socket: str, name: str, tp_size: int) -> list[cli
     return ranks
 
 
-def tree(pid: int) -> list[int]:
-    """The process and all its descendants."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return [pid, *(p for child in children for p in tree(child))]
-
-
-def cpu_s(pid: int) -> float:
-    """Time on a processor of all threads of a process, from the scheduler: in nanoseconds, not ticks."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def memory_mib(pid: int, key: str) -> float:
-    """One line of the process's smaps_rollup."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) / 1024
-    raise KeyError(key)
-
-
 def pull_once(source: client.RankHandle, sinks: list[client.RankHandle]) -> None:
     """Make the daemons know each other."""
     blocks = {"full": client.BlockList(first_token=0, ids=[1, 2, 3])}
@@ -101,7 +79,7 @@ def main() -> None:
         (source,) = register(stack, str(directory / "b" / "worker.sock"), "prefill", 1)
         pull_once(source, sinks)
         time.sleep(5)  # past the lingering attention
-        pids = tree(daemon.pid)
+        pids = process_tree(daemon.pid)
         before, began = {pid: cpu_s(pid) for pid in pids}, time.monotonic()
         time.sleep(options.seconds)
         elapsed = time.monotonic() - began
@@ -111,12 +89,12 @@ def main() -> None:
         )
         print(f"  daemon           {100 * used[daemon.pid] / elapsed:.3f} % of a core")
         print(f"  daemon + movers  {100 * sum(used.values()) / elapsed:.3f} % of a core")
-        print(f"  daemon RSS       {memory_mib(daemon.pid, 'Rss'):.0f} MiB")
+        print(f"  daemon RSS       {resident_bytes(daemon.pid) / MIB:.0f} MiB")
         parent, *movers = pids[1:]
-        print(f"  movers' parent   {memory_mib(parent, 'Rss'):.0f} MiB RSS")
-        private = [memory_mib(p, "Private_Dirty") for p in movers]
+        print(f"  movers' parent   {resident_bytes(parent) / MIB:.0f} MiB RSS")
+        private = [private_bytes(p) / MIB for p in movers]
         spread = f"{min(private):.1f} to {max(private):.1f}"
-        print(f"  each mover       {spread} MiB private dirty, {len(private)} of them")
+        print(f"  each mover       {spread} MiB private, {len(private)} of them")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,14 @@ SUMMARY = (
 
 _MB = 1e6
 
+# Where the time of a small prepared pull goes, in its daemon and its mover.
+_STATIONS = {
+    "total": "a small pull in its daemon, received to Delivered sent",
+    "plan": "of that in the mover: runs from block ids",
+    "post": "of that in the mover: the library's post calls",
+    "wire": "of that in the mover: first post to last byte",
+}
+
 
 @dataclass
 class Findings:
@@ -135,6 +143,10 @@ def _latency(found: Latency | None) -> list[Figure]:
     return [
         _most("added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"),
         _most("added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"),
+        *(
+            _only(f"small_{name}_us", title, found.phases_s.get(name, 0.0) * 1e6, record, "us")
+            for name, title in _STATIONS.items()
+        ),
         _only("fence_us", "reading the fence word", found.phases_s.get("fence", 0.0) * 1e6, record, "us"),
         _only("grant_us", "the grant, prepared", found.phases_s.get("grant", 0.0) * 1e6, record, "us"),
         _only(

@@ -53,13 +53,15 @@ class _Desk:
         self._host = host
         self._token = token
         self._say = say
-        self._meeting: asyncio.Task[None] | None = None
+        self._meeting: tuple[asyncio.Task[None], asyncio.StreamWriter] | None = None
 
     async def stop(self) -> None:
-        """End the bench that is served."""
+        """End the bench that is served, and return when what it started has ended."""
         if self._meeting is not None:
-            self._meeting.cancel()
-            await asyncio.gather(self._meeting, return_exceptions=True)
+            # Not cancelled: it may be ending what it started already, and must come to its end.
+            task, writer = self._meeting
+            writer.close()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection, if it has the token and no other is served."""
@@ -67,7 +69,9 @@ class _Desk:
             number = await asyncio.wait_for(self._welcome(reader), relay.CONNECT_S)
             if self._meeting is not None:
                 raise KvxferdError(f"cannot serve {VERB}: another one is being served", Code.BUSY)
-            self._meeting = asyncio.current_task()
+            task = asyncio.current_task()
+            assert task is not None
+            self._meeting = task, writer
             _write(writer, relay.Granted(number=number))
             self._say(f"a bench from {writer.get_extra_info('peername')[0]}")
             await _Guest(self._host, writer).serve(reader)
@@ -77,7 +81,7 @@ class _Desk:
         except (OSError, ValueError, TimeoutError):  # a reset, no lines of ours, or nothing at all
             self._say("a connection that was no bench")
         finally:
-            if self._meeting is asyncio.current_task():
+            if self._meeting is not None and self._meeting[1] is writer:
                 self._meeting = None
             writer.close()
 

@@ -65,9 +65,10 @@ def added(found: Rounds) -> list[float]:
 
 
 async def _phases(pair: Pair, count: int) -> dict[str, float]:
-    """Return the medians of the phases of the last pulls, as the sink's daemon has them."""
+    """Return the medians of the phases of the last pulls, as the sink's daemon has them, and "total"."""
     answer = await pair.stage.seats["sink"].get("/v1/history")
     records = [record_from_json(one) for one in answer["records"] if one["kind"] == "pull"][-count:]
     pulls = [record for record in records if isinstance(record, PullRecord)]
     names = {name for pull in pulls for name in pull.phases_s}
-    return {name: median([pull.phases_s.get(name, 0.0) for pull in pulls]) for name in sorted(names)}
+    found = {name: median([pull.phases_s.get(name, 0.0) for pull in pulls]) for name in sorted(names)}
+    return found | {"total": median([pull.total_s for pull in pulls])}

@@ -1,0 +1,93 @@
+"""What measures would return, made up, for tests of what is made of it."""
+
+from kvxferd.cli.bench.cases import Case, Lists
+from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
+from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
+from kvxferd.cli.bench.measures.behind import Behind
+from kvxferd.cli.bench.measures.calls import Calls
+from kvxferd.cli.bench.measures.first import First
+from kvxferd.cli.bench.measures.idle import Idle
+from kvxferd.cli.bench.measures.latency import Latency
+from kvxferd.cli.bench.measures.parallel import Parallel
+from kvxferd.cli.bench.points import Point, point_of
+from kvxferd.cli.bench.results import Machine, Result
+from kvxferd.cli.bench.rounds import Round, Rounds
+from kvxferd.cli.bench.shapes import Deployment
+from kvxferd.cli.bench.speech import Sample
+
+MIB = 1 << 20
+
+
+def a_case() -> Case:
+    """One that does not matter."""
+    deployment = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
+    return Case(deployment=deployment, lists=Lists.SCATTERED, blocks=4)
+
+
+def rounds(case: Case, seconds: dict[str, list[float]]) -> Rounds:
+    """One request a round, of so many seconds; posting takes a tenth."""
+    return Rounds(
+        case,
+        1,
+        {
+            name: [Round([Sample(0.0, 0.0, taken / 10, taken, MIB, 4)], 1) for taken in times]
+            for name, times in seconds.items()
+        },
+    )
+
+
+def point(size_bytes: int, seconds: dict[str, list[float]], measure: str = "throughput") -> Point:
+    """A point of a shape that does not matter."""
+    case = a_case()
+    return point_of(measure, "cma", size_bytes, case, rounds(case, seconds))
+
+
+def steady(ours: float, raw: float) -> dict[str, list[float]]:
+    """Three rounds alike."""
+    return {KVXFERD: [ours] * 3, RAW: [raw] * 3, ENGINE: [2 * raw] * 3, COPY: [raw / 2] * 3}
+
+
+def findings() -> Findings:
+    """Every measure, with figures that can be worked out by hand."""
+    small = point(64 << 10, steady(0.001, 0.0005), "latency")
+    return Findings(
+        points=[
+            small,
+            point(4 * MIB, steady(0.010, 0.009)),
+            point(64 * MIB, steady(0.020, 0.020)),
+            point(64 * MIB, steady(0.020, 0.010)),
+            point(256 * MIB, steady(0.020, 0.019)),
+        ],
+        latency=Latency(small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, 0.002),
+        calls=Calls(210, 7, {1: 1e-5, 65536: 5e-5}, {1: 2e-5, 65536: 9e-5}, 0.05, 0.00005, 7),
+        behind=Behind(2 << 30, 0.4, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
+        parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
+        idle=Idle(8, 5.0, 0.01, 0.005, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
+        first=First(64 * MIB, [1.0], [0.2], [0.09, 0.3, 0.1], [0.08], [0.02]),
+    )
+
+
+def result() -> Result:
+    """A whole run."""
+    found = findings()
+    figures = figures_of(found)
+    machine = Machine(
+        cores=2,
+        processor="a processor",
+        kernel="6.18",
+        python="3.11",
+        kvxferd="0",
+        nixl="nixl 1.5.1",
+        busy_before_percent=3.0,
+        load_before=0.1,
+    )
+    return Result(
+        machine=machine,
+        quick=True,
+        peer="",
+        seconds=100.0,
+        load_after=0.2,
+        points=found.points,
+        figures=figures,
+        summary=summary_of(figures),
+    )

@@ -1,0 +1,107 @@
+"""What is moved: shapes that are a rank of the model, lists that are what they are called."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvxferd.cli.bench.cases import Case, Lists, block_lists, blocks_for, ids_per_pull, runs_of
+from kvxferd.cli.bench.effort import ALL_SIZES, MIB
+from kvxferd.cli.bench.shapes import FIRST, IDS, SHAPES, Deployment, footprint, layers_for
+from kvxferd.ids import Rank
+from kvxferd.layout.presets import deploy
+
+POOL = 400
+
+
+def sized(shape: str, size_bytes: int, pool_blocks: int = POOL) -> Deployment:
+    return Deployment(name="d", shape=shape, layers=layers_for(shape, size_bytes), pool_blocks=pool_blocks)
+
+
+def case_of(shape: str, lists: Lists, blocks: int = 32, slots: int = 3) -> Case:
+    return Case(deployment=sized(shape, 64 * MIB), lists=lists, blocks=blocks, slots=slots)
+
+
+def test_one_rank_of_llama_is_a_rank_of_tp8() -> None:
+    mine = Deployment(name="d", shape="llama-3-70b", layers=80, pool_blocks=POOL).layout()
+    _, theirs = deploy("llama-3-70b", tp=8, num_blocks=POOL)[Rank(0, 5)]
+    assert mine.regions == theirs.regions
+    assert [t.block_stride for t in mine.tensors] == [t.block_stride for t in theirs.tensors]
+
+
+def test_eight_ranks_of_llama_are_the_engine_of_tp8() -> None:
+    eight = Deployment(name="d", shape="llama-3-70b", layers=80, pool_blocks=POOL, ranks=8)
+    theirs = deploy("llama-3-70b", tp=8, num_blocks=POOL)
+    assert {rank: layout for rank, (_, layout) in eight.engine("sink").items()} == {
+        rank: layout for rank, (_, layout) in theirs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    # The states of a hybrid alone are 50 MiB.
+    [(shape, size) for shape in SHAPES for size in ALL_SIZES if shape != "mamba2-hybrid" or size >= 64 * MIB],
+)
+def test_a_pull_has_about_the_size_that_was_asked_for(shape: str, size: int) -> None:
+    deployment = sized(shape, size)
+    of = footprint(deployment.layout())
+    moved = blocks_for(deployment, size) * of.block_bytes + of.state_bytes
+    assert abs(moved - size) <= of.block_bytes / 2
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, IDS])
+@pytest.mark.parametrize("lists", Lists)
+def test_what_runs_name_is_what_the_pull_holds(shape: str, lists: Lists) -> None:
+    case = case_of(shape, lists) if shape != IDS else Case(deployment=sized(IDS, MIB), lists=lists, blocks=32)
+    of = footprint(case.deployment.layout())
+    runs = runs_of(case, FIRST, 0)
+    assert int(runs.length.sum()) == 32 * of.block_bytes + of.state_bytes
+    assert not (runs.length % 8).any()
+    assert not (runs.local % 8).any()
+    assert not (runs.remote % 8).any()
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "mamba2-hybrid"])
+@pytest.mark.parametrize("lists", Lists)
+@pytest.mark.parametrize("role", ["source", "sink"])
+def test_no_id_is_used_twice(shape: str, lists: Lists, role: str) -> None:
+    case = case_of(shape, lists)
+    ids = [block_lists(case, role, slot) for slot in range(case.slots)]
+    used = np.concatenate([group for slot in ids for group in slot.values()])
+    assert len(np.unique(used)) == len(used)
+    assert used.min() >= 0
+    assert used.max() < POOL
+
+
+@pytest.mark.parametrize(
+    ("lists", "most"), [(Lists.CONTIGUOUS, 1), (Lists.FRAGMENTED, 8), (Lists.SCATTERED, 32)]
+)
+def test_lists_are_as_broken_as_they_are_called(lists: Lists, most: int) -> None:
+    ids = block_lists(case_of("qwen3-8b", lists), "source", 0)["full"]
+    stretches = 1 + int((np.diff(ids) != 1).sum())
+    assert most * 0.7 <= stretches <= most
+
+
+def test_both_sides_of_a_scattered_list_differ() -> None:
+    case = case_of("qwen3-8b", Lists.SCATTERED)
+    sides = [block_lists(case, role, 0)["full"] for role in ("source", "sink")]
+    assert not np.array_equal(*sides)
+    # Eighty layers or thirty-six: what is scattered on both sides merges hardly anywhere.
+    assert len(runs_of(case, FIRST, 0).length) > 0.9 * 32 * 72
+
+
+def test_cases_side_by_side_do_not_touch() -> None:
+    deployment = sized("qwen3-8b", MIB)
+    left = Case(deployment=deployment, lists=Lists.SCATTERED, blocks=8, first_block=100)
+    assert block_lists(left, "sink", 0)["full"].min() >= 100
+
+
+def test_a_list_longer_than_the_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot list 1200 blocks: the pool has 400"):
+        block_lists(case_of("qwen3-8b", Lists.SCATTERED, blocks=400), "sink", 0)
+
+
+def test_slots_are_whole_runs() -> None:
+    taken = [ids_per_pull(sized("qwen3-8b", MIB), blocks) for blocks in (1, 4, 5)]
+    assert taken == [4, 4, 8]
+    assert all(a % 4 == 0 for a in itertools.chain(taken))

@@ -1,0 +1,227 @@
+"""The bench as processes: it fills its summary, it says what is wrong, and it leaves nothing behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxferd.cli.bench.cases import Lists
+from kvxferd.cli.bench.effort import Effort, Pulls
+from kvxferd.cli.bench.figures import SUMMARY
+from kvxferd.cli.bench.runner import Asked, run_bench
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+BENCH_S = 200
+MIB = 1 << 20
+# One point of everything that a point can be, in a second or two.
+SMALL = ("--measure", "throughput", "--shape", "qwen3-8b", "--size", "256K", "--rounds", "2")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """The bench's temporary directory; short, for Unix sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="kvx", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def start(place: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    """Start a bench."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvxferd.cli", "bench", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(place)} | environ,
+    )
+
+
+def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any], str]:
+    """Run a bench; return its exit code, the object that it printed, and what it said beside."""
+    process = start(place, "--json", *flags, **environ)
+    out, err = process.communicate(timeout=BENCH_S)
+    return process.returncode, json.loads(out or "{}"), err
+
+
+def started(place: Path) -> dict[int, str]:
+    """Processes that were started with it, and their commands."""
+    mark = f"TMPDIR={place}".encode()
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # gone meanwhile
+            continue
+        if mark in environ:
+            found[int(process.name)] = command
+    return found
+
+
+def left_behind(place: Path) -> list[str]:
+    """Files there, and processes that were started with it."""
+    return [*map(str, place.iterdir()), *started(place).values()]
+
+
+def test_every_contender_moves_the_same_bytes(place: Path) -> None:
+    flags = ("--blocks", "scattered", "--blocks", "contiguous", "--in-flight", "1", "--in-flight", "8")
+    code, said, err = run(place, *SMALL, *flags, "--transport", "cma", "--transport", "tcp")
+    assert code == 0, err
+    assert len(said["points"]) == 2 * 2 * 2
+    for point in said["points"]:
+        assert set(point["contenders"]) == {"kvxferd", "raw", "engine", "copy", "one copy"}
+        assert point["interleaved_with"] == ["raw", "engine", "copy", "one copy"]
+        assert point["rounds"] == 2
+        assert abs(point["bytes"] - point["size_bytes"]) <= point["size_bytes"] / 4
+        assert all(taken["gb_per_s"] > 0 for taken in point["contenders"].values())
+        if point["lists"] == "scattered":
+            assert point["contenders"]["kvxferd"]["runs"] == point["contenders"]["raw"]["runs"] > 1
+    assert {point["transport"] for point in said["points"]} == {"cma", "tcp"}
+    assert left_behind(place) == []
+
+
+def test_the_whole_summary_is_filled() -> None:
+    effort = Effort(
+        pulls=(
+            Pulls("qwen3-8b", Lists.FRAGMENTED, 4 * MIB, 1),
+            Pulls("mamba2-hybrid", Lists.SCATTERED, 64 * MIB, 1),
+        ),
+        rounds=2,
+        small_per_round=4,
+        calls_per_round=2,
+        first_rounds=1,
+        parallel_pulls=2,
+        behind_pulls=40,
+        behind_bytes=64 * MIB,
+        idle_s=0.5,
+    )
+    said: list[str] = []
+    result = run_bench(Asked(effort, ("cma",), is_quick=True), said.append)
+    assert tuple(result.summary) == SUMMARY
+    assert all(value is not None and value >= 0 for value in result.summary.values()), result.summary
+    figures = {figure.name: figure for figure in result.figures}
+    assert figures["fence_us"].value > 0
+    assert figures["grant_us"].value == 0  # prepared: it was there before
+    assert figures["grant_unprepared_us"].value > 0
+    assert figures["movers_parent_rss_mb"].value > 10
+    assert 0 < figures["pull_to_post_ratio"].value < 1
+    assert "idle" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("measure", ["throughput", "first"])
+def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals, measure: str) -> None:
+    flags = ("--rounds", "2", "--transport", "cma", "--size", "256K", "--in-flight", "1")
+    process = start(place, "--measure", measure, *flags)
+    assert process.stderr is not None
+    # In the middle of a round, or with daemons starting.
+    sign = "of raw NIXL" if measure == "throughput" else "first pulls"
+    while sign not in (line := process.stderr.readline()):
+        assert line, "it ended before it was measuring"
+    pids = started(place)
+    process.send_signal(number)
+    process.communicate(timeout=BENCH_S)
+    assert process.returncode == 130
+    assert left_behind(place) == []
+    assert [pid for pid in pids if Path(f"/dev/shm/kvxferd-movers-{pid}").exists()] == []
+
+
+def test_a_bench_without_a_transfer_library_says_so(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text("raise ImportError('no nixl on this machine')\n")
+    code, said, err = run(place, *SMALL, PYTHONPATH=str(tmp_path))
+    assert code == 2
+    assert said == {}
+    assert "no nixl on this machine" in err
+    assert "Traceback" not in err
+    assert left_behind(place) == []
+
+
+@contextmanager
+def serving(place: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The other side, in a directory of its own, and what --peer takes."""
+    process = start(place, "--serve", "127.0.0.1:0")
+    try:
+        assert process.stderr is not None
+        found = re.search(r"--peer (\S+)", process.stderr.readline())
+        assert found is not None
+        yield process, found[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=BENCH_S)
+    assert process.returncode == 130
+    assert left_behind(place) == []
+
+
+@pytest.fixture
+def other_place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvy", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_bench_with_another_side(place: Path, other_place: Path) -> None:
+    with serving(other_place) as (_, peer):
+        flags = ("--blocks", "fragmented", "--in-flight", "1", "--measure", "latency", "--measure", "first")
+        code, said, err = run(place, *SMALL, *flags, "--peer", peer)
+        assert code == 0, err
+        assert left_behind(place) == []
+        assert said["peer"] == peer.partition("#")[0]
+        assert [point["measure"] for point in said["points"]] == ["latency", "throughput"]
+        for point in said["points"]:  # nobody can copy from a memory that is elsewhere
+            assert set(point["contenders"]) == {"kvxferd", "raw", "engine"}
+        assert said["summary"]["first_pull_ms"] > 0
+        # What the bench had started on the other side went with it; the side serves the next one.
+        code, _, err = run(place, *SMALL, "--blocks", "fragmented", "--in-flight", "1", "--peer", peer)
+        assert code == 0, err
+
+
+def test_a_wrong_token_and_a_second_bench_are_refused(place: Path, other_place: Path) -> None:
+    with serving(other_place) as (_, peer):
+        address = peer.partition("#")[0]
+        code, _, err = run(place, *SMALL, "--peer", f"{address}#{'0' * 16}")
+        assert code == 2
+        assert "the token is wrong" in err
+        first = start(place, "--measure", "throughput", "--rounds", "99", "--peer", peer)
+        try:
+            assert first.stderr is not None
+            while "starting two daemons" not in first.stderr.readline():
+                assert first.poll() is None
+            code, _, err = run(place, *SMALL, "--peer", peer)
+            assert code == 2
+            assert "another one is being served" in err
+        finally:
+            first.send_signal(signal.SIGINT)
+            first.communicate(timeout=BENCH_S)
+    assert left_behind(place) == []
+
+
+def test_nobody_on_the_other_side(place: Path) -> None:
+    code, _, err = run(place, *SMALL, "--peer", "127.0.0.1:1#0")
+    assert code == 2
+    assert "cannot reach 127.0.0.1:1" in err
+    assert left_behind(place) == []
+
+
+def test_the_other_side_dies(place: Path, other_place: Path) -> None:
+    with serving(other_place) as (server, peer):
+        bench = start(place, *SMALL, "--rounds", "9", "--peer", peer)
+        assert bench.stderr is not None
+        while "of raw NIXL" not in (line := bench.stderr.readline()):
+            assert line, "it ended before it was measuring"
+        server.send_signal(signal.SIGINT)
+        _, err = bench.communicate(timeout=BENCH_S)
+        assert bench.returncode == 2
+        assert "Traceback" not in err
+        assert left_behind(place) == []

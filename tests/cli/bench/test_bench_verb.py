@@ -1,0 +1,77 @@
+"""Flags: what is refused, before anything is started."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.cli.bench import effort, runner, verb
+from kvxferd.cli.bench.cases import Lists
+from kvxferd.cli.bench.shapes import SHAPES
+from kvxferd.cli.root import root
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--size", "3K"], "out of range"),
+        (["--size", "4G"], "out of range"),
+        (["--size", "many"], "write 64K, 4M or 2G"),
+        (["--in-flight", "65"], "1<=x<=64"),
+        (["--rounds", "0"], "1<=x<=99"),
+        (["--shape", "gpt-5"], "llama-3-70b"),
+        (["--transport", "rdma"], "cma"),
+        (["--measure", "speed"], "latency"),
+        (["--quick", "--size", "4M"], "--quick has its own shapes, sizes and rounds"),
+        (["--size", "2G", "--in-flight", "64"], "no size fits"),
+        (["--plot", "bench.pdf"], "must end in .png or .svg"),
+        (["--plot", "/nowhere/at/all/bench.png"], "there is no directory"),
+        (["--peer", "other:4000"], "HOST:PORT#TOKEN"),
+        (["--serve", "127.0.0.1:0", "--quick"], "--serve takes no other flag"),
+        (["--serve", "nonsense"], "write HOST:PORT"),
+        (["--serve", "203.0.113.1:0"], "cannot serve on 203.0.113.1:0"),
+    ],
+)
+def test_what_cannot_be_done_is_said(flags: list[str], says: str) -> None:
+    said = CliRunner().invoke(root, ["bench", *flags])
+    assert said.exit_code == 2
+    assert says in said.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("64K", 65536), ("4M", 4 << 20), ("2GiB", 2 << 30), ("1048576", 1 << 20)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert verb.Size().convert(text, None, None) == size
+
+
+def test_what_flags_offer_is_what_there_is() -> None:
+    assert tuple(SHAPES) == verb.SHAPE_NAMES
+    assert tuple(lists.value for lists in Lists) == verb.LIST_NAMES
+    assert tuple(effort.TRANSPORTS) == verb.TRANSPORT_NAMES
+    assert set(verb.MEASURE_NAMES) == runner.MEASURES
+
+
+def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "available_bytes", lambda: 3 << 30)
+    said = CliRunner().invoke(root, ["bench", "--quick"])
+    assert said.exit_code == 2
+    assert "3.0 GiB is available" in said.output
+
+
+def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
+    quick = effort.quick()
+    assert quick.rounds >= 7
+    assert quick.first_rounds >= 7
+    assert quick.behind_bytes == 2 << 30
+    assert {pulls.size_bytes for pulls in quick.pulls} >= {4 << 20, 64 << 20}
+    assert {pulls.shape for pulls in quick.pulls} == set(SHAPES)
+
+
+def test_a_picture_without_matplotlib_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = CliRunner().invoke(root, ["bench", "--plot", str(tmp_path / "bench.png")])
+    assert said.exit_code == 2
+    assert "kvxferd[bench]" in said.output
