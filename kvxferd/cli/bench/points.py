@@ -20,7 +20,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     fastest_gb_per_s: float
     median_s: float  # from pull(), or from post, until the bytes are there
     p99_s: float
-    build_median_s: float  # before that: a baseline's own request, from runs or block ids to handle
+    build_median_s: float  # before that and not counted: raw NIXL's request, from runs to handle
     engine_thread_median_s: float  # inside pull(), or building and posting in the engine
     engine_thread_p99_s: float
     runs: int  # stretches or descriptors of one request

@@ -26,7 +26,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """One request that was moved. Times are of the monotonic clock of the sink's machine, in seconds."""
 
     began: float  # the request is known: its block ids
-    built: float  # what is posted is worked out; `began` where a daemon does that
+    built: float  # from here on it counts: `began`, or when what raw NIXL posts is worked out
     posted: float  # the call that starts it has returned
     ended: float  # the bytes are known to be there
     bytes: int
