@@ -2,9 +2,10 @@
 
 What an engine has allocated for itself no other process can map. Where the allocation is provably
 a mapping of its own, a sealed memfd can be put under it: addresses and content stay, and the engine
-notices nothing. glibc maps every large block by itself and writes down before it where that mapping
-begins and ends; this is what is read here, checked against /proc/self/maps, and believed only if
-`malloc` is glibc's. Blocks of other allocators (tcmalloc, jemalloc) share their mappings: refused.
+notices nothing. glibc maps every block of 32 MiB or more by itself (smaller ones too, until some were
+freed) and writes down before it where that mapping begins and ends; this is what is read here, checked
+against /proc/self/maps, and believed only if `malloc` is glibc's. Blocks of other allocators (tcmalloc,
+jemalloc) share their mappings: refused.
 
 Nothing may write the memory while it is exchanged, as that write could be lost: adopt before the
 engine's first forward pass. Freeing the memory later is what it was: glibc unmaps it, and the pages

@@ -17,7 +17,8 @@ from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.sharing import Shared, device_region, share
 
 BLOCKS, LAYERS = 64, 3
-BIG = (LAYERS, BLOCKS, 2, 32, 128)  # 3 MiB: a mapping of its own
+BIG = (LAYERS, BLOCKS, 24, 32, 128)  # 36 MiB: glibc maps blocks of 32 MiB and more by themselves, always
+MEDIUM = (LAYERS, BLOCKS, 2, 32, 128)
 SMALL = (LAYERS, BLOCKS, 1, 4, 16)  # 24 KiB: of the heap
 
 
@@ -61,7 +62,7 @@ def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[Shared]) -
     (shared,) = opened
     assert shared.mirror is None
     assert shared.report == (
-        "kv.0 (3.0 MiB on cpu) is adopted in place: the daemon maps it, nothing is copied",
+        "kv.0 (36.0 MiB on cpu) is adopted in place: the daemon maps it, nothing is copied",
     )
     (region,) = shared.regions
     assert region.memory.size_bytes >= derived.layout.regions[0].size_bytes
@@ -76,7 +77,7 @@ def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[Shared]) -
 @pytest.mark.parametrize(
     ("shape", "adopt", "why"),
     [
-        (BIG, False, "copied through a shared buffer: adopt_cpu_memory is off"),
+        (MEDIUM, False, "copied through a shared buffer: adopt_cpu_memory is off"),
         (SMALL, True, "copied through a shared buffer: cannot adopt the memory at"),
     ],
 )
