@@ -39,6 +39,7 @@ class Publish:
     ends_at: float  # of its lease, as long as nobody has renewed it
     withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
+    held: bool = False  # its blocks are being written: no daemon has heard of it
 
 
 class Publishes:
@@ -89,6 +90,18 @@ class Publishes:
             lease_s=publish.ends_at - now,
         )
 
+    def let_go(self, publish: Publish) -> bool:
+        """The blocks are written, or never will be. Returns whether the transfer is still to be told of."""
+        publish.held = False
+        return self._live.get(publish.transfer_id) is publish
+
+    def fail(self, publish: Publish, why: str) -> None:
+        """The blocks will never be written; no daemon has heard of them."""
+        if self.let_go(publish):
+            self._forget(publish.transfer_id)
+            message = f"cannot publish {publish.transfer_id}: {why}"
+            self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
+
     def num_id_bytes(self, transfer_id: TransferId) -> int:
         """Bytes of block ids of a transfer; 0 once it is released."""
         publish = self._live.get(transfer_id)
@@ -96,7 +109,8 @@ class Publishes:
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """The engine wants its blocks back. Returns whether there is a daemon to ask for them."""
-        if transfer_id in self._again:
+        held = (publish := self._live.get(transfer_id)) is not None and publish.held
+        if held or transfer_id in self._again:
             self.release_here(transfer_id, Code.UNPUBLISHED)
         if publish := self._live.get(transfer_id):
             publish.withdrawn = True
@@ -130,7 +144,7 @@ class Publishes:
         for transfer_id in [t for t, said in self._ready.items() if now >= said + lease_s]:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
-        return list(self._live), list(self._ready)
+        return [t for t, p in self._live.items() if not p.held], list(self._ready)
 
     def released(self, transfer_id: TransferId, why: Code) -> None:
         """The daemon's word; also for transfers that another session of this engine published."""

@@ -196,6 +196,13 @@ class Pulls:
         for pull in [p for p in self._live.values() if p.epoch == epoch and p.phase is not Phase.QUEUED]:
             self._step(pull, Signal.QUIET)
 
+    def fail_held(self, number: Ticket, why: str) -> None:
+        """Fail a pull that no daemon has heard of, if it has not ended."""
+        pull = self._live.get(number)
+        if pull is not None and pull.phase is Phase.QUEUED:
+            pull.code, pull.message = Code.DEVICE_ERROR, f"cannot pull {pull.ref.transfer_id}: {why}"
+            self._step(pull, Signal.DROPPED)
+
     def drop_queued(self, code: Code, why: str) -> None:
         """Fail every pull that no daemon has heard of."""
         for pull in [p for p in self._live.values() if p.phase is Phase.QUEUED]:

@@ -11,6 +11,7 @@ from kvxferd.client.blocks import BlockList, as_int, pack
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.exports import Regions, export
+from kvxferd.client.ordering import Completion, pending
 from kvxferd.client.refs import AnyRef, TransferRef, check_name, read_ref
 from kvxferd.client.standing import Standing
 from kvxferd.client.waiting import as_error, await_answer
@@ -39,8 +40,16 @@ class Publisher:
         num_tokens: int,
         num_readers: int = 1,
         lease_s: float | None = None,
+        after: Completion | None = None,
     ) -> TransferRef:
         """Let a request's cache be read, by `num_readers` engines. Returns what readers need.
+
+        Every byte of the blocks must be written when this is called: every layer, draft layers and state
+        copies included. On a GPU that is when the kernels are done, not when they are launched: call it
+        after the engine's own synchronisation, or give `after`, an event recorded behind the last of
+        them (`torch.cuda.Event`). Then this returns at once as always, and the daemon hears of the transfer
+        when `after.query()` is true (a reader that is a second earlier than that is refused). If it
+        raises, `PublishRefused` with the code `device-error` follows.
 
         From here until `Released` or `PublishRefused` names the transfer, its blocks must stay
         referenced and unchanged: through preemption, prefix-cache reset and weight updates. The
@@ -61,6 +70,7 @@ class Publisher:
                 num_readers=readers,
                 lease_s=lease,
                 now=time.monotonic(),
+                after=pending(after),
             )
             self._connection.pass_on()
         return ref
@@ -114,15 +124,17 @@ class RankHandle(Publisher):
     def __enter__(self) -> RankHandle:
         return self
 
-    def ready(self, transfer_id: str) -> None:
+    def ready(self, transfer_id: str, after: Completion | None = None) -> None:
         """Say that this rank has finished writing a transfer's blocks: every layer, draft layers too.
+
+        Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
 
         May be said before the transfer is published; a rank that publishes says it by that. Nobody
         reads until every rank has said it, unless the engine declares `publish_implies_ready`.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:
-            self._session.ready(name, time.monotonic())
+            self._session.ready(name, time.monotonic(), pending(after))
             self._connection.pass_on()
 
     def prepare(self, ref: AnyRef) -> None:
@@ -133,14 +145,22 @@ class RankHandle(Publisher):
             self._connection.pass_on()
 
     def pull(
-        self, ref: AnyRef, blocks: Mapping[str, BlockList], num_tokens: int, deadline_s: float
+        self,
+        ref: AnyRef,
+        blocks: Mapping[str, BlockList],
+        num_tokens: int,
+        deadline_s: float,
+        after: Completion | None = None,
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
         Until then nothing else may write the blocks: no kernel that is launched already, zeroing
-        included. The event comes within `deadline_s`, whatever dies (and half a second, if it is the
-        daemon that is stuck); after a Failed that is not `safe_to_reuse` the blocks stay out of use
-        until Quiesced.
+        included. Where earlier kernels still use them (to zero them, or for the request that had them
+        before), give `after`, an event recorded behind the last: the read begins when `after.query()` is
+        true. A kernel launched after Delivered sees the bytes, on any stream.
+
+        The event comes within `deadline_s`, whatever dies (and half a second, if it is the daemon that is
+        stuck); after a Failed that is not `safe_to_reuse` the blocks stay out of use until Quiesced.
         """
         source = read_ref(ref)
         what = f"pull {source.transfer_id}"
@@ -148,7 +168,9 @@ class RankHandle(Publisher):
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:
-            ticket = self._session.pull(source, packed, tokens, deadline, self._connection.cancel)
+            ticket = self._session.pull(
+                source, packed, tokens, deadline, self._connection.cancel, pending(after)
+            )
             self._connection.pass_on()
         return ticket
 

@@ -15,8 +15,9 @@ from kvxferd.client.exports import Exports
 from kvxferd.client.fence import FenceSlots
 from kvxferd.client.membership import Member
 from kvxferd.client.movers import Launch
+from kvxferd.client.ordering import Completion, Held
 from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
-from kvxferd.client.publishes import Publishes
+from kvxferd.client.publishes import Publish, Publishes
 from kvxferd.client.pulls import Pulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.standing import Standing
@@ -42,6 +43,7 @@ class Session:
         self._pulls = Pulls(emit)
         self._publishes = Publishes(fence, emit)
         self._outbox = Outbox(self._pulls, self._publishes)
+        self._held = Held()
         self._emit = emit
         self._name = name
         self._fence_fd = fence_fd
@@ -97,6 +99,7 @@ class Session:
         """The engine closes it, or the client is broken: end everything, fence words first."""
         self._publishes.release_all(Code.PUBLISHER_GONE)
         self._pulls.close(code, why)
+        self._held.clear()
         self._outbox.clear()
         self.enrolment.close()
         self.standing = Standing.OVER
@@ -108,6 +111,7 @@ class Session:
     def tick(self, now: float) -> None:
         """Do what is due. Raises KvxferdError when the daemon has kept the session waiting too long."""
         self._leave_if_proven()
+        self._held.look(now)
         for ticket in self._pulls.expire(now):
             if self.standing is Standing.READY:
                 self._outbox.queue(worker.Cancel(ticket=ticket))
@@ -121,6 +125,7 @@ class Session:
     def next_deadline(self) -> float | None:
         """When `tick` wants to be called."""
         times = [self._pulls.next_deadline(), self._publishes.next_again(), self._patience]
+        times.append(self._held.next_look())
         if self.standing is not Standing.READY:
             times.append(self._publishes.next_deadline())
         return min((t for t in times if t is not None), default=None)
@@ -189,21 +194,41 @@ class Session:
         num_readers: int,
         lease_s: float | None,
         now: float,
+        after: Completion | None = None,
     ) -> TransferRef:
-        """Take a transfer to publish. Raises EngineError, BusyError."""
+        """Take a transfer to publish, which the daemon hears of `after`. Raises EngineError, BusyError."""
         what = f"publish {transfer_id}"
         self._check_in_use(what)
         ends_at = now + (self._lease_s if lease_s is None else lease_s)
         publish = self._publishes.add(transfer_id, blocks, num_tokens, num_readers, ends_at)
-        if self.standing is Standing.READY:  # else it goes with the replay
+        if after is not None:
+            publish.held = True
+            self._held.hold(after, lambda: self._written(publish), lambda w: self._publishes.fail(publish, w))
+        elif self.standing is Standing.READY:  # else it goes with the replay
             self._outbox.queue(SendPublish(transfer_id))
         member = self.enrolment.member
         assert member is not None
         return TransferRef(self._endpoint, member.engine_id, member.generation, transfer_id, publish.nonce)
 
-    def ready(self, transfer_id: TransferId, now: float) -> None:
-        """This rank has finished writing a transfer."""
+    def _written(self, publish: Publish) -> None:
+        """What a held publish waited for is done."""
+        if self._publishes.let_go(publish) and self._is_ready_to_use:
+            self._outbox.queue(SendPublish(publish.transfer_id))
+
+    @property
+    def _is_ready_to_use(self) -> bool:
+        return self.standing is Standing.READY and self.enrolment.tenancy is Tenancy.HELD
+
+    def ready(self, transfer_id: TransferId, now: float, after: Completion | None = None) -> None:
+        """This rank has finished writing a transfer, or will have `after`."""
         self._check_in_use(f"say that {transfer_id} is ready")
+        if after is not None:
+            # Work that fails is never ready: the publisher's lease ends the transfer.
+            self._held.hold(after, lambda: self._say_ready(transfer_id, now), lambda why: None)
+            return
+        self._say_ready(transfer_id, now)
+
+    def _say_ready(self, transfer_id: TransferId, now: float) -> None:
         self._publishes.ready(transfer_id, now)
         if self.standing is Standing.READY:  # else it goes with the replay
             self._outbox.queue(worker.Ready(transfer_id=transfer_id))
@@ -223,12 +248,23 @@ class Session:
         self._outbox.queue(message)
 
     def pull(
-        self, ref: common.TransferRef, blocks: Packed, num_tokens: int, deadline: float, cancel: CancelPull
+        self,
+        ref: common.TransferRef,
+        blocks: Packed,
+        num_tokens: int,
+        deadline: float,
+        cancel: CancelPull,
+        after: Completion | None = None,
     ) -> PullTicket:
-        """Take a pull. Raises EngineError, BusyError."""
+        """Take a pull, which the daemon hears of `after`. Raises EngineError, BusyError."""
         self._check_in_use(f"pull {ref.transfer_id}")
         ticket = self._pulls.ask(ref, blocks, num_tokens, deadline, cancel)
-        self._outbox.queue(SendPull(ticket.number))
+        send = SendPull(ticket.number)
+        if after is None:
+            self._outbox.queue(send)
+        else:
+            fail = self._pulls.fail_held
+            self._held.hold(after, lambda: self._outbox.queue(send), lambda why: fail(ticket.number, why))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:

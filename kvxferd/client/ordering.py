@@ -1,0 +1,68 @@
+"""Requests that wait for work on a GPU: they go to the daemon once their event is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+# An event is asked for so often: a handover waits half of it on average, and each look costs a microsecond.
+LOOK_S = 0.0005
+
+
+class Completion(Protocol):
+    """Work that was launched: a recorded `torch.cuda.Event`, or whatever else can say when it is done."""
+
+    def query(self) -> bool:
+        """Whether the work is done; never waits. Called from any thread."""
+
+
+def pending(after: Completion | None) -> Completion | None:
+    """Return what is still to be waited for. Raises what `query` raises: the engine's own failure."""
+    return None if after is None or after.query() else after
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    after: Completion
+    go: Callable[[], None]
+    fail: Callable[[str], None]
+
+
+class Held:
+    """What waits, in the order asked. The caller holds the session's lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Held] = []
+        self._next_look: float | None = None
+
+    def hold(self, after: Completion, go: Callable[[], None], fail: Callable[[str], None]) -> None:
+        """Have `go` called once the work is done, or `fail` with the reason where it cannot be."""
+        self._waiting.append(_Held(after, go, fail))
+        self._next_look = 0.0
+
+    def look(self, now: float) -> None:
+        """Let go what is done, each by itself."""
+        if self._next_look is None or now < self._next_look:
+            return
+        waiting, self._waiting = self._waiting, []
+        for held in waiting:
+            try:
+                is_done = held.after.query()
+            except Exception as error:  # of a failed kernel, whatever it is
+                held.fail(f"the work that it waits for failed: {error!r}")
+                continue
+            if is_done:
+                held.go()
+            else:
+                self._waiting.append(held)
+        self._next_look = now + LOOK_S if self._waiting else None
+
+    def next_look(self) -> float | None:
+        """When `look` wants to be called."""
+        return self._next_look
+
+    def clear(self) -> None:
+        """Nobody will take any of it."""
+        self._waiting.clear()
+        self._next_look = None
