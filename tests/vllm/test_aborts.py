@@ -48,7 +48,7 @@ def test_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt) -> None
 def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(600)
     params = prefill(llama.prefill.url, prompt)
-    with stopped(llama.nodes.prefill.movers()):
+    with stopped(llama.nodes.decode.movers()):
         asked = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
         wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
         asked.hang_up()
@@ -58,7 +58,7 @@ def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
 def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_prompt: NewPrompt) -> None:
     prompts = [new_prompt(300 + 10 * n) for n in range(4)]
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
-    with stopped(llama.nodes.prefill.movers()):
+    with stopped(llama.nodes.decode.movers()):
         asked = [
             Asked(llama.decode.url, p, 12, kv_transfer_params=kv)
             for p, kv in zip(prompts, params, strict=True)

@@ -88,7 +88,7 @@ def test_killed_while_caches_are_pulled(llama: Llama, new_prompt: NewPrompt, vic
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
     right = [llama.right_tokens(prompt) for prompt in prompts]
     engines = [llama.decode, llama.strict, llama.decode, llama.strict]
-    with stopped(llama.nodes.prefill.movers()):
+    with stopped(llama.nodes.decode.movers()):
         asked = [
             Asked(engine.url, prompt, 12, kv_transfer_params=kv)
             for engine, prompt, kv in zip(engines, prompts, params, strict=True)
