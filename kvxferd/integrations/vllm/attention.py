@@ -40,6 +40,7 @@ _LATENT = frozenset(
         "CutlassMLABackend",
         "FlashAttnMLABackend",
         "FlashAttnMLASparseBackend",
+        "FlashAttnMLASparseFA4Backend",
         "FlashInferMLABackend",
         "FlashInferMLASparseSM120Backend",
         "FlashInferMLASparseSM90Backend",
