@@ -13,7 +13,7 @@ from kvxferd.integrations.vllm.caches import DerivedCaches
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.options import Options, home_of
 from kvxferd.integrations.vllm.orders import Enrolled
-from kvxferd.integrations.vllm.sharing import Shared
+from kvxferd.integrations.vllm.sharing import Shared, register
 from kvxferd.integrations.vllm.worker import WorkerSide
 
 _LOG = logging.getLogger("vllm.kvxferd")
@@ -69,7 +69,7 @@ def _register(
     while True:
         try:
             left = max(1.0, deadline - time.monotonic())
-            return connection.register(spec, derived.layout, shared.regions, timeout_s=left)
+            return register(connection, spec, derived.layout, shared, left)
         except EngineError as error:
             if error.code is not Code.BUSY or time.monotonic() + error.retry_after_s > deadline:
                 connection.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxferd.client import Region
-from kvxferd.errors import Code, EngineError
+from kvxferd.client import Client, RankHandle, Region
+from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches
 from kvxferd.integrations.vllm.mirror import Mirror
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.adopt import adopt as adopt_pages
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.driver import open_driver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +23,11 @@ class Shared:
     regions: tuple[Region, ...]
     report: tuple[str, ...]  # one sentence for each allocation: which way, and why not the better one
     mirror: Mirror | None = None  # for what is not adopted; None: there is nothing to copy
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the mover has to be a thread of this process."""
+        return any(isinstance(region.memory, ResidentMemory) for region in self.regions)
 
     def close(self) -> None:
         """Close the descriptors. Adopted memory stays what it is."""
@@ -31,8 +39,8 @@ class Shared:
 def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
     """Make a rank's memory mappable. Call it before the engine's first forward pass, or while it rests.
 
-    Without `adopt`, host memory is always copied through a shared buffer. Raises EngineError
-    (region-invalid) for device memory that cannot be exported.
+    Without `adopt`, host memory is always copied through a shared buffer. Raises DeviceError for
+    device memory that no driver knows.
     """
     regions: list[Region] = []
     report: list[str] = []
@@ -40,16 +48,18 @@ def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
     try:
         for storage in derived.storages:
             if storage.device != "cpu":
-                regions.append(device_region(storage))
-                report.append(f"{_named(storage)} is exported as it is")
+                region, how = device_region(storage)
+                regions.append(region)
+                report.append(f"{_named(storage)} {how}")
                 continue
-            region, why_not = _adopted(storage) if adopt else (None, "adopt_cpu_memory is off")
-            if region is None:
+            found, why_not = _adopted(storage) if adopt else (None, "adopt_cpu_memory is off")
+            if found is None:
                 buffers[storage.region] = SealedMemory.create(storage.size_bytes, "kvxferd-mirror")
                 region = Region(storage.region, buffers[storage.region])
                 report.append(f"{_named(storage)} is copied through a shared buffer: {why_not}")
             else:
                 report.append(f"{_named(storage)} is adopted in place: the daemon maps it, nothing is copied")
+                region = found
             regions.append(region)
         mirror = Mirror(derived, buffers) if buffers else None
     except BaseException:
@@ -58,12 +68,38 @@ def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
     return Shared(tuple(regions), tuple(report), mirror)
 
 
-def device_region(storage: CacheStorage) -> Region:
-    """Return the region of memory on a device. Raises EngineError."""
-    raise EngineError(
-        f"cannot export {_named(storage)}: GPU memory is not supported by this version of the connector",
-        Code.REGION_INVALID,
-    )
+def device_region(storage: CacheStorage) -> tuple[Region, str]:
+    """Return the region of memory on a device, and how it is reached. Raises DeviceError.
+
+    Memory that was allocated to be shared (CUDA VMM, as torch's expandable segments make it) is mapped by
+    the daemon's mover; any other by a mover that is a thread of this process.
+    """
+    driver = open_driver()
+    try:
+        memory = DeviceMemory(storage.address, storage.size_bytes, driver)
+    except DeviceError as error:
+        if error.code is not Code.REGION_NOT_EXPORTABLE:
+            raise
+        device = driver.device_of(storage.address)
+        resident = ResidentMemory(storage.address, storage.size_bytes, device)
+        return Region(storage.region, resident), f"is read by a thread of this worker: {error.message}"
+    return Region(storage.region, memory), "is exported to the daemon's mover"
+
+
+def register(
+    connection: Client, spec: EngineSpec, layout: RankLayout, shared: Shared, timeout_s: float
+) -> RankHandle:
+    """Register a rank with its memory, and start its mover here if nobody else reaches the memory.
+
+    Blocks and raises as `Client.register` does.
+    """
+    if not shared.is_resident:
+        return connection.register(spec, layout, shared.regions, timeout_s)
+    # NIXL is imported in the worker for this alone.
+    from kvxferd import resident
+
+    memories = {r.region: r.memory for r in shared.regions if isinstance(r.memory, ResidentMemory)}
+    return resident.register(connection, spec, layout, memories, timeout_s)
 
 
 def _adopted(storage: CacheStorage) -> tuple[Region | None, str]:

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from devices import Segment
 from torch_caches import layer_views
 
 from kvxferd.client import BlockList
-from kvxferd.errors import Code, EngineError
+from kvxferd.errors import Code, DeviceError
+from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.sharing import Shared, device_region, share
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.driver import Driver, open_driver
 
 BLOCKS, LAYERS = 64, 3
 BIG = (LAYERS, BLOCKS, 24, 32, 128)  # 36 MiB: glibc maps blocks of 32 MiB and more by themselves, always
@@ -124,10 +128,44 @@ def test_an_empty_list_copies_nothing(opened: list[Shared]) -> None:
     assert torch.equal(views[0], before)
 
 
-def test_a_device_that_cannot_be_exported_is_refused_by_name() -> None:
-    _, derived = derived_of(SMALL)
-    (storage,) = derived.storages
-    device = CacheStorage(storage.region, storage.address, storage.size_bytes, "xpu", storage.owner)
-    with pytest.raises(EngineError, match="on xpu") as caught:
-        device_region(device)
-    assert caught.value.code is Code.REGION_INVALID
+class TestDevices:
+    """Over the fake driver: what is chosen, not what CUDA does."""
+
+    @pytest.fixture
+    def driver(self, monkeypatch: pytest.MonkeyPatch) -> Driver:
+        monkeypatch.setenv("KVXFERD_DRIVER", "fake")
+        driver = open_driver()
+        driver.use(driver.devices()[0].uuid)
+        return driver
+
+    def storage(self, address: int, size_bytes: int) -> CacheStorage:
+        _, derived = derived_of(SMALL)
+        return CacheStorage(RegionId("kv.0"), address, size_bytes, "cuda", derived.storages[0].owner)
+
+    def test_memory_that_was_made_to_be_shared_is_exported(self, driver: Driver) -> None:
+        uuid = driver.devices()[0].uuid
+        size = driver.granularity(uuid)
+        with Segment(driver, uuid, [size, size]) as segment:
+            region, how = device_region(self.storage(segment.address, 2 * size))
+            assert isinstance(region.memory, DeviceMemory)
+            assert len(region.memory.stretches) == 2
+            assert how == "is exported to the daemon's mover"
+            assert not Shared((region,), (how,)).is_resident
+
+    def test_other_memory_is_reached_by_a_thread_of_this_process(self, driver: Driver) -> None:
+        uuid = driver.devices()[1].uuid
+        driver.use(uuid)
+        address = driver.allocate_plain(uuid, 1 << 20)
+        try:
+            region, how = device_region(self.storage(address, 1 << 20))
+            assert region.memory == ResidentMemory(address, 1 << 20, uuid)
+            assert how.startswith("is read by a thread of this worker: cannot export memory")
+            assert Shared((region,), (how,)).is_resident
+        finally:
+            driver.free_plain(address)
+
+    def test_without_a_driver_the_reason_is_the_drivers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVXFERD_DRIVER", "none")
+        with pytest.raises(DeviceError) as caught:
+            device_region(self.storage(1 << 20, 4096))
+        assert caught.value.code is Code.DEVICE_UNAVAILABLE
