@@ -1,0 +1,92 @@
+"""How long `register` takes with a warm mover, and how soon after it the memory is proved.
+
+One rank at a time is registered with a daemon of its own and closed again; between two the pool fills up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvxferd import client
+from kvxferd.cli.asking import Daemon
+from kvxferd.ids import EngineId, Generation, RegionId
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+
+FILL_S = 0.6  # the pool waits 0.25 s before it makes another mover
+LIMIT_S = 5.0
+
+
+def proved_after(control: Daemon, began: float) -> float:
+    """Return how long after `began` the rank's memory was proved; nan where this daemon proves nothing."""
+    while time.perf_counter() < began + LIMIT_S:
+        ((rank,),) = [engine["ranks"] for engine in control.get("/v1/engines")["engines"]]
+        if "placement" not in rank:
+            return float("nan")
+        if rank["placement"]["proved"]:
+            return time.perf_counter() - began
+    raise TimeoutError(f"not proved after {LIMIT_S} s")
+
+
+@contextmanager
+def daemon(directory: Path) -> Iterator[None]:
+    """One that goes with the block."""
+    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
+    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
+    process = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of `register`, and those until the proof."""
+    control = Daemon(str(directory / "control.sock"))
+    worker_socket = directory / "worker.sock"
+    while not worker_socket.exists():
+        time.sleep(0.05)
+    time.sleep(2.0)
+    spec = EngineSpec(EngineId("e"), Generation("1"), num_layers=8, num_kv_heads=8)
+    layout = attention_layout(
+        spec=spec, num_kv_heads=8, head_dim=128, block_tokens=16, num_blocks=2 * mebibytes
+    )
+    memory = SealedMemory.create(layout.regions[0].size_bytes)
+    registered, proved = [], []
+    for _ in range(rounds):
+        time.sleep(FILL_S)
+        connection = client.connect(str(worker_socket))
+        began = time.perf_counter()
+        rank = connection.register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
+        registered.append(time.perf_counter() - began)
+        proved.append(proved_after(control, began))
+        rank.close()
+    return registered, proved
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--mebibytes", type=int, default=64)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory)):
+        results = measure(Path(directory), options.rounds, options.mebibytes)
+    for what, values in zip(("register returns", "proved"), results, strict=True):
+        ms = [value * 1e3 for value in values]
+        print(f"{what} after: {statistics.median(ms):.2f} ms median, {min(ms):.2f} to {max(ms):.2f}")
+
+
+if __name__ == "__main__":
+    main()
