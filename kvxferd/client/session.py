@@ -101,6 +101,8 @@ class Session:
         self._pulls.close(code, why)
         self._held.clear()
         self._outbox.clear()
+        if self.enrolment.is_resident:
+            self.enrolment.quiet(self.epoch)  # from here on its mover's own word counts alone
         self.enrolment.close()
         self.standing = Standing.OVER
         if self.final is None:

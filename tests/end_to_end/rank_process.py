@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 from devices import Segment
+from tensors import TensorStore
 
 from kvxferd import client, resident
 from kvxferd.cli.demo import content
@@ -111,19 +112,28 @@ class Agent:
     def register(
         self, socket: str, spec: EngineSpec, store: dict[str, Any] | None = None, **facts: Any
     ) -> float:
-        """Return the seconds it took. `store`: of `DeviceStore`; None: the cache is in host memory."""
+        """Return the seconds it took.
+
+        `store`: of `TensorStore` or `DeviceStore`; None: the cache is in host memory.
+        """
         self.layout = attention_layout(spec=spec, **facts)
         size = self.layout.regions[0].size_bytes
-        self.store = HostStore(size) if store is None else DeviceStore(size, **store)
-        return self._join(socket, lambda: self.client.register(spec, self.layout, self._regions()))
+        if store is None:
+            self.store = HostStore(size)
+        else:
+            self.store = TensorStore(size, **store) if "tensor" in store else DeviceStore(size, **store)
+        return self._join(socket, lambda: self._register(spec))
+
+    def _register(self, spec: EngineSpec) -> client.RankHandle:
+        if isinstance(self.store.memory, ResidentMemory):
+            return resident.register(self.client, spec, self.layout, self._regions(), **self.more)
+        return self.client.register(spec, self.layout, self._regions())
 
     def register_resident(self, socket: str, spec: EngineSpec, **facts: Any) -> float:
         """As `register`, with memory of this process alone, and its mover here."""
         self.layout = attention_layout(spec=spec, **facts)
         self.store = OwnStore(self.layout.regions[0].size_bytes)
-        return self._join(
-            socket, lambda: resident.register(self.client, spec, self.layout, self._regions(), **self.more)
-        )
+        return self._join(socket, lambda: self._register(spec))
 
     def use_transport(self, path: str) -> None:
         """Have resident movers made with that function, given as module:name."""
@@ -239,6 +249,10 @@ class Agent:
 
     def num_threads(self) -> int:
         return len(os.listdir("/proc/self/task"))
+
+    def scribble(self) -> None:
+        """Put bytes into the whole cache that are nowhere else."""
+        self.bytes[:] = np.random.default_rng(os.getpid()).integers(0, 256, self.bytes.size, dtype=np.uint8)
 
     def await_first_bytes(self) -> None:
         """Return once a pull has begun to write. Of a store whose `bytes` are the cache itself."""
