@@ -89,7 +89,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for line in shared.report:
             _LOG.info("%s", line)
         self._worker, self._told = enrol(self._vllm_config, derived, shared, self._options)
-        sleep.watch(self._worker, lambda: share(derived, adopt=self._options.adopt_cpu_memory).regions)
+        sleep.watch(self._worker, shared.renewed)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's side must know of the engine."""

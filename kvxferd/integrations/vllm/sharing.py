@@ -23,11 +23,22 @@ class Shared:
     regions: tuple[Region, ...]
     report: tuple[str, ...]  # one sentence for each allocation: which way, and why not the better one
     mirror: Mirror | None = None  # for what is not adopted; None: there is nothing to copy
+    storages: tuple[CacheStorage, ...] = ()  # what the regions are, in their order
 
     @property
     def is_resident(self) -> bool:
         """Whether the mover has to be a thread of this process."""
         return any(isinstance(region.memory, ResidentMemory) for region in self.regions)
+
+    def renewed(self) -> tuple[Region, ...]:
+        """Return the regions after memory of devices was freed and allocated again at the same addresses.
+
+        Host memory is what it was. Raises DeviceError as `share` does.
+        """
+        return tuple(
+            region if storage.device == "cpu" else device_region(storage)[0]
+            for region, storage in zip(self.regions, self.storages, strict=True)
+        )
 
     def close(self) -> None:
         """Close the descriptors. Adopted memory stays what it is."""
@@ -65,7 +76,7 @@ def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
     except BaseException:
         Shared(tuple(regions), ()).close()
         raise
-    return Shared(tuple(regions), tuple(report), mirror)
+    return Shared(tuple(regions), tuple(report), mirror, derived.storages)
 
 
 def device_region(storage: CacheStorage) -> tuple[Region, str]:

@@ -128,6 +128,14 @@ def test_an_empty_list_copies_nothing(opened: list[Shared]) -> None:
     assert torch.equal(views[0], before)
 
 
+@pytest.mark.parametrize("adopt", [True, False])
+def test_host_memory_is_the_same_after_sleep(adopt: bool, opened: list[Shared]) -> None:
+    """What was adopted cannot be adopted again, and a mirror's copies must go where the daemon looks."""
+    _, derived = derived_of(BIG)
+    opened.append(share(derived, adopt=adopt))
+    assert opened[0].renewed() == opened[0].regions
+
+
 class TestDevices:
     """Over the fake driver: what is chosen, not what CUDA does."""
 
@@ -150,7 +158,10 @@ class TestDevices:
             assert isinstance(region.memory, DeviceMemory)
             assert len(region.memory.stretches) == 2
             assert how == "is exported to the daemon's mover"
-            assert not Shared((region,), (how,)).is_resident
+            shared = Shared((region,), (how,), storages=(self.storage(segment.address, 2 * size),))
+            assert not shared.is_resident
+            (renewed,) = shared.renewed()
+            assert renewed.memory is not region.memory
 
     def test_other_memory_is_reached_by_a_thread_of_this_process(self, driver: Driver) -> None:
         uuid = driver.devices()[1].uuid
