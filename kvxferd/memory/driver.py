@@ -173,14 +173,17 @@ class Driver(Protocol):
         ...
 
 
-@functools.cache
 def open_driver(name: str = "") -> Driver:
     """Return this process's driver. `name`: "cuda", "fake" or "none"; "": the environment's, or else cuda.
 
     Not before a fork: a process that has used CUDA has no children that can. Raises
     DeviceError(device-unavailable), which says what is missing.
     """
-    chosen = name or os.environ.get(DRIVER_VARIABLE, "") or "cuda"
+    return _opened(name or os.environ.get(DRIVER_VARIABLE, "") or "cuda")
+
+
+@functools.cache
+def _opened(chosen: str) -> Driver:
     if chosen == "cuda":
         from kvxferd.memory.cuda import CudaDriver
 
