@@ -16,7 +16,7 @@ from kvxferd.errors import Code, KvxferdError
 
 READY_S = 60.0  # a cold start on a machine that may be busy
 # A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
-NOT_READY_S = 5.0
+NOT_READY_S = 15.0
 POLL_S = 0.05
 # A child keeps deadlines of its own and says so; this is for one that is stuck.
 ANSWER_S = 180.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.cli.bench.effort import MIB
 from kvxferd.cli.bench.measures.behind import Behind
-from kvxferd.cli.bench.measures.calls import MOST_IDS, Calls
+from kvxferd.cli.bench.measures.calls import COPIED, LENT, MANY_IDS, Calls, Ids
 from kvxferd.cli.bench.measures.first import First
 from kvxferd.cli.bench.measures.idle import Idle
 from kvxferd.cli.bench.measures.latency import Latency
@@ -162,29 +162,31 @@ def _latency(found: Latency | None) -> list[Figure]:
 def _calls(found: Calls | None) -> list[Figure]:
     if found is None:
         return []
-    how = f"{found.n} calls in {found.rounds} rounds, int32 buffer"
-    figures = [
-        _most(
-            "pull_call_us_p99" if num_ids == MOST_IDS else f"pull_call_{num_ids}_us_p99",
-            f"time inside pull(), {num_ids:,} block ids, p99",
-            found.pull_p99_s[num_ids] * 1e6,
-            100,
-            how,
-            "us",
-        )
-        for num_ids in sorted(found.pull_p99_s, reverse=True)
-    ]
+
+    def call(name: str, title: str, ids: Ids) -> Figure:
+        kept = "lent: not copied by the client" if ids.lent else "which the client copies"
+        how = f"{found.n[ids]} calls in {found.rounds} rounds, int32 buffer, {kept}"
+        return _most(name, title, found.pull_p99_s[ids] * 1e6, 100, how, "us")
+
+    one, some, many = COPIED
     ratio = found.pull_median_s / found.posting_median_s if found.posting_median_s else 0.0
     posted = (
-        f"{found.num_posted} requests of {MOST_IDS:,} scattered blocks by each, interleaved; posting is "
+        f"{found.num_posted} requests of {MANY_IDS:,} scattered blocks by each, interleaved; posting is "
         "indices, request and post on the engine's thread"
     )
-    figures.append(_only("pull_call_us_p50", "the same, p50", found.pull_p50_s[MOST_IDS] * 1e6, how, "us"))
-    figures.append(
-        _only("posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us")
-    )
-    figures.append(_only("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""))
-    return figures
+    how_many = f"{found.n[many]} calls in {found.rounds} rounds, int32 buffer, which the client copies"
+    return [
+        call("pull_call_us_p99", f"time inside pull(), {MANY_IDS:,} block ids, p99", many),
+        _only("pull_call_us_p50", "the same, p50", found.pull_p50_s[many] * 1e6, how_many, "us"),
+        call("pull_call_few_us_p99", f"the same of {some.num:,}", some),
+        call("pull_call_one_us_p99", "the same of one", one),
+        *(
+            call(f"pull_call_lent_{ids.num}_us_p99", f"the same of {ids.num:,}, lent, p99", ids)
+            for ids in LENT
+        ),
+        _only("posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us"),
+        _only("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""),
+    ]
 
 
 def _first(found: First | None) -> list[Figure]:

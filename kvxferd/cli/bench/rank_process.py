@@ -16,6 +16,7 @@ from kvxferd import client
 from kvxferd.cli.bench import content, speech
 from kvxferd.cli.bench.cases import Case, block_lists, runs_of
 from kvxferd.cli.bench.obeying import serve
+from kvxferd.cli.bench.shapes import Role
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import GroupKind
@@ -105,7 +106,8 @@ class RankProcess:
 
     def pull(self, command: speech.Pull) -> speech.Moved:
         """Pull all, keeping `window` of them under way."""
-        lists = [self._blocks(command.case, "sink", slot) for slot in range(command.case.slots)]
+        slots = range(command.case.slots)
+        lists = [self._blocks(command.case, "sink", slot, command.lent) for slot in slots]
         waiting = enumerate(command.refs)
         running: dict[client.PullTicket, tuple[int, float, float]] = {}
         samples: dict[int, speech.Sample] = {}
@@ -181,11 +183,13 @@ class RankProcess:
             wrong=sum(count(self._words, runs_of(command.case, self._at, n), command.nonce) for n in slots)
         )
 
-    def _blocks(self, case: Case, role: str, slot: int) -> Blocks:
-        lists = block_lists(case, "source" if role == "source" else "sink", slot)
+    def _blocks(self, case: Case, role: Role, slot: int, lent: bool = False) -> Blocks:
+        lists = block_lists(case, role, slot)
         states = {group.name for group in self._layout.groups if group.kind is GroupKind.STATE}
         return {
-            name: client.BlockList(ids=ids.data, state_at=case.num_tokens if name in states else -1)
+            name: client.BlockList(
+                ids=ids.data, state_at=case.num_tokens if name in states else -1, lent=lent
+            )
             for name, ids in lists.items()
         }
 

@@ -22,7 +22,8 @@ def report(result: Result) -> RenderableType:
         *(f"{name}: {title}" for name, title in TITLES.items()),
         *(f"[{number}] {how}" for how, number in _ways(result.figures).items()),
     ]
-    return Group(_points(result.points), _figures(result.figures), Text("\n".join(lines)))
+    tables = [_points(result.points)] if result.points else []
+    return Group(*tables, _figures(result.figures), Text("\n".join(lines)))
 
 
 def _ways(figures: list[Figure]) -> dict[str, int]:

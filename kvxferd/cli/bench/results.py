@@ -53,6 +53,7 @@ class Result(msgspec.Struct, kw_only=True):
     points: list[Point]
     figures: list[Figure]
     summary: dict[str, float | None]
+    error: str = ""  # why what is missing is missing
 
 
 def look_at_machine() -> Machine:

@@ -48,8 +48,9 @@ class Asked:
 def run_bench(asked: Asked, say: Say) -> Result:
     """Run it and return what was found; `say` is told what is being measured.
 
-    Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
-    Raises KeyboardInterrupt for both, and KvxferdError.
+    A failure after something was measured is the result's `error`. Whatever ends it, SIGINT and
+    SIGTERM included, its processes and its directory are gone then. Raises KeyboardInterrupt for
+    both, and KvxferdError.
     """
     check_memory(asked)
     return asyncio.run(until_signal(_run(asked, say)))
@@ -73,9 +74,16 @@ async def _run(asked: Asked, say: Say) -> Result:
     machine = await asyncio.to_thread(look_at_machine)
     began = time.monotonic()
     found = Findings()
-    async with _hosts(asked.peer) as hosts:
-        for number, transport in enumerate(asked.transports):
-            await _over(hosts, transport, asked, found, say, is_first=number == 0)
+    error = ""
+    try:
+        async with _hosts(asked.peer) as hosts:
+            for number, transport in enumerate(asked.transports):
+                await _over(hosts, transport, asked, found, say, is_first=number == 0)
+    except KvxferdError as failure:
+        if found == Findings():
+            raise
+        # What was measured in half an hour is not thrown away for what came after it.
+        error = f"{failure.message} [{failure.code.value}]"
     figures = figures_of(found)
     return Result(
         machine=machine,
@@ -86,6 +94,7 @@ async def _run(asked: Asked, say: Say) -> Result:
         points=found.points,
         figures=figures,
         summary=summary_of(figures),
+        error=error,
     )
 
 

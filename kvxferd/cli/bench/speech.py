@@ -71,12 +71,16 @@ class Abandon(Line, frozen=True, tag="abandon"):
 
 
 class Pull(Line, frozen=True, tag="pull"):
-    """Pull them in order, at most `window` at a time, from the moment `at` on (0: now)."""
+    """Pull them in order, at most `window` at a time, from the moment `at` on (0: now).
+
+    `lent`: the client does not copy the block ids, which stay as they are.
+    """
 
     case: Case
     refs: list[dict[str, Any]]
     window: int = 1
     at: float = 0.0
+    lent: bool = False
 
 
 class PullBehind(Line, frozen=True, tag="pull-behind"):

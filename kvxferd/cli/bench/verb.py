@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from kvxferd.cli.bench.runner import Asked
 
+FAILED = 2
 INTERRUPTED = 130
 
 # Known here so that --help needs neither numpy nor a model; a test holds them to what there is.
@@ -107,6 +108,9 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
         from kvxferd.cli.bench.report import report
 
         console().print(report(result))
+    if result.error:
+        click.echo(f"kvxferd: {result.error}", err=True)
+        ctx.exit(FAILED)
 
 
 def _serve(ctx: click.Context, bind: str) -> None:

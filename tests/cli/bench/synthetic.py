@@ -4,7 +4,7 @@ from kvxferd.cli.bench.cases import Case, Lists
 from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
 from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
 from kvxferd.cli.bench.measures.behind import Behind
-from kvxferd.cli.bench.measures.calls import Calls
+from kvxferd.cli.bench.measures.calls import COPIED, LENT, Calls
 from kvxferd.cli.bench.measures.first import First
 from kvxferd.cli.bench.measures.idle import Idle
 from kvxferd.cli.bench.measures.latency import Latency
@@ -59,7 +59,15 @@ def findings() -> Findings:
             point(256 * MIB, steady(0.020, 0.019)),
         ],
         latency=Latency(small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, 0.002),
-        calls=Calls(210, 7, {1: 1e-5, 65536: 5e-5}, {1: 2e-5, 65536: 9e-5}, 0.05, 0.00005, 7),
+        calls=Calls(
+            rounds=7,
+            n=dict.fromkeys((*COPIED, *LENT), 210),
+            pull_p50_s={ids: ids.num * 1e-9 for ids in (*COPIED, *LENT)},
+            pull_p99_s={ids: 30e-6 if ids.lent else 25e-6 + ids.num * 1e-9 for ids in (*COPIED, *LENT)},
+            posting_median_s=0.05,
+            pull_median_s=0.00005,
+            num_posted=7,
+        ),
         behind=Behind(2 << 30, 0.4, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
         parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
         idle=Idle(8, 5.0, 0.01, 0.005, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),

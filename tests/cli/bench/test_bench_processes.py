@@ -221,7 +221,8 @@ def test_the_other_side_dies(place: Path, other_place: Path) -> None:
         while "of raw NIXL" not in (line := bench.stderr.readline()):
             assert line, "it ended before it was measuring"
         server.send_signal(signal.SIGINT)
-        _, err = bench.communicate(timeout=BENCH_S)
+        out, err = bench.communicate(timeout=BENCH_S)
         assert bench.returncode == 2
         assert "Traceback" not in err
+        assert "qwen3-8b" in out  # what was measured until then
         assert left_behind(place) == []
