@@ -72,7 +72,57 @@ def packing(isa: str, block_tokens: int) -> dict[str, object]:
     return {"tokens": tokens, "cache": cache.view(torch.int16).flatten().tolist()}
 
 
+def groups() -> list[object]:
+    """What is read of its own specs, one of a kind."""
+    from types import SimpleNamespace
+
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    from kvxferd.integrations.vllm.reading import read_groups, read_layers
+
+    sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    latent = MLAAttentionSpec(**sizes | {"num_kv_heads": 1, "head_size": 576})
+    state = MambaSpec(
+        block_size=512,
+        shapes=((3, 576), (16, 32, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        mamba_cache_mode="align",
+        num_speculative_blocks=2,
+    )
+    specs = {
+        "model.layers.0.attn": FullAttentionSpec(**sizes),
+        "model.layers.1.attn": SlidingWindowSpec(**sizes, sliding_window=1024, extra_retained_tokens=2),
+        "model.layers.2.mixer": state,
+        "model.layers.3.attn": UniformTypeKVCacheSpecs(32, kv_cache_specs={"model.layers.3.attn": latent}),
+    }
+    made = KVCacheConfig(10, [], [KVCacheGroupSpec([name], spec) for name, spec in specs.items()])
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(n_groups=4)),
+    )
+    layers = read_layers(made, config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
+    return [
+        [g.kind.value, g.block_tokens, g.kept_tokens, g.speculative_blocks, g.state_by_position]
+        for g in read_groups(made, config)
+    ] + [repr(layer.cache) for layer in layers]
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    answer = views() if what == "views" else packing(rest[0], int(rest[1]))
+    answer: object = (
+        groups() if what == "groups" else views() if what == "views" else packing(rest[0], int(rest[1]))
+    )
     print("ANSWER " + json.dumps(answer))

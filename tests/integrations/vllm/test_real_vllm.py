@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch_caches import CPU, Deployment, Stretch, layer_views
 
+from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
+
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.vllm,
@@ -27,7 +29,10 @@ NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
 def ask(*arguments: str) -> Any:
     assert PYTHON is not None
     script = Path(__file__).with_name("real_vllm.py")
-    ran = subprocess.run([PYTHON, script, *arguments], capture_output=True, text=True, check=False)
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run(
+        [PYTHON, script, *arguments], capture_output=True, text=True, check=False, env=environ
+    )
     (answer,) = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")] or [ran.stderr]
     return json.loads(answer.removeprefix("ANSWER "))
 
@@ -57,3 +62,18 @@ def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: 
             for view, own in Stretch(block, part).places(cache, how, values=is_value):
                 own.copy_(view(content[:, part.start : part.stop]))
     assert cache.flatten().tolist() == found["cache"]
+
+
+def test_its_specs_are_read_as_the_stand_ins_are() -> None:
+    *found, full, sliding, state, latent = ask("groups")
+    assert found == [
+        ["full", 32, None, 0, False],
+        ["sliding", 32, 1025, 0, False],
+        ["state", 512, None, 2, True],
+        ["full", 32, None, 0, False],
+    ]
+    assert full == sliding == repr(AttentionFacts(2, 64, 64, "bfloat16", 2))
+    assert latent == repr(AttentionFacts(1, 576, 0, "bfloat16", 2))
+    shapes = ((3, 576), (16, 32, 16))
+    dtypes = (("bfloat16", 2), ("float32", 4))
+    assert state == repr(StateFacts("gdn_attn", shapes, dtypes, num_groups=4))
