@@ -14,6 +14,7 @@ from kvxferd.ids import AgentName
 from kvxferd.link import Link
 from kvxferd.mover.loop import Mover
 from kvxferd.mover.nixl_transport import Library, NixlTransport
+from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.process import Crowd, close_all_but, die_with_parent, exit_when, prepare_thread
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ def run(link: int, agent: AgentName, library: Library, surroundings: Surrounding
         exit_when(link, 0, "lifeline")
         stream = Link(socket.socket(fileno=link))
         transport = NixlTransport(library, agent)
-        Mover(stream, transport, lambda: surroundings.crowd.is_crowded, _exit_with_worker).serve()
+        pacer = Pacer(lambda: surroundings.crowd.is_crowded)
+        Mover(stream, transport, pacer, _exit_with_worker).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover %s ends: %s", agent, error.message)

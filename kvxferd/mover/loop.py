@@ -22,7 +22,7 @@ from kvxferd.mover.transport import Transport
 from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as wire
 from kvxferd.wire.codec import TO_MOVER, encode
-from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement
+from kvxferd.wire.common import BlockIds, Descriptors, Message
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.ids_stream import IdsAssembly
@@ -56,6 +56,7 @@ class Mover:
         self._early = EarlyDescriptors()
         self._pacer = pacer
         self._attended = False
+        self._answer: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
         self._arrivals = select.poll()  # unlike select, it costs nothing to speak of; but it counts in ms
         self._arrivals.register(stream.fileno(), select.POLLIN)
 
@@ -86,6 +87,7 @@ class Mover:
             finally:
                 for fd in frame.fds:
                     os.close(fd)
+            self._answer_bind()
         return frames is None
 
     def _work(self) -> None:
@@ -151,27 +153,29 @@ class Mover:
                 assert_never(message)
 
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
-        answer: wire.Bound | wire.BindRefused
         try:
             if not fds:
                 raise ProtocolError("cannot bind without the worker's pidfd")
             answer = self._bindings.bind(message.regions, fds[:-1])
             self._engine.bind(answer.regions)
             self._watch_worker(os.dup(fds[-1]))
+            self._answer = answer
         except KvxferdError as error:
-            answer = wire.BindRefused(code=error.code, message=error.message)
+            self._answer = wire.BindRefused(code=error.code, message=error.message)
         except Exception as error:
             _LOG.exception("cannot bind")
-            answer = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+            self._answer = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+
+    def _answer_bind(self) -> None:
+        """Host memory is registered for certain: the worker is not kept waiting for the proof."""
+        if (answer := self._answer) is None:
+            return
+        self._answer = None
         self._send(answer)
         if isinstance(answer, wire.Bound):
-            self._prove(answer.placement)
-
-    def _prove(self, placement: Placement) -> None:
-        """Host memory is registered for certain: the worker is not kept waiting for the proof."""
-        self._stream.flush()
-        if (proved := self._bindings.prove(placement)) is not None:
-            self._send(wire.Proved(placement=proved))
+            self._stream.flush()
+            if (proved := self._bindings.prove(answer.placement)) is not None:
+                self._send(wire.Proved(placement=proved))
 
     def _joined(self, message: wire.StartPull) -> wire.StartPull:
         if not message.stream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank
-from kvxferd.mover.slices import Slicer
+from kvxferd.mover.slices import SHORT_BYTES, Slicer
 from kvxferd.mover.terrain import Terrain, spread
 from kvxferd.mover.transport import Kinds, ReadHandle
 from kvxferd.plan import Runs
@@ -55,6 +55,7 @@ class Pull:
     fence_posted_at: float | None = None
     num_bytes: int = 0
     num_runs: int = 0
+    cost_bytes: int = 0  # as `Slicer.cost_bytes`
     expanded_at: float | None = None
     queue_s: float = 0.0
     expand_s: float = 0.0
@@ -71,6 +72,11 @@ class Pull:
     def can_post(self) -> bool:
         """Data is left to read, and nothing speaks against reading it."""
         return self.fault is None and bool(self.sources)
+
+    @property
+    def is_short(self) -> bool:
+        """It is over in no time, as far as it is worked out."""
+        return self.cost_bytes <= SHORT_BYTES
 
     @property
     def needs_part(self) -> bool:
@@ -97,6 +103,7 @@ class Pull:
                 if not slicer.is_empty:
                     self.num_bytes += slicer.num_bytes
                     self.num_runs += slicer.num_runs
+                    self.cost_bytes += slicer.cost_bytes
                     self.sources.append((agents[rank], kinds, slicer))
 
     def fail(self, fault: Fault) -> None:

@@ -10,6 +10,8 @@ from kvxferd.plan import Runs
 # A descriptor costs about as much as copying 16 KiB, scattered 4 KiB blocks over CMA included.
 DESCRIPTOR_COST_BYTES = 16 << 10
 MAX_DESCRIPTORS = 2048
+# Less than half a millisecond, at the 5 GB/s of two processes on one machine.
+SHORT_BYTES = 2 << 20
 # A longer run is cut, so that no post is larger than its budget by more than one piece.
 MAX_PIECE_BYTES = 4 << 20
 
@@ -25,6 +27,11 @@ class Slicer:
         self._total = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
         self._cost: npt.NDArray[np.uint64] | None = None
         self._next = 0
+
+    @property
+    def cost_bytes(self) -> int:
+        """What all of it costs, in bytes that take as long."""
+        return self._total
 
     @property
     def is_empty(self) -> bool:

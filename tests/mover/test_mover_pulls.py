@@ -94,7 +94,7 @@ class Bench:
                 pull=number,
                 plan=plan,
                 sources=tuple(
-                    Source(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span),))
+                    Source(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
                     for r, agent in enumerate(self.agents)
                 ),
                 local=packed(ids),
@@ -165,6 +165,25 @@ def test_a_small_pull_does_not_wait_for_a_large_one(bench: Bench, monkeypatch: p
         bench.drain()
     assert order[0] == small
     assert sorted(order[1:]) == large
+
+
+def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of short pulls that never dries up leaves a large one its share of the posts."""
+    monkeypatch.setattr(Budget, "START_BYTES", 1 << 20)
+    large = bench.start(scattered(250))
+    bench.engine.step()
+    done: list[PullId] = []
+    short: set[PullId] = set()
+    for _ in range(2000):
+        if len(short.difference(done)) < 3:
+            short.add(bench.start(range(1)))
+        bench.engine.step()
+        done += [m.pull for m in bench.engine.outbox if isinstance(m, PullDone)]
+        bench.drain()
+        if large in done:
+            break
+    assert large in done
+    assert len(done) > pulls.MAX_AHEAD
 
 
 def test_posts_are_bounded(bench: Bench) -> None:

@@ -24,7 +24,9 @@ def cut_up(site: Site, shared_llama: Llama) -> Iterator[dict[str, Engine]]:
     engines = {
         "prefill-pp2": nodes.producer(model, flags=("--pipeline-parallel-size=2",)),
         "decode-tp2": nodes.consumer(model, flags=("--tensor-parallel-size=2",)),
-        "decode-blocks-of-16": nodes.consumer(model, block_tokens=16, num_blocks=80),
+        "decode-blocks-of-16": nodes.consumer(
+            model, block_tokens=16, num_blocks=80, flags=("--max-model-len=1200",)
+        ),
     }
     started = {name: site.engine(name, served) for name, served in engines.items()}
     for engine in started.values():
