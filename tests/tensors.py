@@ -82,11 +82,15 @@ def _on_gpu(kind: str) -> Make:
         if kind != "pool":
             return torch.empty(store.size_bytes, **where), torch.cuda.empty_cache
         pool = DevicePool(store.device, store.driver)
-        with torch.cuda.use_mem_pool(pool.torch_pool()):
+        with torch.cuda.use_mem_pool(pool.torch_pool(), device=store.ordinal):
             tensor = torch.empty(store.size_bytes, **where)
         assert pool.num_bytes >= store.size_bytes, "torch allocated elsewhere"
-        store.pool = pool
-        return tensor, torch.cuda.empty_cache
+
+        def give_back() -> None:
+            pool.close()
+            assert not pool.num_bytes, "torch keeps it"
+
+        return tensor, give_back
 
     return make
 

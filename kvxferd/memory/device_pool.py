@@ -31,23 +31,18 @@ class PoolBlock:
     size_bytes: int  # as asked for, rounded up to the device's granularity
 
 
-class DevicePool:
-    """Allocates from one device, a physical handle each, so that a tensor is one descriptor. Thread-safe."""
+class _Allocations:
+    """What is allocated from one device. Thread-safe."""
 
-    def __init__(self, uuid: str, driver: Driver | None = None) -> None:
-        """Raises DeviceError where there is no such device."""
-        self._driver = driver or open_driver()
+    def __init__(self, uuid: str, driver: Driver) -> None:
+        self._driver = driver
         self._uuid = uuid
-        with self._driver.on(uuid):
-            self._granularity = self._driver.granularity(uuid)
+        with driver.on(uuid):
+            self._granularity = driver.granularity(uuid)
         self._blocks: dict[int, PoolBlock] = {}
         self._lock = threading.Lock()
-        # torch keeps the addresses of these for as long as anything allocated by them lives.
-        self._callbacks = (_ALLOCATE(self._allocate_for_torch), _FREE(self._free_for_torch))
-        self._torch_pool: Any = None
 
     def allocate(self, size_bytes: int) -> PoolBlock:
-        """Return memory of at least that size. Raises DeviceError."""
         size = -(-size_bytes // self._granularity) * self._granularity
         driver = self._driver
         with driver.on(self._uuid), self._lock:
@@ -75,46 +70,114 @@ class DevicePool:
         return address
 
     def free(self, address: int) -> None:
-        """Give memory back that `allocate` returned. Raises KeyError for any other address."""
         with self._driver.on(self._uuid), self._lock:
             block = self._blocks.pop(address)
             self._driver.unmap(block.address, block.size_bytes)
             self._driver.unreserve(block.address, block.size_bytes)
 
+    def free_all(self) -> None:
+        for address in list(self._blocks):
+            self.free(address)
+
     @property
     def num_bytes(self) -> int:
-        """What is allocated now."""
         with self._lock:
             return sum(block.size_bytes for block in self._blocks.values())
 
+
+class _TorchSide:
+    """What torch calls: two C functions. They outlive the pool, as tensors and torch's own cache may."""
+
+    def __init__(self, allocations: _Allocations, ordinal: int) -> None:
+        self.allocations = allocations
+        self.ordinal = ordinal
+        self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
+        self.allocator: Any = None  # torch's own; a MemPool of older versions has but its address
+
+    def addresses(self) -> tuple[int, int]:
+        """Return where the functions are."""
+        allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        assert allocate is not None and free is not None
+        return allocate, free
+
+    def _allocate(self, size: int, device: int, stream: int | None) -> int | None:
+        # Whatever is raised here would be printed, and torch told of an address that is none.
+        try:
+            if device != self.ordinal:
+                raise DeviceError(
+                    f"cannot allocate on device {device} from a pool of device {self.ordinal}: "
+                    "use_mem_pool takes the device that is current"
+                )
+            return self.allocations.allocate(size).address
+        except Exception as error:
+            _LOG.error("%s", error)
+            return None  # torch says that it is out of memory
+
+    def _free(self, address: int, size: int, device: int, stream: int | None) -> None:
+        try:
+            self.allocations.free(address)
+        except (DeviceError, KeyError) as error:
+            _LOG.error("cannot free device memory at %#x: %s", address, error)
+
+
+# Never shortened: torch may call them until the process ends, and they are a few hundred bytes each.
+_KEPT: list[_TorchSide] = []
+
+
+class DevicePool:
+    """Allocates from one device, a physical handle each, so that a tensor is one descriptor. Thread-safe."""
+
+    def __init__(self, uuid: str, driver: Driver | None = None) -> None:
+        """Raises DeviceError where there is no such device."""
+        self._driver = driver or open_driver()
+        self._uuid = uuid
+        self._allocations = _Allocations(uuid, self._driver)
+        self._torch_side: _TorchSide | None = None
+        self._torch_pool: Any = None
+
+    def allocate(self, size_bytes: int) -> PoolBlock:
+        """Return memory of at least that size. Raises DeviceError."""
+        return self._allocations.allocate(size_bytes)
+
+    def free(self, address: int) -> None:
+        """Give memory back that `allocate` returned. Raises KeyError for any other address."""
+        self._allocations.free(address)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is allocated now, for torch too."""
+        sides = [self._allocations] + ([self._torch_side.allocations] if self._torch_side else [])
+        return sum(side.num_bytes for side in sides)
+
     def close(self) -> None:
-        """Free everything."""
-        for address in list(self._blocks):
-            self.free(address)
+        """Free everything that `allocate` returned. Torch's follows, each with the last of its tensors."""
+        self._torch_pool = None
+        self._allocations.free_all()
 
     # --- torch
 
     def torch_pool(self) -> Any:
-        """Return a `torch.cuda.MemPool` that allocates here; the pool must outlive its tensors."""
+        """Return a `torch.cuda.MemPool` that allocates here, on this pool's device.
+
+        Torch gives memory back once no tensor is in it and the pool is closed (or forgotten);
+        `torch.cuda.empty_cache` alone leaves it. Torch calls back into Python with its allocator's lock held:
+        while tensors are allocated here, no other thread may allocate or free any on the device, or both wait
+        for one another.
+        """
         if self._torch_pool is None:
             import torch
 
-            # The public way in takes the name of a shared library; what it does with it is this.
-            allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in self._callbacks)
-            assert allocate is not None and free is not None
-            allocator = torch._C._cuda_customAllocator(allocate, free)
-            self._torch_pool = torch.cuda.MemPool(allocator)
+            side = self._for_torch()
+            with torch.cuda.device(side.ordinal):  # a MemPool is of the device that is current
+                if side.allocator is None:
+                    # The public way in takes the name of a shared library; what it does with it is this.
+                    side.allocator = torch._C._cuda_customAllocator(*side.addresses())
+                self._torch_pool = torch.cuda.MemPool(side.allocator)
         return self._torch_pool
 
-    def _allocate_for_torch(self, size: int, device: int, stream: int | None) -> int | None:
-        try:
-            return self.allocate(size).address
-        except DeviceError as error:
-            _LOG.error("%s", error.message)
-            return None  # torch says that it is out of memory
-
-    def _free_for_torch(self, address: int, size: int, device: int, stream: int | None) -> None:
-        try:
-            self.free(address)
-        except (DeviceError, KeyError) as error:
-            _LOG.error("cannot free device memory at %#x: %s", address, error)
+    def _for_torch(self) -> _TorchSide:
+        if self._torch_side is None:
+            ordinal = next(d.ordinal for d in self._driver.devices() if d.uuid == self._uuid)
+            self._torch_side = _TorchSide(_Allocations(self._uuid, self._driver), ordinal)
+            _KEPT.append(self._torch_side)
+        return self._torch_side
