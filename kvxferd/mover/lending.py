@@ -20,6 +20,7 @@ import numpy as np
 from kvxferd.errors import EngineError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
+from kvxferd.mover.pinned import Pinned
 from kvxferd.mover.ring import Ring, Uint64s, packed_at
 from kvxferd.mover.transport import Span, Transport, TransportError
 from kvxferd.wire.codec import encode
@@ -62,13 +63,9 @@ class Lender:
         self._driver = driver
         self._keep = keep
         self._slot_bytes = slot_bytes
-        self._size_bytes = num_slots * (slot_bytes + STAMP_BYTES)
-        self._address = driver.allocate_host(self._size_bytes)
-        self._stamps_at = self._address + num_slots * slot_bytes
-        self.ring = Ring(self._address, slot_bytes, num_slots)
-        self.span = Span(self._address, self._size_bytes)
-        transport.register(self.span)
-        self._stream = driver.open_stream()
+        self.pinned = Pinned(transport, driver, num_slots * (slot_bytes + STAMP_BYTES))
+        self._stamps_at = self.pinned.address + num_slots * slot_bytes
+        self.ring = Ring(self.pinned.address, slot_bytes, num_slots)
         self._staged: list[Span] = []
         self._waiting: deque[_Loan] = deque()
         self._loans: dict[_Key, _Loan] = {}
@@ -154,11 +151,12 @@ class Lender:
         ctypes.memmove(self._stamp_of(slot), loan.stamp, STAMP_BYTES)
         start, length = _stretches(loan.ask)
         self._loans[loan.agent, loan.ask.number] = loan
-        self._driver.copy(packed_at(slot, length).tolist(), start.tolist(), length.tolist(), self._stream)
-        loan.copied = self._driver.record(self._stream)
+        stream = self.pinned.stream
+        self._driver.copy(packed_at(slot, length).tolist(), start.tolist(), length.tolist(), stream)
+        loan.copied = self._driver.record(stream)
 
     def _stamp_of(self, slot: int) -> int:
-        return self._stamps_at + (slot - self._address) // self._slot_bytes * STAMP_BYTES
+        return self._stamps_at + (slot - self.pinned.address) // self._slot_bytes * STAMP_BYTES
 
     def _lend(self, loan: _Loan) -> None:
         lent = Lent(
@@ -200,12 +198,6 @@ class Lender:
                 self._transport.drop_remote(agent)
             except TransportError as error:
                 _LOG.warning("%s", error.message)
-
-    def close(self) -> None:
-        """Give the buffer back. The transport is closed already: nothing reads it. Raises DeviceError."""
-        self._driver.synchronize(self._stream)
-        self._driver.close_stream(self._stream)
-        self._driver.free_host(self._address)
 
 
 def _stretches(ask: Ask) -> tuple[Uint64s, Uint64s]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,9 @@ import numpy as np
 from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
+from kvxferd.mover.chunk import Chunk, Stage, StagedRead
 from kvxferd.mover.lending import Lender
+from kvxferd.mover.pinned import Pinned
 from kvxferd.mover.ring import Ring, chunks, packed_at
 from kvxferd.mover.scratch import Scratch
 from kvxferd.mover.transport import HOST, Kinds, ReadHandle, Span, Transport, TransportError
@@ -41,40 +41,6 @@ MAX_PACKED_RUNS = 2048  # as in any post; a chunk that is asked for has fewer
 ANSWER_S = 10.0  # a source that is asked and does not answer is gone
 
 
-class _Stage(Enum):
-    ASKED = auto()  # the source copies it
-    READING = auto()
-    CHECKING = auto()  # was it still the chunk that was asked for?
-    COPYING = auto()  # into the place where it belongs
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    runs: Runs
-    stage: _Stage
-    since: float
-    slot: int | None = None  # of the own ring
-    number: int = 0  # of the ask
-    lent: Lent | None = None
-    handle: ReadHandle | None = None
-    stamp_slot: int | None = None
-    copied: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class StagedRead:
-    """One post: its chunks, those that are to come and those under way."""
-
-    agent: AgentName
-    kinds: Kinds
-    left: Iterator[Runs]
-    next: Runs | None
-    active: list[_Chunk] = field(default_factory=list)
-    fault: TransportError | None = None
-    touched: bool = False  # some of it was posted
-    done: bool = False
-
-
 class StagedTransport:
     """See `Transport` for the promises, which hold for staged memory too; and `stage`, which makes it so."""
 
@@ -89,15 +55,13 @@ class StagedTransport:
         self._clock = clock
         self._slot_bytes = slot_bytes
         self._num_slots = num_slots
-        self._driver: Driver | None = None
+        self._pinned: Pinned | None = None
         self._ring: Ring | None = None
-        self._ring_address = 0
-        self._stream: Any = None
         self._lender: Lender | None = None
         self._scratch: Scratch | None = None
         self._metadata = b""  # by which a source finds its way back
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[AgentName, _Chunk]] = {}
+        self._asked: dict[int, tuple[AgentName, Chunk]] = {}
         self._denied: dict[int, str] = {}
         self._loaded: set[AgentName] = set()
 
@@ -144,19 +108,23 @@ class StagedTransport:
 
         The memory's device is current on the calling thread, which is the mover's.
         """
-        if self._lender is None:
-            self._driver = driver
-            self._lender = Lender(
-                self._inner, driver, self._slot_bytes, self._num_slots, self._loaded.__contains__
-            )
-            size = self._slot_bytes * self._num_slots
-            self._ring_address = driver.allocate_host(size)
-            self._inner.register(Span(self._ring_address, size))
-            self._ring = Ring(self._ring_address, self._slot_bytes, self._num_slots)
-            self._stream = driver.open_stream()
+        lender = self._lender or self._open(driver)
         for span in spans:
-            self._lender.add(span)
-        return (self._lender.span,)
+            lender.add(span)
+        return (lender.pinned.span,)
+
+    def _open(self, driver: Driver) -> Lender:
+        """Make both buffers, or none."""
+        slots = self._slot_bytes, self._num_slots
+        lender = Lender(self._inner, driver, *slots, self._loaded.__contains__)
+        try:
+            self._pinned = Pinned(self._inner, driver, self._slot_bytes * self._num_slots)
+        except BaseException:
+            lender.pinned.undo(self._inner)
+            raise
+        self._ring = Ring(self._pinned.address, *slots)
+        self._lender = lender
+        return lender
 
     # --- reads
 
@@ -197,12 +165,11 @@ class StagedTransport:
 
     def close(self) -> None:
         self._inner.close()
-        if self._lender is not None and self._driver is not None:
-            self._lender.close()
-            self._driver.synchronize(self._stream)
-            self._driver.close_stream(self._stream)
-            self._driver.free_host(self._ring_address)
-            self._lender = None
+        if self._lender is not None:
+            self._lender.pinned.close()
+        if self._pinned is not None:
+            self._pinned.close()
+        self._lender = self._pinned = None
 
     # --- one read's chunks
 
@@ -218,13 +185,13 @@ class StagedTransport:
                     if self._ring.is_spent:
                         read.fault = TransportError("cannot stage: every buffer is in doubt", settled=True)
                     break
-            chunk = _Chunk(read.next, _Stage.READING, self._clock(), slot)
+            chunk = Chunk(read.next, Stage.READING, self._clock(), slot)
             read.next = next(read.left, None)
             read.active.append(chunk)
             self._attempt(read, chunk, self._begin)
         read.done = read.fault is None and read.next is None and not read.active
 
-    def _attempt(self, read: StagedRead, chunk: _Chunk, move: Callable[[StagedRead, _Chunk], None]) -> None:
+    def _attempt(self, read: StagedRead, chunk: Chunk, move: Callable[[StagedRead, Chunk], None]) -> None:
         try:
             move(read, chunk)
         except TransportError as error:
@@ -233,14 +200,14 @@ class StagedTransport:
             # A copy that failed may be a copy that still runs.
             self._fail(read, chunk, TransportError(error.message, settled=False))
 
-    def _begin(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _begin(self, read: StagedRead, chunk: Chunk) -> None:
         if read.kinds.remote.staged:
             self._ask(read, chunk)
         else:
             self._read(read, chunk, chunk.runs.remote, read.kinds)
 
-    def _ask(self, read: StagedRead, chunk: _Chunk) -> None:
-        chunk.stage, chunk.number = _Stage.ASKED, next(self._numbers)
+    def _ask(self, read: StagedRead, chunk: Chunk) -> None:
+        chunk.stage, chunk.number = Stage.ASKED, next(self._numbers)
         self._stamps()
         ask = Ask(
             number=chunk.number,
@@ -257,11 +224,11 @@ class StagedTransport:
             self._metadata = self._inner.metadata([self._scratch.span])
         return self._scratch
 
-    def _read(self, read: StagedRead, chunk: _Chunk, remote: Any, kinds: Kinds) -> None:
+    def _read(self, read: StagedRead, chunk: Chunk, remote: Any, kinds: Kinds) -> None:
         runs = chunk.runs
         local = runs.local if chunk.slot is None else packed_at(chunk.slot, runs.length)
         place = kinds.local if chunk.slot is None else HOST.local
-        chunk.stage = _Stage.READING
+        chunk.stage = Stage.READING
         chunk.handle = self._inner.post(
             read.agent, Runs(local, remote, runs.length), Kinds(place, kinds.remote)
         )
@@ -269,26 +236,26 @@ class StagedTransport:
         if chunk.handle.done:
             self._step(read, chunk)
 
-    def _step(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _step(self, read: StagedRead, chunk: Chunk) -> None:
         match chunk.stage:
-            case _Stage.ASKED:
+            case Stage.ASKED:
                 self._await_answer(read, chunk)
-            case _Stage.READING if self._is_read(chunk):
+            case Stage.READING if self._is_read(chunk):
                 if chunk.lent is not None:
                     self._check_stamp(read, chunk, chunk.lent)
                 else:
                     self._copy(read, chunk)
-            case _Stage.CHECKING if self._is_read(chunk):
+            case Stage.CHECKING if self._is_read(chunk):
                 self._judge(read, chunk)
-            case _Stage.COPYING:
-                assert self._driver is not None
-                if self._driver.is_done(chunk.copied):
-                    self._driver.drop_event(chunk.copied)
+            case Stage.COPYING:
+                assert self._pinned is not None
+                if self._pinned.driver.is_done(chunk.copied):
+                    self._pinned.driver.drop_event(chunk.copied)
                     self._end(read, chunk)
             case _:
                 pass
 
-    def _is_read(self, chunk: _Chunk) -> bool:
+    def _is_read(self, chunk: Chunk) -> bool:
         assert chunk.handle is not None
         if not self._inner.poll(chunk.handle):
             return False
@@ -296,7 +263,7 @@ class StagedTransport:
         chunk.handle = None
         return True
 
-    def _await_answer(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _await_answer(self, read: StagedRead, chunk: Chunk) -> None:
         if (why := self._denied.pop(chunk.number, None)) is not None:
             raise TransportError(f"cannot read from agent {read.agent}: {why}", settled=True)
         if chunk.lent is not None:
@@ -308,8 +275,8 @@ class StagedTransport:
                 settled=True,
             )
 
-    def _check_stamp(self, read: StagedRead, chunk: _Chunk, lent: Lent) -> None:
-        chunk.stage = _Stage.CHECKING
+    def _check_stamp(self, read: StagedRead, chunk: Chunk, lent: Lent) -> None:
+        chunk.stage = Stage.CHECKING
         chunk.stamp_slot = self._stamps().take()
         if chunk.stamp_slot is None:
             raise TransportError("cannot read a chunk's stamp: too many are read", settled=True)
@@ -319,7 +286,7 @@ class StagedTransport:
         if chunk.handle.done:
             self._step(read, chunk)
 
-    def _judge(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _judge(self, read: StagedRead, chunk: Chunk) -> None:
         assert chunk.lent is not None and chunk.stamp_slot is not None
         word = self._stamps().word(chunk.stamp_slot)
         self._stamps().give_back(chunk.stamp_slot)
@@ -331,23 +298,23 @@ class StagedTransport:
             )
         self._copy(read, chunk)
 
-    def _copy(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _copy(self, read: StagedRead, chunk: Chunk) -> None:
         if chunk.slot is None:
             self._end(read, chunk)
             return
-        assert self._driver is not None
-        runs = chunk.runs
+        assert self._pinned is not None
+        runs, driver, stream = chunk.runs, self._pinned.driver, self._pinned.stream
         source = packed_at(chunk.slot, runs.length)
-        self._driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), self._stream)
-        chunk.copied = self._driver.record(self._stream)
-        chunk.stage = _Stage.COPYING
+        driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), stream)
+        chunk.copied = driver.record(stream)
+        chunk.stage = Stage.COPYING
 
-    def _end(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _end(self, read: StagedRead, chunk: Chunk) -> None:
         read.active.remove(chunk)
         if chunk.slot is not None and self._ring is not None:
             self._ring.give_back(chunk.slot)
 
-    def _return(self, read: StagedRead, chunk: _Chunk) -> None:
+    def _return(self, read: StagedRead, chunk: Chunk) -> None:
         """Tell the source that the chunk is not needed any more."""
         self._asked.pop(chunk.number, None)
         self._denied.pop(chunk.number, None)
@@ -357,7 +324,7 @@ class StagedTransport:
             _LOG.info("%s", error.message)  # its loan ends by itself
         chunk.number = 0
 
-    def _fail(self, read: StagedRead, chunk: _Chunk, error: TransportError) -> None:
+    def _fail(self, read: StagedRead, chunk: Chunk, error: TransportError) -> None:
         """End a chunk, and with it the read once its other chunks are terminal."""
         read.active.remove(chunk)
         if chunk.number:
@@ -371,8 +338,8 @@ class StagedTransport:
             else:
                 self._ring.lose(chunk.slot)
                 # What may still land lands in the slot; only a copy writes the place where it belongs.
-                settled = chunk.stage is not _Stage.COPYING
-        elif chunk.stage is _Stage.CHECKING:
+                settled = chunk.stage is not Stage.COPYING
+        elif chunk.stage is Stage.CHECKING:
             settled = True  # the chunk itself is read
         first = read.fault
         if first is None or (first.settled and not settled):

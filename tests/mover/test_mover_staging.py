@@ -250,8 +250,52 @@ def test_a_copy_that_fails_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
         world.run(handle)
     assert not raised.value.settled
     monkeypatch.undo()
-    world.sink.transport._driver.synchronize(world.sink.transport._stream)  # type: ignore[union-attr]
     world.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "when"), [("allocate_host", 1), ("allocate_host", 2), ("open_stream", 1), ("open_stream", 2)]
+)
+def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch, method: str, when: int
+) -> None:
+    """Whoever waits for a resident mover's end waits for this close."""
+    driver = FakeDriver()
+    inner = MemoryTransport(Fabric(), AgentName("me"))
+    transport = StagedTransport(inner, slot_bytes=SLOT, num_slots=NUM_SLOTS)
+    calls, real = iter(range(1, 9)), getattr(driver, method)
+
+    def runs_out(*arguments: int) -> object:
+        if next(calls) == when:
+            raise DeviceError("cannot allocate: out of memory")
+        return real(*arguments)
+
+    with Segment(driver, UUID, [SIZE]) as segment:
+        monkeypatch.setattr(driver, method, runs_out)
+        with pytest.raises(DeviceError, match="out of memory"):
+            transport.stage(driver, [Span(segment.address, SIZE)])
+        assert (inner._spans, driver._host) == (set(), {})
+        transport.close()
+        transport.close()
+
+
+def test_a_driver_that_breaks_does_not_keep_a_mover_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a kernel's illegal access every call of the process fails, those of its mover's thread too."""
+    world = World(True, True)
+
+    def fail(_: object) -> None:
+        raise DeviceError("cannot cuStreamSynchronize: an illegal address")
+
+    for method in ("synchronize", "close_stream", "free_host"):
+        monkeypatch.setattr(world.driver, method, fail)
+    world.sink.transport.close()
+    world.source.transport.close()
+    assert "illegal address" in caplog.text
+    monkeypatch.undo()
+    for side in (world.sink, world.source):
+        side.segment.close()
 
 
 def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
