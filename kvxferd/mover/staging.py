@@ -305,9 +305,9 @@ class StagedTransport:
         assert self._pinned is not None
         runs, driver, stream = chunk.runs, self._pinned.driver, self._pinned.stream
         source = packed_at(chunk.slot, runs.length)
+        chunk.stage = Stage.COPYING  # before: where a driver refuses the second copy, the first runs
         driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), stream)
         chunk.copied = driver.record(stream)
-        chunk.stage = Stage.COPYING
 
     def _end(self, read: StagedRead, chunk: Chunk) -> None:
         read.active.remove(chunk)

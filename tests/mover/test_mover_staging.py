@@ -253,6 +253,30 @@ def test_a_copy_that_fails_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     world.close()
 
 
+@pytest.mark.parametrize("method", ["copy", "record"])
+@pytest.mark.parametrize("source_staged", [False, True])
+def test_a_copy_that_was_half_started_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch, method: str, source_staged: bool
+) -> None:
+    """Of a list of copies the first may run when the driver refuses the second."""
+    world = World(True, source_staged, polls=2)
+    real, own = getattr(world.driver, method), world.sink.transport._pinned
+    assert own is not None
+
+    def fail(*arguments: object) -> object:
+        if arguments[-1] is not own.stream:
+            return real(*arguments)  # the lender's
+        raise DeviceError(f"cannot {method}: an illegal address")
+
+    handle = world.post((0, 0, SLOT))
+    monkeypatch.setattr(world.driver, method, fail)
+    with pytest.raises(TransportError, match="illegal address") as raised:
+        world.run(handle)
+    assert not raised.value.settled
+    monkeypatch.undo()
+    world.close()
+
+
 @pytest.mark.parametrize(
     ("method", "when"), [("allocate_host", 1), ("allocate_host", 2), ("open_stream", 1), ("open_stream", 2)]
 )
