@@ -6,11 +6,13 @@ zeroed for the request, and nothing of the step writes them.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -211,7 +213,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferdStats:
         """Return figures that travelled as plain data."""
-        return KvxferdStats(data)
+        return KvxferdStats(copy.deepcopy(data))  # vLLM adds to what it gets, and shows the same to others
 
     @classmethod
     def build_prom_metrics(
@@ -252,3 +254,11 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ) from error
             raise
         self._scheduler.attach(publisher, told.needs_ready)
+
+
+# MultiConnector reads what its children counted in the server's process, and finds their classes there by
+# name alone: a connector that is known by its module only ends the server with its first figures.
+if KvxferdConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(
+        KvxferdConnector.__name__, "kvxferd.integrations.vllm", KvxferdConnector.__name__
+    )

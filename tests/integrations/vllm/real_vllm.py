@@ -2,12 +2,14 @@
 
 python real_vllm.py views
 python real_vllm.py packing ISA BLOCK_TOKENS
+python real_vllm.py statistics
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -120,9 +122,77 @@ def groups() -> list[object]:
     ] + [repr(layer.cache) for layer in layers]
 
 
+def statistics() -> dict[str, object]:
+    """What its server's process says of two workers' and a scheduler's figures: log line and metrics."""
+    return {"alone": _said_of(OURS, wraps=False), "child": _said_of(SEVERAL, wraps=True)}
+
+
+OURS = {
+    "kv_connector": "KvxferdConnector",
+    "kv_connector_module_path": "kvxferd.integrations.vllm",
+    "kv_role": "kv_both",
+}
+SEVERAL = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [OURS]},
+}
+
+
+def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
+    from types import SimpleNamespace
+
+    import msgspec
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+
+    registry = CollectorRegistry()
+
+    class Prom(KVConnectorProm):
+        _gauge_cls, _counter_cls, _histogram_cls = (
+            staticmethod(lambda *given, kind=kind, **named: kind(*given, registry=registry, **named))
+            for kind in (Gauge, Counter, Histogram)
+        )
+
+    config = KVTransferConfig(**connector)
+    log = KVConnectorLogging(config)
+    prom = Prom(SimpleNamespace(kv_transfer_config=config), ["engine"], {0: ["0"]})
+
+    from kvxferd.errors import Code
+    from kvxferd.integrations.vllm.metrics import KvxferdStats
+    from kvxferd.integrations.vllm.stats import Tally
+
+    total = None
+    for pull_s in (0.1, 0.2):
+        tally = Tally()
+        tally.pulled(pull_s, 0.05, 1 << 20, 3)
+        tally.pull_failed(Code.RELEASED)
+        own = KvxferdStats(tally.take())
+        one = MultiKVConnectorStats(data={"KvxferdConnector": own}) if wraps else own
+        total = one if total is None else total.aggregate(one)
+    assert total is not None
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(total.to_dict()))
+    lines: list[object] = []
+    for _ in range(2):  # two steps within one interval of the log
+        log.observe(travelled)
+        prom.observe(travelled)
+    log.log(lambda words, *values: lines.append(words % values))
+    labels = {"engine": "0", "code": Code.RELEASED.value}
+    return [
+        *lines,
+        registry.get_sample_value("vllm:kvxferd_pull_seconds_count", {"engine": "0"}),
+        registry.get_sample_value("vllm:kvxferd_pulls_failed_total", labels),
+    ]
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    answer: object = (
-        groups() if what == "groups" else views() if what == "views" else packing(rest[0], int(rest[1]))
-    )
-    print("ANSWER " + json.dumps(answer))
+    asked: dict[str, Callable[[], object]] = {
+        "groups": groups,
+        "views": views,
+        "statistics": statistics,
+        "packing": lambda: packing(rest[0], int(rest[1])),
+    }
+    print("ANSWER " + json.dumps(asked[what]()))

@@ -77,3 +77,12 @@ def test_its_specs_are_read_as_the_stand_ins_are() -> None:
     shapes = ((3, 576), (16, 32, 16))
     dtypes = (("bfloat16", 2), ("float32", 4))
     assert state == repr(StateFacts("gdn_attn", shapes, dtypes, num_groups=4))
+
+
+def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
+    """Where it does not, the server ends with the first transfer."""
+    said = ask("statistics")
+    for line, num_pulls, num_failed in said.values():
+        assert "Num pulls=4" in line.replace("': ", "=")  # several are a dict
+        assert (num_pulls, num_failed) == (4, 4)
+    assert said.keys() == {"alone", "child"}
