@@ -146,6 +146,8 @@ class Bindings:
                     undoing.push(registering.pop_all())
                     return tuple(found)
                 why = proof.why
+                if proof.is_stuck:  # nothing is taken from under a read that may go on
+                    undoing.push(registering.pop_all())
         _LOG.warning("memory of a GPU is read by copies: %s", why)
         self._placement = Placement("staged", why)
         return self._transport.stage(driver, found)

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,9 @@ SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
 TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
 NUM_TIMED = 2  # the first pays for pages that nobody has touched
 LIMIT_S = 0.5  # for all of it; a mover does nothing else meanwhile
+# Of a GPU, where the first read makes what the library needs on the device, and comes before the rank is
+# bound: nothing waits but its registration, and a hasty "no" would have all its reads copied for ever.
+DEVICE_LIMIT_S = 5.0
 NUM_LOOKS = 3  # what is live may change between two looks at it
 
 _INVERTED = bytes(255 - byte for byte in range(256))
@@ -43,6 +46,7 @@ class Proof(NamedTuple):
     why: str  # not ok
     over_tcp: bool  # the bytes went through TCP sockets, by the kernel's count
     gigabytes_per_s: float  # 0: nothing was timed
+    is_stuck: bool = False  # a read of it may go on for ever: it must stay registered
 
 
 class Sampled(Protocol):
@@ -103,8 +107,12 @@ class DeviceSamples:
         self._driver = driver
         self._of = span
         self._uuid = driver.device_of(span.address)
-        self._stream = driver.open_stream()
         self._window = driver.allocate_host(SAMPLE_BYTES)
+        try:
+            self._stream = driver.open_stream()
+        except BaseException:
+            driver.free_host(self._window)
+            raise
 
     def look(self, address: int, size_bytes: int) -> bytes:
         self._copy(self._window, address, size_bytes)
@@ -121,13 +129,17 @@ class DeviceSamples:
     def landing(self) -> Span:
         """As workers' memory is: made to be exported."""
         driver, size = self._driver, _rounded(TIMED_BYTES, self._driver.granularity(self._uuid))
-        handle = driver.create(self._uuid, size)
-        try:
-            address = driver.reserve(size)
-            driver.map(address, size, handle)
-        finally:
-            driver.release(handle)  # it lives while it is mapped
-        driver.allow(self._uuid, address, size)
+        with ExitStack() as undoing:
+            handle = driver.create(self._uuid, size)
+            try:
+                address = driver.reserve(size)
+                undoing.callback(driver.unreserve, address, size)
+                driver.map(address, size, handle)
+                undoing.callback(driver.unmap, address, size)
+            finally:
+                driver.release(handle)  # it lives while it is mapped
+            driver.allow(self._uuid, address, size)
+            undoing.pop_all()
         return Span(address, size, self._of.mem_type, self._of.device)
 
     def free(self, span: Span) -> None:
@@ -153,24 +165,27 @@ def prove(transport: Transport, span: Span, driver: Driver | None = None) -> Pro
     """Read samples of a registered span through the transport, and compare. Raises nothing.
 
     `driver`: the span is memory of its current device; None: of the host. Takes about a millisecond, and at
-    most `LIMIT_S`.
+    most `LIMIT_S`, or `DEVICE_LIMIT_S`.
     """
     try:
         memory: Sampled = HostMemory() if driver is None else DeviceSamples(driver, span)
         try:
-            return _Probe(transport, memory, span).run()
+            limit_s = LIMIT_S if driver is None else DEVICE_LIMIT_S
+            return _Probe(transport, memory, span, limit_s).run()
         finally:
             memory.close()
     except KvxferdError as error:
-        return Proof(False, error.message, False, 0.0)
+        is_stuck = isinstance(error, TransportError) and not error.settled
+        return Proof(False, error.message, False, 0.0, is_stuck)
 
 
 class _Probe:
-    def __init__(self, transport: Transport, memory: Sampled, span: Span) -> None:
+    def __init__(self, transport: Transport, memory: Sampled, span: Span, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._transport = transport
         self._memory = memory
         self._span = span
-        self._deadline = time.perf_counter() + LIMIT_S
+        self._deadline = time.perf_counter() + limit_s
         self._is_stuck = False
         place = Place(span.mem_type, span.device)
         self._kinds = Kinds(local=place, remote=place)
@@ -223,7 +238,7 @@ class _Probe:
             handle = self._post(runs)
             while not transport.poll(handle):
                 if time.perf_counter() > self._deadline:
-                    text = f"a read of {size} bytes of its own memory has not ended after {LIMIT_S:g} s"
+                    text = f"a read of {size} bytes of its own memory has not ended after {self._limit_s:g} s"
                     raise TransportError(text, settled=False)
         except TransportError as error:
             self._is_stuck = not error.settled
