@@ -57,6 +57,16 @@ class CacheGroups:
         return any(group.kind is CacheKind.STATE for group in self.groups)
 
     @property
+    def are_failures_by_block(self) -> bool:
+        """Whether vLLM may be told of a failed load by its block ids, and keep the blocks before them.
+
+        An id names a block only where there is one group, and the blocks before it hold the tokens
+        before only if all of them are kept: not those of a state, nor of a sliding window, whose places
+        hold the null block.
+        """
+        return self.num_listed == 1 and all(group.kind is CacheKind.FULL for group in self.groups)
+
+    @property
     def prefill_backoff(self) -> int:
         """How many of a prompt's last tokens the prefill engine must leave to the decode engine.
 

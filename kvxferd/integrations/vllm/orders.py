@@ -21,7 +21,8 @@ class PullOrder:
     ref: TransferRef
     blocks: Mapping[str, BlockList]  # by group, from the first token that is not cached here
     num_tokens: int
-    block_ids: frozenset[int] = frozenset()  # what vLLM is told on failure; empty where ids need their group
+    block_ids: frozenset[int] = frozenset()  # what vLLM is told on failure; empty: the request
+    refusal: str = ""  # why it cannot even be tried: the workers report it as failed
 
 
 @dataclass(frozen=True, slots=True)

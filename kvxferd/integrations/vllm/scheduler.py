@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvxferd.client import Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
+from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
@@ -84,11 +84,15 @@ class SchedulerSide:
             self._orders.abandons.append(ref)
             return
         num_tokens = self._groups.prefill_tokens(request.num_prompt_tokens)
-        clipped = self._groups.clip(blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens)
-        # Where there are several groups, a block id means nothing to vLLM without its group.
-        block_ids = self._groups.block_ids(clipped) if self._groups.num_listed == 1 else set()
+        clipped: Mapping[str, BlockList] = {}
+        refusal = ""
+        try:
+            clipped = self._groups.clip(blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens)
+        except EngineError as error:
+            refusal = error.message  # vLLM waits for the load by now: its workers say that it failed
+        block_ids = self._groups.block_ids(clipped) if self._groups.are_failures_by_block else set()
         self._orders.pulls.append(
-            PullOrder(request.request_id, ref, clipped, num_tokens, frozenset(block_ids))
+            PullOrder(request.request_id, ref, clipped, num_tokens, frozenset(block_ids), refusal)
         )
         self._pulling[request.request_id] = ref
 
@@ -126,8 +130,14 @@ class SchedulerSide:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         name = f"{request.request_id[: MAX_NAME_CHARS - 20]}~{next(self._sequence):x}"
-        blocks = self._groups.clip(block_ids, num_tokens)
         try:
+            if self._groups.has_state and request.num_computed_tokens > num_tokens:
+                raise EngineError(
+                    f"cannot publish {name}: its state has gone {request.num_computed_tokens - num_tokens} "
+                    "tokens beyond its prompt; ask the prefill engine for max_tokens = 1",
+                    Code.BLOCKS_INVALID,
+                )
+            blocks = self._groups.clip(block_ids, num_tokens)
             ref = self._publisher.publish(
                 name, blocks, num_tokens, num_readers=self._num_readers, lease_s=self._lease_s
             )

@@ -144,6 +144,9 @@ class WorkerSide:
 
     def _pull(self, order: PullOrder) -> None:
         pull = _Pull(order, time.monotonic())
+        if order.refusal:
+            self._failed(pull, Code.BLOCKS_INVALID, order.refusal)
+            return
         try:
             pull.ticket = self._rank.pull(order.ref, order.blocks, order.num_tokens, self._deadline_s)
         except KvxferdError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fleet import DaemonUnderTest
-from sides import BLOCK_TOKENS, Blocks, EngineUnderTest, Request
+from sides import BLOCK_TOKENS, Blocks, EngineUnderTest, Request, Status
 
 from kvxferd.client import BlockList
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
@@ -140,6 +140,66 @@ def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> No
     decode.scheduler.blocks_allocated(request, Blocks(([10], [11])), 4)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+
+
+def one_group(kind: CacheKind, kept_tokens: int | None = None) -> CacheGroups:
+    return CacheGroups((CacheGroup(0, kind, BLOCK_TOKENS, kept_tokens),), num_listed=1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids"),
+    [
+        (one_group(CacheKind.SLIDING, kept_tokens=4), [0, 0, 12, 13]),
+        (one_group(CacheKind.STATE), [12]),
+    ],
+    ids=["sliding", "state"],
+)
+def test_a_failed_pull_names_its_request_where_the_blocks_before_hold_nothing(
+    engine: Make, groups: CacheGroups, ids: list[int]
+) -> None:
+    """Told of block 12, vLLM would go on from its first token, with null blocks for what is before."""
+    prefill, decode = engine("prefill", publishes=True), engine("decode", groups=groups)
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.decode("d-1", 16, ids, params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+
+
+def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(engine: Make) -> None:
+    """vLLM cannot be refused once it has allocated: an error there would end the engine."""
+    prefill = engine("prefill", publishes=True)
+    decode = engine("decode", groups=one_group(CacheKind.SLIDING, kept_tokens=8))
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.decode("d-1", 16, [0, 0, 0, 13], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+    counted = decode.worker.tally.take()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"blocks-invalid": 1}
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids", "num_computed"),
+    [
+        (one_group(CacheKind.SLIDING, kept_tokens=4), [0, 0, 0, 4], 18),
+        (one_group(CacheKind.STATE), [7], 14),
+    ],
+    ids=["the window has moved on", "the state has moved on"],
+)
+def test_a_prefill_that_went_beyond_its_prompt_is_not_published(
+    engine: Make, groups: CacheGroups, ids: list[int], num_computed: int
+) -> None:
+    """A router forgot max_tokens = 1. What the reader needs is gone, and the engine has to live on."""
+    prefill = engine("prefill", publishes=True, groups=groups)
+    request = Request("p-1", 12, {"do_remote_decode": True}, num_computed_tokens=num_computed)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_ended(request, (ids,)) == (False, None)
+    counted = prefill.scheduler.tally.take()
+    assert counted is not None
+    assert counted["publishes_failed"] == {"blocks-invalid": 1}
 
 
 def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
