@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvxferd.errors import Code, EngineError
+
 # An event is asked for so often: a handover waits half of it on average, and each look costs a microsecond.
 LOOK_S = 0.0005
 
@@ -18,8 +20,24 @@ class Completion(Protocol):
 
 
 def pending(after: Completion | None) -> Completion | None:
-    """Return what is still to be waited for. Raises what `query` raises: the engine's own failure."""
-    return None if after is None or after.query() else after
+    """Return what is still to be waited for. Raises what `query` raises: the engine's own failure.
+
+    Raises EngineError(bad-request) for what cannot be asked, and for an event of torch's that was never
+    recorded: it calls itself done.
+    """
+    if after is None:
+        return None
+    if not callable(getattr(after, "query", None)):
+        raise EngineError(
+            f"cannot wait for {type(after).__name__}: it has no query(); give a recorded event",
+            Code.BAD_REQUEST,
+        )
+    if getattr(after, "cuda_event", None) == 0:
+        raise EngineError(
+            "cannot wait for an event that was never recorded: record it behind the last kernel",
+            Code.BAD_REQUEST,
+        )
+    return None if after.query() else after
 
 
 @dataclass(frozen=True, slots=True)

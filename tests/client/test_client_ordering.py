@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from conftest import REF, Stage, blocks, one_event
 from scripted_daemon import WAIT_S, until
 
 from kvxferd.client import Failed, PublishRefused, Released, Suspended
-from kvxferd.errors import Code
+from kvxferd.errors import Code, EngineError
 from kvxferd.wire import worker
 
 
@@ -159,3 +160,31 @@ def test_closing_ends_what_is_held(stage: Stage, what: str) -> None:
     rank.close()
     (event,) = rank.poll()
     assert isinstance(event, Released if what == "publish" else Failed)
+
+
+class Unrecorded(Kernel):
+    """What `torch.cuda.Event()` is before its `record`: nothing, and it calls that done."""
+
+    cuda_event = 0
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("after", "why"), [(Unrecorded(), "never recorded"), (threading.Event(), "no query"), (7, "no query")]
+)
+def test_what_cannot_be_waited_for_is_refused_before_anything_moves(
+    stage: Stage, after: Any, why: str
+) -> None:
+    rank = stage.rank()
+    for ask in (
+        lambda: rank.publish("req-1", blocks(), num_tokens=48, after=after),
+        lambda: rank.ready("req-1", after=after),
+        lambda: rank.pull(REF, blocks(), num_tokens=48, deadline_s=WAIT_S, after=after),
+    ):
+        with pytest.raises(EngineError, match=why) as raised:
+            ask()
+        assert raised.value.code is Code.BAD_REQUEST
+    rank.publish("req-1", blocks(), num_tokens=48)
+    assert stage.side.expect(worker.Publish).transfer_id == "req-1", "and nothing before it"
