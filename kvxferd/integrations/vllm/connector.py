@@ -7,8 +7,6 @@ zeroed for the request, and nothing of the step writes them.
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm import sleep
+from kvxferd.integrations.vllm.attachment import attach, attach_beside
 from kvxferd.integrations.vllm.caches import derive
-from kvxferd.integrations.vllm.enrolment import enrol, reach
+from kvxferd.integrations.vllm.enrolment import enrol
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
@@ -80,7 +78,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._has_told = False
         self._ended = Results()
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._groups, self._options.num_readers, self._options.lease_s)
+            self._scheduler = SchedulerSide(
+                self._groups,
+                self._options.num_readers,
+                self._options.lease_s,
+                may_pull=self._kv_transfer_config.is_kv_consumer,
+            )
 
     # --- worker
 
@@ -147,7 +150,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take what every worker, of every pipeline stage, has said. Raises ValueError."""
-        self._attach([said.enrolled for said in metadata.values() if isinstance(said, KvxferdHandshake)])
+        enrolled = {said.enrolled for said in metadata.values() if isinstance(said, KvxferdHandshake)}
+        if len(enrolled) > 1:
+            raise ValueError(f"the workers of one engine are of several: {sorted(map(str, enrolled))}")
+        for told in enrolled if self._waits_for_publisher else ():
+            assert self._scheduler is not None
+            self._scheduler.attach(attach(self._options, told), told.needs_ready)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The same where nobody says pipeline ranks."""
@@ -164,8 +172,8 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A pull restores recurrent state along with deeper attention."""
-        return True
+        """A pull restores recurrent state along with deeper attention, but nothing before its first token."""
+        return not self._groups.has_window
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens are pulled, and that it happens beside the engine."""
@@ -187,8 +195,9 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take note of what ended on all workers."""
         assert self._scheduler is not None
         said = connector_output.kv_connector_worker_meta
-        if isinstance(said, KvxferdWorkerMetadata) and not self._scheduler.is_attached:
-            self._attach([said.enrolled])
+        if isinstance(said, KvxferdWorkerMetadata) and self._waits_for_publisher:
+            arriving = attach_beside(self._options, said.enrolled)
+            self._scheduler.attach_when(arriving, said.enrolled.needs_ready)
         self._scheduler.pulls_ended(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -234,26 +243,10 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.close()
 
-    def _attach(self, enrolled: Sequence[Enrolled]) -> None:
+    @property
+    def _waits_for_publisher(self) -> bool:
         assert self._scheduler is not None
-        if not enrolled or self._scheduler.is_attached or not self._kv_transfer_config.is_kv_producer:
-            return
-        if len(set(enrolled)) != 1:
-            raise ValueError(f"the workers of one engine are of several: {sorted(set(map(str, enrolled)))}")
-        told = enrolled[0]
-        deadline = time.monotonic() + self._options.connect_timeout_s
-        connection = reach(self._options, f"vllm {told.engine_id} scheduler", deadline)
-        try:
-            publisher = connection.attach(told.engine_id, told.generation)
-        except KvxferdError as error:
-            connection.close()
-            if error.code is Code.ENGINE_UNKNOWN:
-                raise KvxferdError(
-                    f"{error.message}; the scheduler must use the daemon of a node with ranks of its engine",
-                    error.code,
-                ) from error
-            raise
-        self._scheduler.attach(publisher, told.needs_ready)
+        return self._kv_transfer_config.is_kv_producer and not self._scheduler.is_attached
 
 
 # MultiConnector reads what its children counted in the server's process, and finds their classes there by

@@ -7,8 +7,9 @@ import time
 from typing import Any, NamedTuple
 
 from kvxferd import client
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm.agreement import agree
+from kvxferd.integrations.vllm.attachment import reach
 from kvxferd.integrations.vllm.caches import DerivedCaches
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.options import Options, home_of
@@ -78,15 +79,3 @@ def _register(
         except BaseException:
             connection.close()
             raise
-
-
-def reach(options: Options, name: str, deadline: float) -> client.Client:
-    """Return a connection to the node's daemon. Raises KvxferdError saying what to start."""
-    try:
-        return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
-    except KvxferdError as error:
-        raise KvxferdError(
-            f"{error.message}; start `kvxferd serve` on this node, or name its worker socket in "
-            'kv_connector_extra_config: {"socket": ...}',
-            error.code,
-        ) from error

@@ -57,6 +57,11 @@ class CacheGroups:
         return any(group.kind is CacheKind.STATE for group in self.groups)
 
     @property
+    def has_window(self) -> bool:
+        """Whether some layers give back blocks before their window."""
+        return any(group.kind is CacheKind.SLIDING for group in self.groups)
+
+    @property
     def are_failures_by_block(self) -> bool:
         """Whether vLLM may be told of a failed load by its block ids, and keep the blocks before them.
 

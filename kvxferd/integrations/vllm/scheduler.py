@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
@@ -34,12 +35,23 @@ _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 class SchedulerSide:
     """One engine's transfers as its scheduler sees them. One thread."""
 
-    def __init__(self, groups: CacheGroups, num_readers: int = 1, lease_s: float | None = None) -> None:
+    def __init__(
+        self,
+        groups: CacheGroups,
+        num_readers: int = 1,
+        lease_s: float | None = None,
+        *,
+        may_pull: bool = True,
+    ) -> None:
+        """`may_pull`: whether vLLM was told that others write this engine's blocks, and waits for its own."""
         self.tally = Tally()
+        self._may_pull = may_pull
         self._groups = groups
         self._num_readers = num_readers
         self._lease_s = lease_s
         self._publisher: Publisher | None = None
+        self._arriving: Future[Publisher] | None = None
+        self._has_lamented = False
         self._needs_ready = False
         self._orders = Orders()
         self._sequence = itertools.count(1)
@@ -51,10 +63,15 @@ class SchedulerSide:
         self._publisher = publisher
         self._needs_ready = needs_ready
 
+    def attach_when(self, arriving: Future[Publisher], needs_ready: bool) -> None:
+        """The same once the publisher has arrived; requests that end before are not published."""
+        self._arriving = arriving
+        self._needs_ready = needs_ready
+
     @property
     def is_attached(self) -> bool:
-        """Whether requests can be published."""
-        return self._publisher is not None
+        """Whether requests can be published, or it is known that they will be."""
+        return self._publisher is not None or self._arriving is not None
 
     # --- the decode engine
 
@@ -124,8 +141,10 @@ class SchedulerSide:
         return (False, None) if published is None else (True, answer(published))
 
     def _publish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> TransferRef | None:
+        self._look_for_publisher()
         if self._publisher is None:
-            _LOG.error("cannot publish %s: no worker has said yet what engine this is", request.request_id)
+            _LOG.warning("request %s is not published, its reader will have to compute it: "
+                         "this engine is not known to the daemon yet", request.request_id)  # fmt: skip
             self.tally.publish_failed(Code.ENGINE_UNKNOWN)
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -155,6 +174,7 @@ class SchedulerSide:
 
     def take_orders(self) -> Orders:
         """Return what the workers are to do with this step."""
+        self._look_for_publisher()
         for event in self._publisher.poll() if self._publisher is not None else ():
             self._handle(event)
         orders, self._orders = self._orders, Orders()
@@ -166,6 +186,17 @@ class SchedulerSide:
         """The engine stops: what is published is taken back."""
         if self._publisher is not None:
             self._publisher.close()
+        if self._arriving is not None:
+            self._arriving.add_done_callback(_close)
+
+    def _look_for_publisher(self) -> None:
+        if self._arriving is None or self._publisher is not None or not self._arriving.done():
+            return
+        if (error := self._arriving.exception()) is None:
+            self._publisher, self._arriving = self._arriving.result(), None
+        elif not self._has_lamented:
+            self._has_lamented = True
+            _LOG.error("nothing can be published: %s; restart the engine", error)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -190,6 +221,12 @@ class SchedulerSide:
     def _reference(self, request: Request) -> common.TransferRef | None:
         params = request.kv_transfer_params or {}
         try:
+            if not self._may_pull:
+                raise EngineError(
+                    "cannot pull into an engine of kv_role kv_producer: vLLM gives it blocks that its own "
+                    "steps may still be writing; start it with kv_consumer or kv_both",
+                    Code.NOT_ALLOWED,
+                )
             return ref_in(params)
         except EngineError as error:
             _LOG.warning("request %s is computed here: %s", request.request_id, error.message)
@@ -202,6 +239,11 @@ class SchedulerSide:
         backoff = self._groups.prefill_backoff
         if backoff and request.num_prompt_tokens > backoff:
             drop_last_tokens(request, backoff)
+
+
+def _close(arriving: Future[Publisher]) -> None:
+    if arriving.exception() is None:
+        arriving.result().close()
 
 
 def drop_last_tokens(request: Any, count: int) -> None:

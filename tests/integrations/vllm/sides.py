@@ -107,10 +107,10 @@ class EngineUnderTest:
         self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
         self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         self._stack.callback(lambda: setattr(self, "bytes", None))
-        generation = Generation(secrets.token_hex(4))
+        self.engine_id, self.generation = engine_id, Generation(secrets.token_hex(4))
         spec = EngineSpec(
             engine_id=EngineId(engine_id),
-            generation=generation,
+            generation=self.generation,
             num_layers=1,
             publish_implies_ready=mirror is None,
         )
@@ -129,7 +129,7 @@ class EngineUnderTest:
         self._stack.callback(self.scheduler.close)
         if publishes:
             publisher = connect(daemon.worker_socket, name=f"{engine_id} scheduler").attach(
-                engine_id, generation
+                engine_id, self.generation
             )
             self.scheduler.attach(publisher, self.needs_ready)
 

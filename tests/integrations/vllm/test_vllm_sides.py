@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fleet import DaemonUnderTest
-from sides import BLOCK_TOKENS, Blocks, EngineUnderTest, Request, Status
+from sides import BLOCK_TOKENS, GROUPS, Blocks, EngineUnderTest, Request, Status
 
 from kvxferd.client import BlockList
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.orders import Orders
+from kvxferd.integrations.vllm.scheduler import SchedulerSide
 from kvxferd.memory import SealedMemory
 
 Make = Callable[..., EngineUnderTest]
@@ -116,6 +117,22 @@ def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair
     counted = decode.scheduler.tally.take()
     assert counted is not None
     assert counted["pulls_failed"] == {"transfer-unknown": 1}
+
+
+def test_an_engine_that_must_not_be_written_into_computes_by_itself(pair: Pair) -> None:
+    """vLLM gives the blocks of a kv_producer away while its steps may still write them."""
+    prefill, _ = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    scheduler = SchedulerSide(GROUPS, may_pull=False)
+    request = Request("d-1", 8, params)
+    scheduler.request_added(request)
+    assert scheduler.num_tokens_to_pull(request, 0) == 0
+    scheduler.blocks_allocated(request, Blocks(([10, 11],)), 0)
+    assert scheduler.take_orders().is_empty
+    counted = scheduler.tally.take()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"not-allowed": 1}
 
 
 def test_a_failed_pull_names_its_blocks(pair: Pair) -> None:

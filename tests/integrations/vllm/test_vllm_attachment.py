@@ -1,0 +1,70 @@
+"""The scheduler's side becomes a publisher beside an engine that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from fleet import DaemonUnderTest
+from sides import EngineUnderTest
+
+from kvxferd.client import Publisher, connect
+from kvxferd.errors import KvxferdError
+from kvxferd.integrations.vllm.attachment import attach, attach_beside
+from kvxferd.integrations.vllm.options import Options
+from kvxferd.integrations.vllm.orders import Enrolled
+
+Make = Callable[..., EngineUnderTest]
+
+
+def enrolled(engine: EngineUnderTest) -> Enrolled:
+    return Enrolled(engine.engine_id, engine.generation, needs_ready=False)
+
+
+def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill")
+    assert not prefill.scheduler.is_attached
+    arriving = attach_beside(Options(socket=daemon.worker_socket), enrolled(prefill))
+    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    assert prefill.scheduler.is_attached, "it is not asked for twice"
+    arriving.exception(20)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+
+
+def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill")
+    arriving: Future[Publisher] = Future()
+    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
+    arriving.set_result(attach(Options(socket=daemon.worker_socket), enrolled(prefill)))
+    assert prefill.prefill("p-2", 8, [1, 2], fill=5) is not None
+
+
+def test_an_engine_whose_daemon_is_away_lives_on(
+    engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = engine("prefill")
+    nobody = Options(socket=str(tmp_path / "worker.sock"), connect_timeout_s=0.1)
+    arriving = attach_beside(nobody, enrolled(prefill))
+    assert isinstance(arriving.exception(20), KvxferdError)
+    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    for _ in range(2):
+        prefill.step()
+        assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
+    said = [r.message for r in caplog.records if "nothing can be published" in r.message]
+    assert len(said) == 1
+
+
+def test_a_publisher_that_arrives_after_the_engine_has_stopped_is_closed(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill = engine("prefill")
+    arriving: Future[Publisher] = Future()
+    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    prefill.scheduler.close()
+    late = connect(daemon.worker_socket).attach(prefill.engine_id, prefill.generation)
+    arriving.set_result(late)
+    with pytest.raises(KvxferdError):
+        late.publish("p-1", {}, 0)
