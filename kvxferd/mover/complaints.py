@@ -19,7 +19,7 @@ class Complaints:
     """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
 
     def __init__(self, pipe: int, on_ucx: Callable[[UcxLine], None]) -> None:
-        """Take over the reading end. `on_ucx` gets what UCX says for our information; the rest is logged."""
+        """Take over the reading end. `on_ucx` gets what UCX says for our information; the rest is a warning."""
         self._on_ucx = on_ucx
         os.set_blocking(pipe, False)
         self._pipe = pipe
@@ -43,6 +43,7 @@ class Complaints:
         text = line[:MAX_LINE_BYTES].decode(errors="replace").strip()
         said = parse_line(text)
         if said is not None and said.level == "INFO":
+            _LOG.debug("%s", text)
             self._on_ucx(said)
         elif text:
             _LOG.warning("%s", text)
