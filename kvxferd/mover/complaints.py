@@ -19,7 +19,7 @@ class Complaints:
     """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
 
     def __init__(self, pipe: int, on_ucx: Callable[[UcxLine], None]) -> None:
-        """Take over the reading end. `on_ucx` gets what UCX says for our information; the rest is a warning."""
+        """Take over the reading end. `on_ucx` gets what UCX says for information; the rest are warnings."""
         self._on_ucx = on_ucx
         os.set_blocking(pipe, False)
         self._pipe = pipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
-from completions import complete, prompt_of
-from engines import Engine, Served
+from completions import prompt_of
 from router_process import RouterProcess
-from site_under_test import Nodes, Site, wait_until_settled
+from site_under_test import Llama, Nodes, Site
 
 PYTHON_VARIABLE = "KVXFERD_VLLM_PYTHON"
 HERE = Path(__file__).parent
@@ -59,47 +58,6 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.fixture(scope="session")
 def nodes(site: Site) -> Nodes:
     return Nodes(site.daemon("node-p"), site.daemon("node-d"))
-
-
-class Llama:
-    """The engines that most tests share: one alone, one that prefills, two that decode.
-
-    `decode` computes again what it cannot load, `strict` fails the request.
-    """
-
-    def __init__(self, site: Site, nodes: Nodes) -> None:
-        model = site.model("llama")
-        self.nodes = nodes
-        self.alone = site.engine("alone", Served(model))
-        self.prefill = site.engine("prefill", nodes.producer(model))
-        self.decode = site.engine("decode", nodes.consumer(model, "recompute"))
-        self.strict = site.engine("strict", nodes.consumer(model, "fail"))
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    @property
-    def all(self) -> tuple[Engine, ...]:
-        return (self.alone, self.prefill, self.decode, self.strict)
-
-    def right_tokens(self, prompt: Sequence[int], max_tokens: int = 12) -> tuple[int, ...]:
-        """What the engine without a connector says."""
-        key = (max_tokens, *prompt)
-        if key not in self._known:
-            self._known[key] = complete(self.alone.url, prompt, max_tokens).tokens
-        return self._known[key]
-
-    def settle(self) -> None:
-        """Wait until nothing is published or pulled and all blocks are free."""
-        wait_until_settled(self.nodes, self.prefill, self.decode, self.strict)
-
-    def heal(self) -> None:
-        """Have everything run, whatever a test did to it."""
-        self.nodes.heal()
-        dead = [engine for engine in self.all if not engine.lives]
-        for engine in dead:
-            engine.kill()
-            engine.start()
-        for engine in self.all:
-            engine.wait()
 
 
 @pytest.fixture(scope="session")

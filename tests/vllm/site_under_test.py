@@ -149,3 +149,44 @@ def wait_until_settled(nodes: Nodes, *engines: Engine, limit_s: float = SETTLE_S
         return f"all blocks free and no transfer left; used {used}; {json.dumps(nodes.transfers())}"
 
     wait_until(is_settled, what, limit_s)
+
+
+class Llama:
+    """The engines that most tests share: one alone, one that prefills, two that decode.
+
+    `decode` computes again what it cannot load, `strict` fails the request.
+    """
+
+    def __init__(self, site: Site, nodes: Nodes) -> None:
+        model = site.model("llama")
+        self.nodes = nodes
+        self.alone = site.engine("alone", Served(model))
+        self.prefill = site.engine("prefill", nodes.producer(model))
+        self.decode = site.engine("decode", nodes.consumer(model, "recompute"))
+        self.strict = site.engine("strict", nodes.consumer(model, "fail"))
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @property
+    def all(self) -> tuple[Engine, ...]:
+        return (self.alone, self.prefill, self.decode, self.strict)
+
+    def right_tokens(self, prompt: Sequence[int], max_tokens: int = 12) -> tuple[int, ...]:
+        """What the engine without a connector says."""
+        key = (max_tokens, *prompt)
+        if key not in self._known:
+            self._known[key] = complete(self.alone.url, prompt, max_tokens).tokens
+        return self._known[key]
+
+    def settle(self) -> None:
+        """Wait until nothing is published or pulled and all blocks are free."""
+        wait_until_settled(self.nodes, self.prefill, self.decode, self.strict)
+
+    def heal(self) -> None:
+        """Have everything run, whatever a test did to it."""
+        self.nodes.heal()
+        dead = [engine for engine in self.all if not engine.lives]
+        for engine in dead:
+            engine.kill()
+            engine.start()
+        for engine in self.all:
+            engine.wait()

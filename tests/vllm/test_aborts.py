@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from completions import ASK_FOR_PREFILL, Asked, RequestFailed, decode, prefill
-from conftest import Llama
 from engines import Engine, wait_until
 from router_process import RouterProcess
 from signals import stopped
-from site_under_test import through
+from site_under_test import Llama, through
 
 NewPrompt = Callable[[int], list[int]]
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 from completions import Asked, RequestFailed, prefill
-from conftest import Llama
 from engines import Engine, wait_until
 from signals import stopped
-from site_under_test import num_external_tokens, through
+from site_under_test import Llama, num_external_tokens, through
 
 NewPrompt = Callable[[int], list[int]]
 RECOVERY_S = 60.0

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from completions import complete, decode, prefill
-from conftest import Llama
 from engines import Engine
-from site_under_test import Site, num_external_tokens, through
+from site_under_test import Llama, Site, num_external_tokens, through
 
 NewPrompt = Callable[[int], list[int]]
 LENGTHS = (2, 33, 64, 300, 1100)

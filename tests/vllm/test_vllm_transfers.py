@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from completions import Completion, complete, decode, prefill
-from conftest import Llama
 from router_process import RouterProcess
-from site_under_test import num_external_tokens, through
+from site_under_test import Llama, num_external_tokens, through
 
 BLOCK = 32
 NewPrompt = Callable[[int], list[int]]
