@@ -90,6 +90,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this rank's caches with the daemon. Blocks, at engine start."""
         derived = derive(kv_caches, self._kv_cache_config, self._vllm_config)
+        sleep.check(self._vllm_config.model_config, (storage.device for storage in derived.storages))
         shared = share(derived, adopt=self._options.adopt_cpu_memory)
         for line in shared.report:
             _LOG.info("%s", line)

@@ -6,9 +6,11 @@ usual one with kvxferd told first. The plugin entry point of this package regist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvxferd.client import Region
+from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm.worker import WorkerSide
 
 BACKEND = "kvxferd"
@@ -16,6 +18,22 @@ CACHE_TAG = "kv_cache"
 
 _watched: dict[WorkerSide, Callable[[], Sequence[Region]]] = {}
 _asleep: set[WorkerSide] = set()
+
+
+def check(model_config: Any, devices: Iterable[str]) -> None:
+    """Refuse an engine that would free memory behind the daemon's back. Raises EngineError(config-invalid).
+
+    `devices` are torch's types of the devices that its cache is on; sleep leaves the host's alone.
+    """
+    if not getattr(model_config, "enable_sleep_mode", False) or set(devices) <= {"cpu"}:
+        return
+    backend = getattr(model_config, "sleep_mode_backend", "")
+    if backend != BACKEND:
+        raise EngineError(
+            f"cannot register the cache: sleep mode's backend {backend!r} frees it while others map it, and "
+            f"they would go on with what it was; add --sleep-mode-backend {BACKEND}",
+            Code.CONFIG_INVALID,
+        )
 
 
 def watch(side: WorkerSide, export_again: Callable[[], Sequence[Region]]) -> None:

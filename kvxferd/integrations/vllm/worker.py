@@ -26,7 +26,7 @@ from kvxferd.client import (
     Region,
     Suspended,
 )
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
 from kvxferd.integrations.vllm.stats import Tally
 
@@ -106,8 +106,10 @@ class WorkerSide:
         return results
 
     def suspend(self, timeout_s: float = 60.0) -> None:
-        """Have the daemon let go of the rank's memory. Blocks until it has. Raises KvxferdError(deadline)."""
-        self._is_suspended = False
+        """Have the daemon let go of the rank's memory. Blocks until it has. Raises KvxferdError(deadline).
+
+        It may be asked again after that: what was let go of meanwhile is not asked for twice.
+        """
         self._rank.suspend()
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -124,8 +126,15 @@ class WorkerSide:
             self._hear()
 
     def resume(self, regions: Sequence[Region]) -> None:
-        """Register the rank's memory again, after `suspend`. Blocks. Raises EngineError."""
-        self._rank.resume(regions)
+        """Register the rank's memory again, after `suspend`. Blocks. Raises KvxferdError."""
+        try:
+            self._rank.resume(regions)
+        except EngineError:
+            raise  # refused: nobody has mapped it
+        except KvxferdError:
+            self._is_suspended = False  # not answered: the client goes on trying
+            raise
+        self._is_suspended = False
 
     def close(self) -> None:
         """The engine stops."""

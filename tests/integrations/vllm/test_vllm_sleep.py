@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from fleet import DaemonUnderTest
 from sides import EngineUnderTest
 
+from kvxferd.errors import EngineError, KvxferdError
 from kvxferd.integrations.vllm import sleep
 
 Make = Callable[..., EngineUnderTest]
@@ -38,6 +45,45 @@ def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemo
     decode.decode("d-1", 8, [12, 13], params)
     assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
     assert (decode.bytes[[12, 13]] == 6).all()
+
+
+def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    decode = engine("decode")
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(KvxferdError, match="has not let go"):
+            decode.worker.suspend(timeout_s=0.2)
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while decode.rank.may_be_touched:
+        assert time.monotonic() < deadline, "the daemon has not let go"
+        decode.step()  # the engine goes on, and hears of it
+        time.sleep(0.001)
+    decode.step()
+    decode.worker.suspend(timeout_s=5)
+    decode.worker.resume(decode.region())
+    decode.worker.suspend()
+    assert not decode.rank.may_be_touched
+
+
+@pytest.mark.parametrize(
+    ("enabled", "backend", "devices", "is_refused"),
+    [
+        (True, "cumem", ["cuda", "cpu"], True),
+        (True, "kvxferd", ["cuda"], False),
+        (False, "cumem", ["cuda"], False),
+        (True, "cumem", ["cpu"], False),
+    ],
+)
+def test_sleep_that_the_daemon_would_not_hear_of_is_refused(
+    enabled: bool, backend: str, devices: list[str], is_refused: bool
+) -> None:
+    model = SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=backend)
+    with pytest.raises(EngineError, match="--sleep-mode-backend kvxferd") if is_refused else nullcontext():
+        sleep.check(model, devices)
 
 
 def _mappings(daemon: DaemonUnderTest) -> list[str]:
