@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 import pytest
-from conftest import LAYOUT, REGION, SIZE, SPEC, Stage
+from client_stage import LAYOUT, REGION, SIZE, SPEC, Stage
 from scripted_daemon import ENDPOINT, WAIT_S
 
 from kvxferd.client import Region, connect

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 import pytest
-from conftest import LAYOUT, REF, REGION, SPEC, Stage, blocks, events_of, one_event
+from client_stage import LAYOUT, REF, REGION, SPEC, Stage, blocks, events_of, one_event
 from scripted_daemon import WAIT_S, until
 
 from kvxferd.client import Disconnected, Failed, PublishRefused, Quiesced, RankHandle, Released

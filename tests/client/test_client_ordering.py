@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import REF, Stage, blocks, one_event
+from client_stage import REF, Stage, blocks, one_event
 from scripted_daemon import WAIT_S, until
 
 from kvxferd.client import Failed, PublishRefused, Released, Suspended

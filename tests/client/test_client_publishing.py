@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 import pytest
-from conftest import Stage, blocks, events_of, one_event
+from client_stage import Stage, blocks, events_of, one_event
 from scripted_daemon import ENDPOINT, until
 
 from kvxferd.client import BlockList, PublishRefused, Released

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import REF, Stage, blocks, events_of, one_event
+from client_stage import REF, Stage, blocks, events_of, one_event
 
 from kvxferd.client import BlockList, Delivered, Failed, Quiesced, RankHandle
 from kvxferd.client.pulls import DEADLINE_GRACE_S

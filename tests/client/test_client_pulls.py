@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 
 import pytest
-from conftest import REF
+from client_stage import REF
 from hypothesis import given
 from hypothesis import strategies as st
 

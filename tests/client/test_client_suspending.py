@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from conftest import REF, REGION, SIZE, Stage, blocks, events_of, one_event
+from client_stage import REF, REGION, SIZE, Stage, blocks, events_of, one_event
 from scripted_daemon import ENDPOINT, WAIT_S, until
 
 from kvxferd.client import Failed, RankHandle, Released, Suspended

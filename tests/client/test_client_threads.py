@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import REF, Stage, blocks, events_of
+from client_stage import REF, Stage, blocks, events_of
 from scripted_daemon import ENDPOINT, WAIT_S
 
 from kvxferd.client import Delivered, Disconnected, Failed, Released
