@@ -27,6 +27,8 @@ _STATE = "MambaSpec"
 _UNIFORM = "UniformTypeKVCacheSpecs"
 # How a configuration calls the number of groups of B and C of Mamba2.
 _GROUP_COUNTS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+# Ways of speculative decoding that keep nothing in the cache.
+_DRAFTS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
 # One opaque row per token, contents and scales together: sizes as MLAAttention's spec has them.
 _OPAQUE_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
 
@@ -104,7 +106,12 @@ def total_kv_heads(model_config: Any) -> int:
 def draft_model(vllm_config: Any) -> Any | None:
     """Return the configuration of the model that drafts, if its layers have caches of their own."""
     speculative = vllm_config.speculative_config
-    return None if speculative is None else speculative.draft_model_config
+    # For these vLLM names a model all the same, the model itself where there is no other.
+    return (
+        None
+        if speculative is None or speculative.method in _DRAFTS_WITHOUT_CACHE
+        else speculative.draft_model_config
+    )
 
 
 def here(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:

@@ -164,3 +164,14 @@ def test_a_draft_counts_behind_the_model(model: Path) -> None:
     assert "+eagle:LlamaForCausalLM/" in model_fingerprint(config)
     place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
     assert spec_of(config, **place, publish_implies_ready=True).num_layers == 3
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "custom_class", "medusa"])
+def test_drafting_that_caches_nothing_changes_no_identity(model: Path, method: str) -> None:
+    """A decode engine that guesses from the prompt reads from a prefill engine that does not guess."""
+    config = vllm_config(model)
+    plain = model_fingerprint(config)
+    config.speculative_config = SimpleNamespace(draft_model_config=config.model_config, method=method)
+    assert model_fingerprint(config) == plain
+    place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
+    assert spec_of(config, **place, publish_implies_ready=True).num_layers == 2

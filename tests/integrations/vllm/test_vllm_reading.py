@@ -282,7 +282,7 @@ def test_a_workers_place() -> None:
 def test_a_draft_on_the_last_stage_alone() -> None:
     config = vllm_config()
     draft = SimpleNamespace(use_mla=True, is_attention_free=False, get_total_num_hidden_layers=lambda: 2)
-    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft, method="mtp")
     last = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=1, stage=(16, 32))
     first = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=0, stage=(0, 16))
     assert (last.num_layers, last.stage, last.num_draft_kv_heads) == (34, range(16, 34), 0)
