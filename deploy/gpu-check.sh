@@ -2,18 +2,32 @@
 # Everything about GPU memory, on a bare GPU machine: runs the tests that need a GPU, examines the node, and
 # tries every placement.
 #
-#   deploy/gpu-check.sh [PYTHON]
+#   deploy/gpu-check.sh [PYTHON [WHEELS]]
 #
-# PYTHON is that of an environment with kvxferd[dev,cuda]; .venv/bin/python where none is named. The last thing
-# printed is a short table: placement, works or the exact refusal, GB/s against a device copy.
+# PYTHON is that of an environment with kvxferd[dev,cuda]; .venv/bin/python where none is named. Where there is no
+# network: any Python that has torch, numpy and pip, and a folder of wheels of what else it lacks
+# (deploy/gpu-wheels.txt). They go to a temporary folder; kvxferd itself is taken from here.
+# The last thing printed is a short table: placement, works or the exact refusal, GB/s against a device copy.
 # Exit status: 0 all works; 1 something does not; 2 kvxferd cannot be run; 3 there is no GPU that can be used.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:-.venv/bin/python}
-driver=${GPU_CHECK_DRIVER:-cuda}                  # for this script's own test
-tests=${GPU_CHECK_TESTS:--m gpu tests}            # words for pytest
+driver=${GPU_CHECK_DRIVER:-cuda}                  # "fake" tries this script and the tests without a GPU
+files="tests/gpu tests/memory/test_driver_contract.py tests/end_to_end/test_device_transfers.py"
+[ "$driver" = fake ] && chosen="-k fake" || chosen="-m gpu"
+tests=${GPU_CHECK_TESTS:-$chosen $files}          # words for pytest; the other files import what is not here
 tests_limit_s=${GPU_CHECK_TESTS_LIMIT_S:-1500}    # a test that hangs must not keep the table from being printed
 
+if [ $# -gt 1 ]; then
+	site=$(mktemp -d) || exit 2
+	trap 'rm -rf "$site"' EXIT
+	if ! "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
+		--no-cache-dir --target "$site" "$2"/*.whl; then
+		echo "gpu-check: the wheels in $2 cannot be installed for $python: fetch them for its version" >&2
+		exit 2
+	fi
+	export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH}
+fi
 if ! "$python" -P -c 'import kvxferd.cli.root' 2>/dev/null; then
 	echo "gpu-check: $python cannot import kvxferd: run 'make test' first, or name the Python of another environment" >&2
 	exit 2

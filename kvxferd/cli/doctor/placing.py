@@ -171,7 +171,7 @@ def _mover_environment() -> str:
 def _pulled(device: Device, placement: str, num_blocks: int, daemon: DaemonProcess) -> dict[str, Any]:
     device.driver.use(device.uuid)  # this is another thread
     source, sink = (Engine(device, name, placement, num_blocks) for name in ("source", "sink"))
-    content = os.urandom(1 << 16) * (source.size_bytes >> 16)
+    content = unlike_anywhere(source.size_bytes)
     device.write(source.address, content)
     for engine in (source, sink):
         engine.register(daemon.worker_socket)
@@ -193,6 +193,16 @@ def _pulled(device: Device, placement: str, num_blocks: int, daemon: DaemonProce
             f"the daemon took {found['kind']} in its place: {found['why'] or 'it says not why'}"
         )
     return {"gigabytes_per_s": source.size_bytes / best / 1e9, "lanes": found["lanes"]}
+
+
+def unlike_anywhere(size_bytes: int) -> bytes:
+    """Return bytes of which no two pages are alike, so that none can stand in for another."""
+    noise, page = os.urandom(1 << 16), 4096
+    pages = (
+        number.to_bytes(8, "little") + noise[number * 8 % (1 << 15) :][: page - 8]
+        for number in range(-(-size_bytes // page))
+    )
+    return b"".join(pages)[:size_bytes]
 
 
 def _found(daemon: DaemonProcess) -> dict[str, Any]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from examining import LIMIT_S, examine
+
+from kvxferd.cli.doctor.placing import unlike_anywhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[3]
@@ -26,9 +29,16 @@ def test_every_placement_is_tried_checked_and_timed():
     assert found.status == 0
 
 
-def check_gpu(**environment: str) -> subprocess.CompletedProcess[str]:
+def test_no_two_pages_of_what_is_pulled_are_alike():
+    size = (1 << 20) + 100
+    content = unlike_anywhere(size)
+    pages = [content[start : start + 4096] for start in range(0, size, 4096)]
+    assert (len(content), len(set(pages))) == (size, len(pages))
+
+
+def check_gpu(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(ROOT / "deploy" / "gpu-check.sh"), sys.executable],
+        [str(ROOT / "deploy" / "gpu-check.sh"), sys.executable, *words],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -60,6 +70,56 @@ def test_the_table_is_printed_after_tests_that_failed_and_a_placement_that_crash
     said = {row[0].strip(): row[1].strip().split(",")[0] for row in rows[-4:]}
     assert said == dict.fromkeys(ALL, "yes") | {"direct": "it was killed by SIGSEGV"}
     assert "the tests failed" in done.stdout.splitlines()[-1]
+
+
+def wheel_of(name: str, folder: Path) -> None:
+    """A wheel with one module in it."""
+    facts = {
+        f"{name}.py": "",
+        f"{name}-1.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+        f"{name}-1.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-1.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
+        for path, text in facts.items():
+            wheel.writestr(path, text)
+
+
+def test_wheels_that_were_carried_are_used_and_gone_afterwards(tmp_path: Path):
+    wheels, folder = tmp_path / "wheels", tmp_path / "tmp"
+    wheels.mkdir()
+    folder.mkdir()
+    wheel_of("carried_here", wheels)
+    test = tmp_path / "test_carried.py"
+    test.write_text(
+        "import carried_here, kvxferd\n"
+        f"def test_it(): assert carried_here.__file__.startswith({str(folder)!r})\n"
+        f"def test_the_tree(): assert kvxferd.__file__.startswith({str(ROOT)!r})\n"
+    )
+    words = f"-p no:cacheprovider {test}"
+    done = check_gpu(str(wheels), GPU_CHECK_DRIVER="fake", GPU_CHECK_TESTS=words, TMPDIR=str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    assert [left.name for left in folder.iterdir() if (left / "carried_here.py").exists()] == []
+
+
+def test_wheels_that_do_not_fit(tmp_path: Path):
+    (tmp_path / "torch-1-cp27-none-win32.whl").write_bytes(b"")
+    done = check_gpu(str(tmp_path), GPU_CHECK_DRIVER="none")
+    assert done.returncode == 2
+    assert "cannot be installed" in done.stderr
+
+
+def test_the_script_runs_every_file_that_has_tests_of_a_gpu():
+    script = (ROOT / "deploy" / "gpu-check.sh").read_text()
+    (named,) = [line.split('"')[1].split() for line in script.splitlines() if line.startswith("files=")]
+    marked = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name != "devices.py" and path != Path(__file__) and "DRIVERS" in path.read_text()
+    ]
+    assert len(marked) == len(named)
+    assert all(any(file.is_relative_to(name) for name in named) for file in marked)
 
 
 def test_the_script_without_a_gpu():
