@@ -7,6 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvxferd import client
+from kvxferd.client.ordering import Completion
 from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm.agreement import agree
 from kvxferd.integrations.vllm.attachment import reach
@@ -14,6 +15,7 @@ from kvxferd.integrations.vllm.caches import DerivedCaches
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.options import Options, home_of
 from kvxferd.integrations.vllm.orders import Enrolled
+from kvxferd.integrations.vllm.reading import draft_model
 from kvxferd.integrations.vllm.sharing import Shared, register
 from kvxferd.integrations.vllm.worker import WorkerSide
 
@@ -32,7 +34,9 @@ def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Opt
 
     Every worker of the engine has to come here: they settle the generation together.
     """
-    generation, needs_ready = agree(shared.mirror is not None)
+    # vLLM hands out a step's tokens while the draft of that step still writes its own layers.
+    is_ahead = draft_model(vllm_config) is not None and any(s.device != "cpu" for s in derived.storages)
+    generation, needs_ready = agree(shared.mirror is not None or is_ahead)
     spec = engine_spec(
         vllm_config,
         generation=generation,
@@ -58,8 +62,18 @@ def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Opt
         options.pull_deadline_s,
         speaks_for_engine=(spec.pp_rank, spec.tp_rank) == (0, 0),
         mirror=shared.mirror,
+        launched=_recorded if is_ahead else None,
     )
     return Enrolment(side, Enrolled(str(spec.engine_id), generation, needs_ready))
+
+
+def _recorded() -> Completion:
+    """Return an event behind all that this thread has launched on its stream."""
+    import torch
+
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _register(

@@ -27,7 +27,7 @@ class PullOrder:
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """A request was published: ranks whose memory is mirrored copy its blocks out, then say ready."""
+    """A request was published: ranks copy its blocks out or wait for what they launched, then say ready."""
 
     request_id: str
     transfer_id: str
@@ -60,4 +60,4 @@ class Enrolled:
 
     engine_id: str
     generation: Generation
-    needs_ready: bool  # some rank copies blocks out before they can be read
+    needs_ready: bool  # some rank copies blocks out, or finishes them, before they can be read

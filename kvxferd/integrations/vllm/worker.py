@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvxferd.client import (
@@ -26,6 +27,7 @@ from kvxferd.client import (
     Region,
     Suspended,
 )
+from kvxferd.client.ordering import Completion
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
 from kvxferd.integrations.vllm.stats import Tally
@@ -65,14 +67,25 @@ class WorkerSide:
     """One rank's transfers. One thread, the engine's."""
 
     def __init__(
-        self, rank: RankHandle, deadline_s: float, *, speaks_for_engine: bool, mirror: Mirror | None = None
+        self,
+        rank: RankHandle,
+        deadline_s: float,
+        *,
+        speaks_for_engine: bool,
+        mirror: Mirror | None = None,
+        launched: Callable[[], Completion] | None = None,
     ) -> None:
-        """`speaks_for_engine`: of an engine's ranks, the one that says what need be said once."""
+        """`speaks_for_engine`: of an engine's ranks, the one that says what need be said once.
+
+        `launched` returns what ends with all the work that was launched before: where vLLM does not wait
+        for all of a step before the next, transfers do.
+        """
         self.tally = Tally()
         self._rank = rank
         self._deadline_s = deadline_s
         self._speaks_for_engine = speaks_for_engine
         self._mirror = mirror
+        self._launched = launched
         self._copier = ThreadPoolExecutor(1, "kvxferd-copy") if mirror is not None else None
         self._copies: deque[tuple[Future[None], _Pull]] = deque()
         self._pulls: dict[str, _Pull] = {}  # by request id
@@ -84,10 +97,11 @@ class WorkerSide:
         """Do what the scheduler has decided with this step."""
         for ref in orders.prepares:
             self._try(self._rank.prepare, ref)
+        after = self._launched() if self._launched is not None and (orders.sends or orders.pulls) else None
         for send in orders.sends if says_ready else ():
-            self._send(send)
+            self._send(send, after)
         for order in orders.pulls:
-            self._pull(order)
+            self._pull(order, after)
         for request_id in orders.cancels:
             pull = self._pulls.get(request_id)
             if pull is not None and pull.ticket is not None:
@@ -151,22 +165,24 @@ class WorkerSide:
         except KvxferdError as error:
             _LOG.warning("%s", error.message)
 
-    def _pull(self, order: PullOrder) -> None:
+    def _pull(self, order: PullOrder, after: Completion | None) -> None:
         pull = _Pull(order, time.monotonic())
         if order.refusal:
             self._failed(pull, Code.BLOCKS_INVALID, order.refusal)
             return
         try:
-            pull.ticket = self._rank.pull(order.ref, order.blocks, order.num_tokens, self._deadline_s)
+            pull.ticket = self._rank.pull(
+                order.ref, order.blocks, order.num_tokens, self._deadline_s, after=after
+            )
         except KvxferdError as error:
             self._failed(pull, error.code, error.message)
             return
         self._pulls[order.request_id] = pull
         self._by_ticket[pull.ticket] = pull
 
-    def _send(self, order: SendOrder) -> None:
+    def _send(self, order: SendOrder, after: Completion | None) -> None:
         if self._copier is None or self._mirror is None:
-            self._try(self._rank.ready, order.transfer_id)
+            self._try(partial(self._rank.ready, after=after), order.transfer_id)
             return
         mirror = self._mirror
 

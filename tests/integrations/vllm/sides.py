@@ -19,6 +19,7 @@ import numpy as np
 from fleet import DaemonUnderTest
 
 from kvxferd.client import Region, connect
+from kvxferd.client.ordering import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
@@ -102,8 +103,10 @@ class EngineUnderTest:
         deadline_s: float = 10.0,
         lease_s: float | None = None,
         mirror: Callable[[SealedMemory], Any] | None = None,
+        launched: Callable[[], Completion] | None = None,
     ) -> None:
         self._stack = ExitStack()
+        self.needs_ready = mirror is not None or launched is not None
         self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
         self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         self._stack.callback(lambda: setattr(self, "bytes", None))
@@ -112,17 +115,17 @@ class EngineUnderTest:
             engine_id=EngineId(engine_id),
             generation=self.generation,
             num_layers=1,
-            publish_implies_ready=mirror is None,
+            publish_implies_ready=not self.needs_ready,
         )
         self.rank = connect(daemon.worker_socket, name=engine_id).register(
             spec, LAYOUT, {RegionId("kv"): self.memory}, timeout_s=30
         )
-        self.needs_ready = mirror is not None
         self.worker = WorkerSide(
             self.rank,
             deadline_s,
             speaks_for_engine=True,
             mirror=None if mirror is None else mirror(self.memory),
+            launched=launched,
         )
         self._stack.callback(self.worker.close)
         self.scheduler = SchedulerSide(groups, lease_s=lease_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -319,6 +320,38 @@ def test_memory_that_cannot_be_shared_is_copied_before_it_is_read_and_after(engi
     assert (copies[1].own[[10, 11]] == 9).all()
     for copy in copies:
         del copy.shared  # so that the memory can be closed
+
+
+class Work:
+    """What an engine has launched."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.asked = threading.Event()
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.is_done
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str) -> None:
+    """Neither from blocks nor into blocks that a draft of the step before still writes."""
+    work = Work()
+    prefill = engine("prefill", publishes=True, launched=(lambda: work) if who == "prefill" else None)
+    decode = engine("decode", launched=(lambda: work) if who == "decode" else None)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
+    assert params is not None
+    prefill.step()
+    decode.decode("d-1", 8, [10, 11], params)
+    decode.bytes[[10, 11]] = 1
+    assert not decode.step().received
+    assert work.asked.wait(10)
+    assert not decode.step().received
+    prefill.bytes[[1, 2]] = 9  # the draft's last kernel
+    work.is_done = True
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
+    assert (decode.bytes[[10, 11]] == 9).all()
 
 
 def test_orders_of_nothing_are_empty() -> None:
