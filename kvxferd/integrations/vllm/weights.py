@@ -32,7 +32,9 @@ def digest_of_model(model_config: Any) -> str:
     digest.update(json.dumps(_configuration(folder, model_config), sort_keys=True, default=str).encode())
     files = _weight_files(folder) if folder is not None and model_config_loads_files(model_config) else []
     if not files:
-        digest.update(f"{model_config.model}@{model_config.revision}".encode())
+        # Weights that are streamed from a store are named there; the model is a folder of this machine then.
+        name = getattr(model_config, "model_weights", "") or model_config.model
+        digest.update(f"{name}@{model_config.revision}".encode())
     for file in files:
         for piece in _samples(file):
             digest.update(piece)

@@ -93,6 +93,15 @@ def test_a_name_is_looked_up_in_the_hubs_cache(
     assert model_fingerprint(vllm_config("org/name")) == model_fingerprint(vllm_config(model))
 
 
+def test_weights_that_are_streamed_are_named_by_their_store(model: Path, tmp_path: Path) -> None:
+    homes = [tmp_path / "home-a" / "3f2a", tmp_path / "home-b" / "3f2a"]
+    for home in homes:
+        home.mkdir(parents=True)
+        shutil.copy(model / "config.json", home)
+    here, there = (model_fingerprint(vllm_config(h, model_weights="s3://models/a")) for h in homes)
+    assert here == there != model_fingerprint(vllm_config(homes[0], model_weights="s3://models/b"))
+
+
 def test_it_says_what_the_operator_can_compare(model: Path) -> None:
     found = model_fingerprint(vllm_config(model, quantization="awq_marlin"))
     assert found.startswith("LlamaForCausalLM/bfloat16/awq/")
