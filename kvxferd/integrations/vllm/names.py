@@ -7,8 +7,9 @@ from typing import NamedTuple
 from kvxferd.integrations.vllm.facts import WorkerFacts
 from kvxferd.integrations.vllm.refusal import refused
 
-# The draft of speculative decoding by a model of its own numbers its layers from 0.
-_DRAFT_PREFIX = "draft_model."
+# A draft that is a model of its own numbers its layers from 0, and so do some models' own drafts (the
+# MTP of Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H). All others go on where the model ends.
+_DRAFTS_FROM_ZERO = ("draft_model.", "mtp.")
 
 
 class Place(NamedTuple):
@@ -32,7 +33,7 @@ def place_of(name: str, worker: WorkerFacts) -> Place:
     if not numbers:
         raise refused(name, "its name has no layer number")
     layer = numbers[0]
-    if name.startswith(_DRAFT_PREFIX):
+    if name.startswith(_DRAFTS_FROM_ZERO):
         layer += worker.num_model_layers
     if layer not in worker.stage:
         raise refused(

@@ -180,7 +180,14 @@ class TestGroupsAndStages:
         with pytest.raises(LayoutError, match=r"layer 1 is none of this rank's, \[2, 4\)"):
             derive_layout({name(1): a_cache()}, [a_layer(1)], FULL, worker)
 
-    @pytest.mark.parametrize("draft", ["model.layers.4.self_attn.attn", "draft_model.model.layers.0.attn"])
+    @pytest.mark.parametrize(
+        "draft",
+        [
+            "model.layers.4.self_attn.attn",
+            "draft_model.model.layers.0.attn",
+            "mtp.layers.0.self_attn.attn",
+        ],
+    )
     def test_a_drafts_layers_follow_the_models_on_the_last_stage(self, draft: str) -> None:
         worker = dataclasses.replace(WORKER, num_draft_layers=1, num_draft_kv_heads=2)
         layers = [a_layer(), dataclasses.replace(a_layer(), name=draft)]
