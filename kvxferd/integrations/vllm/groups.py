@@ -76,9 +76,11 @@ class CacheGroups:
         """How many of a prompt's last tokens the prefill engine must leave to the decode engine.
 
         A decode engine computes at least the last token by itself, and a state cannot go back by one: so it
-        must stand before that token. A draft of several modules needs its whole lookahead left.
+        must stand before that token. Nor can a window: given all tokens, vLLM keeps no block that
+        only the last token looks at, and then computes that token. A draft of several modules needs its
+        whole lookahead left.
         """
-        return max(1 if self.has_state else 0, self.lookahead_tokens)
+        return max(1 if self.has_state or self.has_window else 0, self.lookahead_tokens)
 
     def prefill_tokens(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt are computed, published and pulled; the rest is decode's."""

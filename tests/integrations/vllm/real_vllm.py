@@ -3,6 +3,7 @@
 python real_vllm.py views
 python real_vllm.py packing ISA BLOCK_TOKENS
 python real_vllm.py statistics
+python real_vllm.py windows
 """
 
 from __future__ import annotations
@@ -122,6 +123,52 @@ def groups() -> list[object]:
     ] + [repr(layer.cache) for layer in layers]
 
 
+def windows() -> dict[int, list[str]]:
+    """What its block pool makes of pulls of many lengths: which blocks of the last token's window lack.
+
+    By prompt length, in vLLM's list for the request and in what a prefill engine can publish of its own.
+    """
+    from types import SimpleNamespace
+
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.request import Request
+
+    from kvxferd.integrations.vllm.groups import CacheGroups
+
+    init_none_hash(sha256)
+    window, block = 40, 16
+    sizes = {"block_size": block, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    specs = FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=window)
+    made = KVCacheConfig(200, [], [KVCacheGroupSpec([str(spec)], spec) for spec in specs])
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    groups = CacheGroups.of(SimpleNamespace(parallel_config=parallel, num_prefill_lookahead_tokens=0), made)
+    lacking: dict[int, list[str]] = {}
+    for length in range(window, 3 * window):
+        pulled = groups.prefill_tokens(length)
+        first = (length - window) // block  # of the blocks that the last token looks at
+        for what, tokens in (("pulled", {"num_external_computed_tokens": pulled}), ("published", {})):
+            pool = KVCacheManager(made, 4096, block, block)
+            hasher = get_request_block_hasher(block, sha256)
+            prompt = list(range(length if tokens else pulled))
+            request = Request(what, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+            pool.allocate_slots(request, 0 if tokens else pulled, delay_cache_blocks=True, **tokens)
+            pool.remove_skipped_blocks(what, pulled, num_prompt_tokens=len(prompt))
+            listed = pool.get_block_ids(what)
+            if 0 in listed[1][first:]:
+                lacking.setdefault(length, []).append(what)
+            groups.clip(listed, pulled)
+    return lacking
+
+
 def statistics() -> dict[str, object]:
     """What its server's process says of two workers' and a scheduler's figures: log line and metrics."""
     return {"alone": _said_of(OURS, wraps=False), "child": _said_of(SEVERAL, wraps=True)}
@@ -192,6 +239,7 @@ if __name__ == "__main__":
     asked: dict[str, Callable[[], object]] = {
         "groups": groups,
         "views": views,
+        "windows": windows,
         "statistics": statistics,
         "packing": lambda: packing(rest[0], int(rest[1])),
     }

@@ -86,3 +86,8 @@ def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_se
         assert "Num pulls=4" in line.replace("': ", "=")  # several are a dict
         assert (num_pulls, num_failed) == (4, 4)
     assert said.keys() == {"alone", "child"}
+
+
+def test_its_last_token_finds_all_of_its_window_whatever_the_prompts_length() -> None:
+    """Of a prompt pulled to its end, one length in sixteen has no block for the oldest token."""
+    assert ask("windows") == {}

@@ -131,6 +131,7 @@ class TestSeveralGroups:
         (CacheGroups((FULL,), 1), 100, 100),
         (CacheGroups((FULL, STATE), 2), 100, 99),  # the state must stand before the last token
         (CacheGroups((FULL, STATE), 2), 1, 1),
+        (CacheGroups((FULL, CacheGroup(1, CacheKind.SLIDING, 16, 39)), 2), 100, 99),
         (CacheGroups((FULL,), 1, lookahead_tokens=3), 100, 97),
         (CacheGroups((FULL, STATE), 2, lookahead_tokens=3), 100, 97),
         (CacheGroups((FULL,), 1, lookahead_tokens=3), 3, 3),
