@@ -75,7 +75,7 @@ int cuCtxPushCurrent(void *ctx) { depth++; return ctx == &context ? OK : INVALID
 ALIAS(cuCtxPushCurrent_v2, cuCtxPushCurrent);
 int cuCtxPopCurrent(void **ctx) { *ctx = &context; return depth-- > 0 ? OK : 201; }
 ALIAS(cuCtxPopCurrent_v2, cuCtxPopCurrent);
-int cuGetErrorString(int error, const char **text) { *text = error == 1 ? "invalid argument" : "an error"; return OK; }
+int cuGetErrorString(int error, const char **text) { *text = error == 1 ? "invalid argument" : error == 2 ? "out of memory" : "an error"; return OK; }
 int cuGetErrorName(int error, const char **text) { *text = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : "?"; return OK; }
 
 int cuPointerGetAttribute(void *value, int attribute, u64 at) {
@@ -92,6 +92,7 @@ int cuMemGetAllocationGranularity(size_t *unit, const Prop *prop, int option) {
 }
 int cuMemCreate(u64 *handle, size_t size, const Prop *prop, u64 flags) {
     if (size % UNIT || !size || prop->handle_types != 1 || flags) return INVALID_VALUE;
+    if (size > TOTAL - UNIT) return OUT_OF_MEMORY;
     int fd = memfd_create("stub-cuda", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, size)) return OUT_OF_MEMORY;
     struct memory *memory = memory_of_fd(fd);

@@ -104,6 +104,14 @@ def test_memory_lives_until_the_last_mapping_goes(driver: Driver, uuid: str, uni
     assert driver.used_bytes(uuid) < before + size
 
 
+def test_what_does_not_fit_is_refused(driver: Driver, uuid: str, unit: int) -> None:
+    total = next(device.total_bytes for device in driver.devices() if device.uuid == uuid)
+    before = driver.used_bytes(uuid)
+    with Segment(driver, uuid, [unit]), pytest.raises(DeviceError, match="out of memory"):
+        driver.create(uuid, total // unit * unit)
+    assert driver.used_bytes(uuid) <= before
+
+
 def test_plain_memory_cannot_be_exported(driver: Driver, uuid: str, unit: int) -> None:
     address = driver.allocate_plain(uuid, unit)
     with pytest.raises(DeviceError) as raised:
