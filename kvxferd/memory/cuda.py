@@ -59,8 +59,11 @@ class CudaDriver:
 
     def _device(self, ordinal: int) -> Device:
         device = self._call("cuDeviceGet", ordinal)
-        # Of a MIG slice it is the slice's own, which nvidia-smi writes with another prefix.
-        number = uuids.UUID(bytes=bytes(self._call("cuDeviceGetUuid", device).bytes))
+        # Of a MIG slice it is the slice's own, which nvidia-smi writes with another prefix. Bindings before
+        # 13 have two calls, of which the first tells of the whole card, the same for all of its slices.
+        calls = ("cuDeviceGetUuid_v2", "cuDeviceGetUuid")
+        call = next(name for name in calls if hasattr(self._cuda, name))
+        number = uuids.UUID(bytes=bytes(self._call(call, device).bytes))
         name = self._call("cuDeviceGetName", _NAME_BYTES, device).split(b"\0")[0].decode()
         return Device(f"GPU-{number}", ordinal, name, int(self._call("cuDeviceTotalMem", device)))
 

@@ -63,8 +63,8 @@ int cuInit(unsigned flags) { is_ready = 1; return flags ? INVALID_VALUE : OK; }
 int cuDriverGetVersion(int *version) { *version = 13000; return OK; }
 int cuDeviceGetCount(int *count) { *count = 1; return is_ready ? OK : 3; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal ? 101 : OK; }
-int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 0xAB, 16); return device; }
-ALIAS(cuDeviceGetUuid_v2, cuDeviceGetUuid);
+int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 0xCD, 16); return device; } /* the whole card's */
+int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, 0xAB, 16); return device; }
 int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "stub", length); return device; }
 int cuDeviceTotalMem(size_t *bytes, int device) { *bytes = TOTAL; return device; }
 ALIAS(cuDeviceTotalMem_v2, cuDeviceTotalMem);
@@ -234,7 +234,8 @@ ALIAS(cuEventDestroy_v2, cuEventDestroy);
 int cuGetProcAddress_v2(const char *name, void **found, int version, u64 flags, int *status) {
     char versioned[128];
     *found = dlsym(RTLD_DEFAULT, name);
-    if (!*found) {
+    int is_newer = !strcmp(name, "cuDeviceGetUuid") && version >= 11040; /* as the driver chooses by version */
+    if (!*found || is_newer) {
         strncpy(versioned, name, sizeof versioned - 4);
         versioned[sizeof versioned - 4] = 0;
         *found = dlsym(RTLD_DEFAULT, strcat(versioned, "_v2"));

@@ -43,3 +43,17 @@ def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert "passed" in summary
     assert "skipped" not in summary
+
+
+def test_a_device_is_named_by_its_own_uuid_and_not_by_its_cards(stub: Path) -> None:
+    """Slices of one card (MIG) differ by it; the older call tells of the card."""
+    asked = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
+    ran = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout.strip() == "GPU-abababab-abab-abab-abab-abababababab", ran.stderr
