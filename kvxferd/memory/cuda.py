@@ -170,14 +170,21 @@ class CudaDriver:
         handle = int(self._call("cuMemImportFromShareableHandle", fd, self._descriptor))
         try:
             location = self._call("cuMemGetAllocationPropertiesFromHandle", handle).location
-            if int(location.id) != self._find(uuid).ordinal:
+            where = location.type, int(location.id)
+            here = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self._find(uuid).ordinal
+            if where != here:
                 raise DeviceError(
-                    f"cannot import memory of {uuid}: it is on {self._devices[int(location.id)].uuid}"
+                    f"cannot import memory of {uuid}: it is on {self._place(*where)}", Code.REGION_INVALID
                 )
         except BaseException:
             self.release(handle)
             raise
         return handle
+
+    def _place(self, kind: Any, number: int) -> str:
+        named = {device.ordinal: device.uuid for device in self._devices}
+        is_device = kind == self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        return named.get(number, f"device {number}") if is_device else f"no device ({kind!s}, {number})"
 
     # --- addresses
 

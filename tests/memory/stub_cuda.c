@@ -121,8 +121,10 @@ int cuMemImportFromShareableHandle(u64 *handle, void *fd, int type) {
     return OK;
 }
 int cuMemGetAllocationPropertiesFromHandle(Prop *prop, u64 handle) {
-    prop->type = prop->handle_types = prop->location_type = 1;
-    prop->location_id = 0;
+    const char *type = getenv("STUB_LOCATION_TYPE"), *id = getenv("STUB_LOCATION_ID");
+    prop->type = prop->handle_types = 1;
+    prop->location_type = type ? atoi(type) : 1;
+    prop->location_id = id ? atoi(id) : 0;
     return handle ? OK : INVALID_VALUE;
 }
 int cuMemGetAddressRange(u64 *base, size_t *size, u64 at) {

@@ -45,15 +45,59 @@ def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
     assert "skipped" not in summary
 
 
-def test_a_device_is_named_by_its_own_uuid_and_not_by_its_cards(stub: Path) -> None:
-    """Slices of one card (MIG) differ by it; the older call tells of the card."""
-    asked = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
+def said_by(stub: Path, program: str, **environment: str) -> str:
     ran = subprocess.run(
-        [sys.executable, "-c", asked],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub), **environment},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert ran.stdout.strip() == "GPU-abababab-abab-abab-abab-abababababab", ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_a_device_is_named_by_its_own_uuid_and_not_by_its_cards(stub: Path) -> None:
+    """Slices of one card (MIG) differ by it; the older call tells of the card."""
+    asked = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
+    assert said_by(stub, asked) == "GPU-abababab-abab-abab-abab-abababababab"
+
+
+IMPORT = """
+import os
+from kvxferd.errors import DeviceError
+from kvxferd.memory.cuda import CudaDriver
+driver = CudaDriver()
+uuid = driver.devices()[0].uuid
+driver.use(uuid)
+handle = driver.create(uuid, driver.granularity(uuid))
+fd = driver.export(handle)
+driver.release(handle)
+try:
+    driver.import_fd(uuid, fd, driver.granularity(uuid))
+    print("imported")
+except DeviceError as error:
+    print(error.code.value, error.message)
+os.close(fd)
+print(driver.used_bytes(uuid))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "why"),
+    [
+        ("1", "7", "it is on device 7"),  # one that this process does not see
+        ("1", "-1", "it is on device -1"),
+        ("3", "0", "it is on no device"),  # a host's NUMA node 0 is not GPU 0
+    ],
+)
+def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, number: str, why: str) -> None:
+    said, used = said_by(stub, IMPORT, STUB_LOCATION_TYPE=kind, STUB_LOCATION_ID=number).splitlines()
+    assert said.startswith("region-invalid cannot import memory of GPU-")
+    assert why in said
+    assert used == "0"
+
+
+def test_memory_of_the_device_is_imported(stub: Path) -> None:
+    assert said_by(stub, IMPORT).splitlines()[0] == "imported"
