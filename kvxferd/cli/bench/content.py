@@ -17,6 +17,8 @@ from kvxferd.plan import Runs
 Words = npt.NDArray[np.uint64]
 
 WORD = 8
+# The stamp that is the content itself.
+UNSTAMPED = (1 << 64) - 1
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 20  # words worked on at a time
 _SHORT_RUN = 4096  # words; shorter runs are compared many at a time

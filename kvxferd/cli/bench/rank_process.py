@@ -126,7 +126,7 @@ class RankProcess:
         return speech.Moved(samples=[samples[number] for number in range(len(command.refs))])
 
     def pull_behind(self, command: speech.PullBehind) -> speech.Moved:
-        """Pull the large one, and small ones meanwhile; those that ended after it are left out."""
+        """Pull the large one, and small ones as long as it runs; the last of them may end after it."""
         large_lists = self._blocks(command.large, "sink", 0)
         lists = [self._blocks(command.small, "sink", slot) for slot in range(command.small.slots)]
         large = self._start(command.large_ref, large_lists, command.large)
@@ -139,9 +139,9 @@ class RankProcess:
                 event = _delivered(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
                 now = time.perf_counter()
                 if event is not None and event.ticket is small[0]:
+                    # One that waits until the large one is over is the worst case, not to be left out.
                     ended = event
-                    if large_sample is None:
-                        samples.append(_sample(*small[1:], now, event))
+                    samples.append(_sample(*small[1:], now, event))
                 elif event is not None and event.ticket is large[0]:
                     large_sample = _sample(*large[1:], now, event)
             if large_sample is not None:

@@ -25,6 +25,12 @@ def moved(nonce: int) -> content.Words:
     return sink
 
 
+def test_content_that_is_not_stamped_is_checked_too() -> None:
+    sink = moved(content.UNSTAMPED)
+    assert content.count_wrong(sink, RUNS, content.UNSTAMPED) == 0
+    assert content.count_wrong(moved(7), RUNS, content.UNSTAMPED) == 2 * len(RUNS.length)
+
+
 def test_a_perfect_move_is_right() -> None:
     sink = moved(7)
     assert content.count_wrong(sink, RUNS, 7) == 0

@@ -9,8 +9,10 @@ import msgspec
 from kvxferd.cli.bench import speech
 from kvxferd.cli.bench.cases import BLOCKS_IN_A_RUN, Case, Lists, blocks_for
 from kvxferd.cli.bench.contenders import Kvxferd
+from kvxferd.cli.bench.content import UNSTAMPED
 from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
 from kvxferd.cli.bench.points import percentile
+from kvxferd.cli.bench.rounds import prove
 from kvxferd.cli.bench.shapes import Deployment
 from kvxferd.cli.bench.stage import Pair, Stage
 
@@ -18,6 +20,7 @@ SHAPE = "llama-3-70b"
 # A block of eight layers is 64 KiB: one block, and as many as make 2 GiB, in one pool.
 LAYERS = 8
 _SMALL_SLOTS = 8
+_FIRST_NONCE = 1 << 20  # none that was stamped before
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,21 @@ async def behind(stage: Stage, effort: Effort, lists: Lists = Lists.FRAGMENTED) 
     hindered: list[float] = []
     large_s: list[float] = []
     async with stage.pair(deployment, baselines=False) as pair:
-        await Kvxferd(pair).move(large, 1, 1)  # every page is mapped
-        await Kvxferd(pair).move(small, _SMALL_SLOTS, 1)
-        for _ in range(effort.rounds):
-            samples = await Kvxferd(pair).move(small, effort.small_per_round, 1)
+        ours = Kvxferd(pair)
+        await ours.move(large, 1, 1)  # every page is mapped
+        await prove(pair, small, [ours], 1)
+        for nonce in range(_FIRST_NONCE, _FIRST_NONCE + effort.rounds):
+            await pair.source.ask(speech.Stamp(case=small, nonce=nonce), speech.Done)
+            samples = await ours.move(small, effort.small_per_round, 1)
+            slots = min(effort.small_per_round, _SMALL_SLOTS)
+            await pair.require_right(speech.Check(case=small, nonce=nonce, slots=slots))
             alone += [sample.ended - sample.began for sample in samples]
+            await pair.source.ask(speech.Stamp(case=large, nonce=nonce), speech.Done)
             first, *rest = await _behind(pair, large, small, effort.behind_pulls)
+            await pair.require_right(speech.Check(case=large, nonce=nonce, slots=1))
+            # Stamping the large one put the small ones' content back: they must have brought that.
+            slots = min(len(rest), _SMALL_SLOTS)
+            await pair.require_right(speech.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
             large_s.append(first.ended - first.began)
             hindered += [sample.ended - sample.began for sample in rest]
     return Behind(
@@ -76,8 +88,8 @@ async def _behind(pair: Pair, large: Case, small: Case, count: int) -> list[spee
         large=large, large_ref=large_batch.refs[0], small=small, small_refs=small_batch.refs
     )
     moved = await pair.sink.ask(command, speech.Moved)
-    # The last small one that was pulled ended after the large one, and is not in the samples.
-    unread = small_batch.refs[len(moved.samples) :]
+    num_small = len(moved.samples) - 1
+    unread = small_batch.refs[num_small:]
     await pair.sink.ask(speech.Abandon(refs=unread), speech.Done)
     await pair.release(large_batch)
     await pair.release(small_batch)
