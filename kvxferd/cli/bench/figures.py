@@ -88,12 +88,16 @@ def _only(name: str, title: str, value: float, how: str, unit: str) -> Figure:
 
 
 def _ratios(points: list[Point]) -> list[Figure]:
-    figures = []
+    figures: list[Figure] = []
+    if not points:
+        return figures
     for name, title, aim, points_of in (
         ("64m", "64 MiB and more", 0.95, [p for p in points if p.size_bytes >= 64 * MIB]),
         ("4m", "4 MiB", 0.85, [p for p in points if p.size_bytes == 4 * MIB]),
     ):
-        chosen = [point for point in points_of if point.in_flight == 1]
+        # A ratio over TCP says little of one over CMA: the first transport only, as all other figures.
+        first = points[0].transport
+        chosen = [point for point in points_of if point.in_flight == 1 and point.transport == first]
         if not chosen:
             continue
         ratios = [point.ratio_to_raw for point in chosen]

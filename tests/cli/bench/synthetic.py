@@ -36,10 +36,12 @@ def rounds(case: Case, seconds: dict[str, list[float]]) -> Rounds:
     )
 
 
-def point(size_bytes: int, seconds: dict[str, list[float]], measure: str = "throughput") -> Point:
+def point(
+    size_bytes: int, seconds: dict[str, list[float]], measure: str = "throughput", transport: str = "cma"
+) -> Point:
     """A point of a shape that does not matter."""
     case = a_case()
-    return point_of(measure, "cma", size_bytes, case, rounds(case, seconds))
+    return point_of(measure, transport, size_bytes, case, rounds(case, seconds))
 
 
 def steady(ours: float, raw: float) -> dict[str, list[float]]:

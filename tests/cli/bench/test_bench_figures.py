@@ -78,6 +78,14 @@ def test_a_ratio_compares_within_a_round() -> None:
     assert point.contenders[KVXFERD].engine_thread_median_s == pytest.approx(0.02)
 
 
+def test_ratios_of_one_transport_are_not_mixed_with_those_of_another() -> None:
+    over_cma = synthetic.point(64 << 20, synthetic.steady(0.02, 0.01))
+    over_tcp = synthetic.point(64 << 20, synthetic.steady(0.02, 0.02), transport="tcp")
+    figures = {figure.name: figure for figure in figures_of(Findings([over_cma, over_tcp, over_tcp]))}
+    assert figures["throughput_ratio_64m"].value == pytest.approx(0.5)
+    assert "1 points over cma" in figures["throughput_ratio_64m"].how
+
+
 def test_added_latency_is_over_raw_in_the_same_round() -> None:
     ours = [Round([Sample(0.0, 0.0, 0.0, taken, 1, 1)], 1) for taken in (0.5, 0.9)]
     theirs = [Round([Sample(0.0, 0.1, 0.1, 0.1 + taken, 1, 1)], 1) for taken in (0.2, 0.4)]
