@@ -62,8 +62,7 @@ async def interleave(
     found = Rounds(case, window, {contender.name: [] for contender in contenders})
     await prove(pair, case, contenders, window)
     for number in range(rounds):
-        turn = number % len(contenders)
-        for contender in (*contenders[turn:], *contenders[:turn]):
+        for contender in order_of(contenders, number):
             nonce = next(_nonces)
             await pair.source.ask(speech.Stamp(case=case, nonce=nonce), speech.Done)
             samples = await contender.move(case, count, window)
@@ -72,6 +71,14 @@ async def interleave(
                 check = speech.Check(case=case, nonce=nonce, slots=min(count, case.slots))
                 await _check(pair, contender, check)
     return found
+
+
+def order_of(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    """Return whose turn it is in a round: each is first in its time, and follows no one in all rounds."""
+    turn = number % len(contenders)
+    order = [*contenders[turn:], *contenders[:turn]]
+    # Only turned, the same one would always go before: with its caches, and its movers still polling.
+    return order if number % 2 == 0 else order[::-1]
 
 
 async def prove(pair: Pair, case: Case, contenders: Sequence[Contender], window: int) -> None:

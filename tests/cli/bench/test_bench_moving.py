@@ -6,7 +6,7 @@ import pytest
 
 from kvxferd.cli.bench.cases import Case, Lists
 from kvxferd.cli.bench.moving import Posted, move
-from kvxferd.cli.bench.rounds import Round
+from kvxferd.cli.bench.rounds import Round, order_of
 from kvxferd.cli.bench.shapes import Deployment
 from kvxferd.cli.bench.speech import Sample
 
@@ -75,3 +75,14 @@ def test_one_at_a_time_counts_what_each_took_and_not_the_gaps() -> None:
 
 def test_several_at_a_time_count_from_first_to_last() -> None:
     assert Round([sample(0, 4), sample(1, 7)], window=2).seconds == 7
+
+
+def test_nobody_goes_before_the_same_one_in_all_rounds() -> None:
+    names: list[Any] = list("abcde")
+    orders = [order_of(names, number) for number in range(10)]
+    assert all(sorted(order) == names for order in orders)
+    assert {order[0] for order in orders} == set(names)
+    before = [(order[i], order[i + 1]) for order in orders for i in range(4)]
+    for one in names:
+        for other in names:
+            assert before.count((one, other)) <= 4
