@@ -9,7 +9,7 @@ from kvxferd.cli.bench.cases import Case, Lists
 from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW, Contender, Engine, Kvxferd, Raw
 from kvxferd.cli.bench.effort import Effort
 from kvxferd.cli.bench.points import median, percentile
-from kvxferd.cli.bench.rounds import Rounds, interleave
+from kvxferd.cli.bench.rounds import Rounds, interleave, prove
 from kvxferd.cli.bench.shapes import IDS, Deployment
 from kvxferd.cli.bench.speech import Sample
 from kvxferd.cli.bench.stage import Stage
@@ -50,6 +50,8 @@ async def calls(stage: Stage, effort: Effort) -> Calls:
     times: dict[Ids, list[float]] = {ids: [] for ids in (*COPIED, *LENT)}
     async with stage.pair(deployment) as pair:
         cases = {ids: Case(deployment=deployment, lists=Lists.CONTIGUOUS, blocks=ids.num) for ids in times}
+        for ids, case in cases.items():
+            await prove(pair, case, [Kvxferd(pair, is_prepared=False, lends=ids.lent)], 1)
         for number in range(effort.rounds + 1):
             for ids, case in cases.items():
                 ours = Kvxferd(pair, is_prepared=False, lends=ids.lent)

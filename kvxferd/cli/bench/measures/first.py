@@ -43,17 +43,25 @@ async def first(hosts: Hosts, environment: Mapping[str, str], effort: Effort) ->
             began = time.monotonic()
             async with stage.pair(_deployment(f"first-{number}"), baselines=False) as pair:
                 found.registered_s.append(time.monotonic() - began)
-                found.first_s.append(await _pulled(pair, await pair.publish(_case(pair), 1)))
+                await _stamp(pair, nonce := 3 * number + 1)
+                found.first_s.append(await _pulled(pair, await pair.publish(_case(pair), 1), nonce))
             async with stage.pair(_deployment(f"second-{number}"), baselines=False) as pair:
-                for times in (found.prepared_s, found.warm_s):
-                    times.append(await _pulled(pair, await pair.publish_prepared(_case(pair), 1)))
+                for nonce, times in enumerate((found.prepared_s, found.warm_s), 3 * number + 2):
+                    await _stamp(pair, nonce)
+                    times.append(await _pulled(pair, await pair.publish_prepared(_case(pair), 1), nonce))
     return found
 
 
-async def _pulled(pair: Pair, batch: Batch) -> float:
+async def _stamp(pair: Pair, nonce: int) -> None:
+    await pair.source.ask(speech.Stamp(case=_case(pair), nonce=nonce), speech.Done)
+
+
+async def _pulled(pair: Pair, batch: Batch, nonce: int) -> float:
+    """Pull, have every byte compared, and return what the pull took."""
     command = speech.Pull(case=_case(pair), refs=batch.refs)
     (sample,) = (await pair.sink.ask(command, speech.Moved)).samples
     await pair.release(batch)
+    await pair.require_right(speech.Check(case=_case(pair), nonce=nonce, slots=1, whole=True))
     return sample.ended - sample.began
 
 
