@@ -22,6 +22,8 @@ from kvxferd.errors import Code, KvxferdError
 
 VERSION = 1
 CONNECT_S = 10.0
+# The kernel would wait for two hours.
+SILENT_S = 30
 
 
 class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
@@ -108,6 +110,18 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def notice_silence(connection: socket.socket) -> None:
+    """Have a connection end when the other machine is gone without a word: after half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, SILENT_S // 2),
+        (socket.TCP_KEEPINTVL, SILENT_S // 6),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),  # in milliseconds: what was sent and not received
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class RemoteActor:
     """A process over there."""
 
@@ -179,7 +193,7 @@ class RemoteHost:
                 f"cannot reach {address}: {error or 'no answer'}; start 'kvxferd bench --serve' there",
                 Code.PEER_UNREACHABLE,
             ) from error
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_silence(writer.get_extra_info("socket"))
         remote = cls(address, reader, writer)
         try:
             await remote.wish(Hello(version=VERSION, token=token))

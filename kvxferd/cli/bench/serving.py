@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import itertools
 import secrets
 import shutil
@@ -32,13 +33,14 @@ def serve(bind: str, say: Callable[[str], None]) -> None:
 async def _serve(bind: str, say: Callable[[str], None]) -> None:
     host, port = relay.split_address(bind)
     token = secrets.token_hex(TOKEN_BYTES)
-    desk = _Desk(host, token, say)
+    desk = _Desk(token, say)
     try:
         server = await asyncio.start_server(desk.meet, host, port, limit=LINE_BYTES)
     except OSError as error:
         raise KvxferdError(f"cannot serve on {bind}: {error.strerror}", Code.CONFIG_INVALID) from error
     bound = server.sockets[0].getsockname()
-    say(f"serving; on the other machine: kvxferd bench --peer {bound[0]}:{bound[1]}#{token}")
+    named = socket.gethostname() if ipaddress.ip_address(bound[0]).is_unspecified else bound[0]
+    say(f"serving; on the other machine: kvxferd bench --peer {named}:{bound[1]}#{token}")
     try:
         await asyncio.Event().wait()
     finally:
@@ -49,8 +51,7 @@ async def _serve(bind: str, say: Callable[[str], None]) -> None:
 class _Desk:
     """Takes one bench at a time."""
 
-    def __init__(self, host: str, token: str, say: Callable[[str], None]) -> None:
-        self._host = host
+    def __init__(self, token: str, say: Callable[[str], None]) -> None:
         self._token = token
         self._say = say
         self._meeting: tuple[asyncio.Task[None], asyncio.StreamWriter] | None = None
@@ -74,7 +75,8 @@ class _Desk:
             self._meeting = task, writer
             _write(writer, relay.Granted(number=number))
             self._say(f"a bench from {writer.get_extra_info('peername')[0]}")
-            await _Guest(self._host, writer).serve(reader)
+            # Where it reached this machine: what was bound may be any address, which nobody can dial.
+            await _Guest(writer.get_extra_info("sockname")[0], writer).serve(reader)
             self._say("it has gone; what it started has ended")
         except KvxferdError as error:
             _write(writer, relay.Denied(number=1, code=error.code.value, message=error.message))
@@ -87,7 +89,7 @@ class _Desk:
 
     async def _welcome(self, reader: asyncio.StreamReader) -> int:
         hello = relay.WISHES.decode(await reader.readline())
-        if not isinstance(hello, relay.Hello) or not hmac.compare_digest(hello.token, self._token):
+        if not isinstance(hello, relay.Hello) or not _is_same(hello.token, self._token):
             raise KvxferdError(
                 f"cannot serve {VERB}: the token is wrong; give --peer what --serve printed", Code.NOT_ALLOWED
             )
@@ -114,8 +116,7 @@ class _Guest:
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Grant wishes until the connection ends; then end everything."""
-        connection = self._writer.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        relay.notice_silence(self._writer.get_extra_info("socket"))
         try:
             while line := await reader.readline():
                 task = asyncio.ensure_future(self._answer(relay.WISHES.decode(line)))
@@ -176,6 +177,11 @@ class _Guest:
         if who not in self._seats:
             raise KvxferdError(f"cannot serve {VERB}: no daemon here is called {who}", Code.NOT_FOUND)
         return self._seats[who]
+
+
+def _is_same(token: str, other: str) -> bool:
+    # As bytes: of text, the library compares ASCII only, and raises for anything else.
+    return hmac.compare_digest(token.encode(errors="replace"), other.encode())
 
 
 def _allowed(environment: dict[str, str]) -> dict[str, str]:

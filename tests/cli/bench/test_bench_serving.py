@@ -1,0 +1,78 @@
+"""The other side of a bench: whom it lets in, where it can be reached, and that silence ends."""
+
+import asyncio
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvxferd.cli.bench import relay, serving
+from kvxferd.cli.bench.hosts import LocalHost
+from kvxferd.errors import Code, KvxferdError
+
+DEADLINE_S = 20.0
+
+
+def while_serving(bind: str, act: Callable[[str, str], Awaitable[None]]) -> None:
+    """Serve, and act on the address and the token that it says."""
+
+    async def both() -> None:
+        said: asyncio.Queue[str] = asyncio.Queue()
+        server = asyncio.ensure_future(serving._serve(bind, said.put_nowait))
+        try:
+            found = re.search(r"--peer (\S+):(\d+)#(\S+)", await said.get())
+            assert found is not None
+            assert found[1] == (socket.gethostname() if bind.startswith("0.0.0.0") else "127.0.0.1")
+            await act(f"127.0.0.1:{found[2]}", found[3])
+        finally:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(both(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("token", ["", "0" * 16, "schlüssel", "\N{SNOWMAN}" * 16])
+def test_a_token_that_is_not_the_one_is_refused_whatever_it_is_made_of(token: str) -> None:
+    async def act(address: str, right: str) -> None:
+        with pytest.raises(KvxferdError, match="the token is wrong") as refused:
+            await relay.RemoteHost.connect(address, token)
+        assert refused.value.code is Code.NOT_ALLOWED
+        await (await relay.RemoteHost.connect(address, right)).stop()
+
+    while_serving("127.0.0.1:0", act)
+
+
+def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] = []
+
+    class Noted(LocalHost):
+        def __init__(self, directory: Path, peer_host: str) -> None:
+            hosts.append(peer_host)
+            super().__init__(directory, peer_host)
+
+    monkeypatch.setattr(serving, "LocalHost", Noted)
+
+    async def act(address: str, right: str) -> None:
+        remote = await relay.RemoteHost.connect(address, right)
+        # It answers to what nothing there is called: so it has begun to serve.
+        with pytest.raises(KvxferdError, match="nothing here is called 7"):
+            await remote.wish(relay.Pause(who=7, on=True))
+        await remote.stop()
+
+    while_serving("0.0.0.0:0", act)
+    assert hosts == ["127.0.0.1"]  # where its daemons are to listen
+
+
+def test_a_machine_that_is_gone_without_a_word_is_noticed() -> None:
+    with socket.socket() as connection:
+        relay.notice_silence(connection)
+        asked = {
+            option: connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        }
+        idle, between, count = asked.values()
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert idle + between * count <= relay.SILENT_S
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == relay.SILENT_S * 1000
