@@ -18,6 +18,7 @@ _LABELS = {
     COPY: "memory copy",
 }
 _MARKERS = "osD^v<>P"
+_LINES = ("-", "--", ":")  # of transports
 _AIMS = ((64 << 20, 0.95), (4 << 20, 0.85))
 
 
@@ -44,17 +45,30 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_rates(axes: Any, points: list[Point]) -> None:
-    for name, colour in _COLOURS.items():
-        by_size: dict[int, list[float]] = {}
-        for point in points:
-            if name in point.contenders:
-                by_size.setdefault(point.size_bytes, []).append(point.contenders[name].gb_per_s)
-        sizes = sorted(by_size)
-        axes.plot(sizes, [median(by_size[size]) for size in sizes], color=colour, label=_LABELS[name])
-        for size in sizes:
-            axes.scatter([size] * len(by_size[size]), by_size[size], color=colour, s=14, alpha=0.6)
+    transports = list(dict.fromkeys(point.transport for point in points))
+    for number, transport in enumerate(transports):
+        for name, colour in _COLOURS.items():
+            by_size = rates_by_size(points, name, transport)
+            if not by_size:
+                continue
+            label = _LABELS[name] if len(transports) == 1 else f"{_LABELS[name]}, {transport}"
+            middles = [median(rates) for rates in by_size.values()]
+            axes.plot(
+                list(by_size), middles, color=colour, label=label, linestyle=_LINES[number % len(_LINES)]
+            )
+            for size, rates in by_size.items():
+                axes.scatter([size] * len(rates), rates, color=colour, s=14, alpha=0.6)
     _label(axes, points, "GB/s (10^9 bytes), one pull at a time; each dot a shape and list")
     axes.legend(fontsize=8)
+
+
+def rates_by_size(points: list[Point], contender: str, transport: str) -> dict[int, list[float]]:
+    """Return the rates of one contender over one transport, GB/s, smallest size first."""
+    found: dict[int, list[float]] = {}
+    for point in sorted(points, key=lambda point: point.size_bytes):
+        if point.transport == transport and contender in point.contenders:
+            found.setdefault(point.size_bytes, []).append(point.contenders[contender].gb_per_s)
+    return found
 
 
 def _draw_ratios(axes: Any, points: list[Point]) -> None:

@@ -13,7 +13,7 @@ from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW
 from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
 from kvxferd.cli.bench.measures.latency import added
 from kvxferd.cli.bench.measures.parallel import spread
-from kvxferd.cli.bench.plot import draw
+from kvxferd.cli.bench.plot import draw, rates_by_size
 from kvxferd.cli.bench.report import report
 from kvxferd.cli.bench.rounds import Round, Rounds
 from kvxferd.cli.bench.speech import Sample
@@ -116,6 +116,19 @@ def test_tables_show_every_point_and_what_fell_short() -> None:
     assert "NO" in text
     assert "added latency, 64 KiB, p99" in text
     assert "[1]" in text
+
+
+def test_lines_of_the_picture_keep_transports_apart() -> None:
+    points = [
+        synthetic.point(4 << 20, synthetic.steady(0.001, 0.001)),
+        synthetic.point(1 << 20, synthetic.steady(0.002, 0.001)),
+        synthetic.point(4 << 20, synthetic.steady(0.004, 0.004), transport="tcp"),
+    ]
+    moved = 1 << 20  # by each of these, whatever was asked for
+    over_cma = rates_by_size(points, KVXFERD, "cma")
+    assert list(over_cma) == [1 << 20, 4 << 20]
+    assert over_cma[4 << 20] == [pytest.approx(moved / 0.001 / 1e9)]
+    assert rates_by_size(points, KVXFERD, "tcp") == {4 << 20: [pytest.approx(moved / 0.004 / 1e9)]}
 
 
 @pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
