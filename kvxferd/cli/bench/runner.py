@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from kvxferd.cli.bench.shapes import Role
 from kvxferd.cli.bench.stage import Hosts, Stage
 from kvxferd.cli.running import make_directory, until_signal
 from kvxferd.cli.showing import in_bytes
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import Code, KvxferdError
 
+MOVERS_ALONE = "KVXFERD_MOVER_ENVIRONMENT"
 # Beside the two regions: workers, movers, baselines.
 _ROOM_BYTES = 2 * GIB
 
@@ -53,6 +55,7 @@ def run_bench(asked: Asked, say: Say) -> Result:
     both, and KvxferdError.
     """
     check_memory(asked)
+    check_environment()
     return asyncio.run(until_signal(_run(asked, say)))
 
 
@@ -69,6 +72,16 @@ def check_memory(asked: Asked) -> None:
         )
 
 
+def check_environment() -> None:
+    """Raise KvxferdError where the movers alone would be told how to move: the baselines would not."""
+    if os.environ.get(MOVERS_ALONE):
+        raise KvxferdError(
+            f"cannot run {VERB}: {MOVERS_ALONE} is set, which reaches the daemons and not what they are "
+            "compared with; unset it, and set the variables that it names themselves",
+            Code.CONFIG_INVALID,
+        )
+
+
 async def _run(asked: Asked, say: Say) -> Result:
     say("looking at the machine")
     machine = await asyncio.to_thread(look_at_machine)
@@ -79,11 +92,15 @@ async def _run(asked: Asked, say: Say) -> Result:
         async with _hosts(asked.peer) as hosts:
             for number, transport in enumerate(asked.transports):
                 await _over(hosts, transport, asked, found, say, is_first=number == 0)
-    except KvxferdError as failure:
+    except Exception as failure:
         if found == Findings():
             raise
         # What was measured in half an hour is not thrown away for what came after it.
-        error = f"{failure.message} [{failure.code.value}]"
+        if isinstance(failure, KvxferdError):
+            error = f"{failure.message} [{failure.code.value}]"
+        else:
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
     figures = figures_of(found)
     return Result(
         machine=machine,

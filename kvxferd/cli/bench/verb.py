@@ -96,10 +96,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     except KeyboardInterrupt:
         click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
         ctx.exit(INTERRUPTED)
-    if plot is not None:
-        from kvxferd.cli.bench.plot import draw
-
-        draw(result, plot)
+    # Shown first: what follows may fail, on a full disk for one.
     if as_json:
         import msgspec
 
@@ -108,8 +105,17 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
         from kvxferd.cli.bench.report import report
 
         console().print(report(result))
-    if result.error:
-        click.echo(f"kvxferd: {result.error}", err=True)
+    failures = [result.error] if result.error else []
+    if plot is not None:
+        from kvxferd.cli.bench.plot import draw
+
+        try:
+            draw(result, plot)
+        except OSError as error:
+            failures.append(f"cannot write {plot}: {error.strerror or error}")
+    for failure in failures:
+        click.echo(f"kvxferd: {failure}", err=True)
+    if failures:
         ctx.exit(FAILED)
 
 

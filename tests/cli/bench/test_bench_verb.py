@@ -1,14 +1,18 @@
 """Flags: what is refused, before anything is started."""
 
+import json
 from pathlib import Path
 
 import pytest
+import synthetic
 from click.testing import CliRunner
 
 from kvxferd.cli.bench import effort, runner, verb
 from kvxferd.cli.bench.cases import Lists
+from kvxferd.cli.bench.figures import Findings
 from kvxferd.cli.bench.shapes import SHAPES
 from kvxferd.cli.root import root
+from kvxferd.errors import KvxferdError
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,44 @@ def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -
     said = CliRunner().invoke(root, ["bench", "--quick"])
     assert said.exit_code == 2
     assert "3.0 GiB is available" in said.output
+
+
+def test_movers_that_alone_are_told_how_to_move_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFERD_MOVER_ENVIRONMENT", "UCX_TLS=tcp")
+    said = CliRunner().invoke(root, ["bench", "--quick", "--measure", "idle"])
+    assert said.exit_code == 2
+    assert "KVXFERD_MOVER_ENVIRONMENT is set" in said.output
+
+
+@pytest.mark.parametrize("failure", [OSError("a process is gone"), KvxferdError("a process is gone")])
+def test_what_was_measured_is_kept_when_a_later_measure_fails(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    async def over(*given: object, **_: object) -> None:
+        (found,) = (one for one in given if isinstance(one, Findings))
+        found.points.append(synthetic.point(4 << 20, synthetic.steady(0.01, 0.009)))
+        raise failure
+
+    monkeypatch.setattr(runner, "_over", over)
+    said = CliRunner().invoke(root, ["bench", "--measure", "throughput", "--size", "64K", "--json"])
+    assert said.exit_code == 2
+    result = json.loads(said.stdout)
+    assert "a process is gone" in result["error"]
+    assert len(result["points"]) == 1
+    assert result["summary"]["throughput_ratio_4m"] == pytest.approx(0.9)
+    assert result["summary"]["idle_cpu_percent"] is None
+
+
+def test_a_picture_that_cannot_be_written_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(runner, "run_bench", lambda asked, say: synthetic.result())
+    (tmp_path / "bench.png").symlink_to(tmp_path / "gone" / "bench.png")
+    said = CliRunner().invoke(root, ["bench", "--quick", "--json", "--plot", str(tmp_path / "bench.png")])
+    assert said.exit_code == 2
+    assert json.loads(said.stdout)["points"]
+    assert "cannot write" in said.stderr
 
 
 def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
