@@ -46,17 +46,18 @@ class Kvxferd:
     name = KVXFERD
     moves_runs = True
 
-    def __init__(self, pair: Pair, is_prepared: bool = True, lends: bool = False) -> None:
-        """`lends`: block ids are lent to the client, not copied by it."""
+    def __init__(self, pair: Pair, is_prepared: bool = True, lends: bool = False, gap_s: float = 0.0) -> None:
+        """`lends`: block ids are lent to the client, not copied by it. `gap_s`: between two pulls."""
         self._pair = pair
         self._is_prepared = is_prepared
         self._lends = lends
+        self._gap_s = gap_s
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Publish, prepare, pull."""
         pair = self._pair
         batch = await (pair.publish_prepared if self._is_prepared else pair.publish)(case, count)
-        command = speech.Pull(case=case, refs=batch.refs, window=window, lent=self._lends)
+        command = speech.Pull(case=case, refs=batch.refs, window=window, lent=self._lends, gap_s=self._gap_s)
         moved = await pair.sink.ask(command, speech.Moved)
         await pair.release(batch)
         return moved.samples

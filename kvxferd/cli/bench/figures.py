@@ -10,9 +10,9 @@ from kvxferd.cli.bench.measures.behind import Behind
 from kvxferd.cli.bench.measures.calls import COPIED, LENT, MANY_IDS, Calls, Ids
 from kvxferd.cli.bench.measures.first import First
 from kvxferd.cli.bench.measures.idle import Idle
-from kvxferd.cli.bench.measures.latency import Latency
+from kvxferd.cli.bench.measures.latency import APART_S, Latency
 from kvxferd.cli.bench.measures.parallel import Parallel
-from kvxferd.cli.bench.points import Point, median
+from kvxferd.cli.bench.points import Point, median, percentile
 from kvxferd.cli.bench.results import Figure
 
 SUMMARY = (
@@ -147,6 +147,7 @@ def _latency(found: Latency | None) -> list[Figure]:
     return [
         _most("added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"),
         _most("added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"),
+        *_apart(found.apart_added_s),
         *(
             _only(f"small_{name}_us", title, found.phases_s.get(name, 0.0) * 1e6, record, "us")
             for name, title in _STATIONS.items()
@@ -160,6 +161,23 @@ def _latency(found: Latency | None) -> list[Figure]:
             f"{record}, not prepared",
             "us",
         ),
+    ]
+
+
+def _apart(added_s: list[float]) -> list[Figure]:
+    how = (
+        f"{len(added_s)} such pulls, {APART_S * 1e3:.0f} ms apart, so that nothing is awake still; less raw "
+        "NIXL's median back to back"
+    )
+    return [
+        _only(
+            f"added_latency_apart_us_p{percent}",
+            f"added latency, 64 KiB, pulls apart, p{percent}",
+            percentile(added_s, percent) * 1e6,
+            how,
+            "us",
+        )
+        for percent in (50, 99)
     ]
 
 

@@ -115,6 +115,8 @@ class RankProcess:
         while len(samples) < len(command.refs):
             while len(running) < command.window and (following := next(waiting, None)):
                 number, ref = following
+                if number and command.gap_s:
+                    time.sleep(command.gap_s)
                 started = self._start(ref, lists[number % len(lists)], command.case)
                 running[started[0]] = (number, *started[1:])
             event = self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)

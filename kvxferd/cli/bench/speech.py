@@ -73,7 +73,8 @@ class Abandon(Line, frozen=True, tag="abandon"):
 class Pull(Line, frozen=True, tag="pull"):
     """Pull them in order, at most `window` at a time, from the moment `at` on (0: now).
 
-    `lent`: the client does not copy the block ids, which stay as they are.
+    `lent`: the client does not copy the block ids, which stay as they are. `gap_s`: between the end of
+    one and the start of the next, for pulls one at a time.
     """
 
     case: Case
@@ -81,6 +82,7 @@ class Pull(Line, frozen=True, tag="pull"):
     window: int = 1
     at: float = 0.0
     lent: bool = False
+    gap_s: float = 0.0
 
 
 class PullBehind(Line, frozen=True, tag="pull-behind"):

@@ -60,7 +60,9 @@ def findings() -> Findings:
             point(64 * MIB, steady(0.020, 0.010)),
             point(256 * MIB, steady(0.020, 0.019)),
         ],
-        latency=Latency(small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, 0.002),
+        latency=Latency(
+            small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, 0.002, [4e-4] * 9
+        ),
         calls=Calls(
             rounds=7,
             n=dict.fromkeys((*COPIED, *LENT), 210),

@@ -59,6 +59,7 @@ def test_aims_are_judged() -> None:
     assert figures["throughput_ratio_64m_lowest"].value == pytest.approx(0.5)
     assert figures["added_latency_us_p99"].met is False
     assert figures["pull_to_post_ratio"].met is None
+    assert figures["added_latency_apart_us_p99"].value == pytest.approx(400)
     assert figures["pull_to_post_ratio"].value == pytest.approx(0.001)
     assert all(figure.how for figure in figures.values())
 

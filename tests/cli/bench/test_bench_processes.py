@@ -112,6 +112,7 @@ def test_the_whole_summary_is_filled() -> None:
     assert all(value is not None and value >= 0 for value in result.summary.values()), result.summary
     figures = {figure.name: figure for figure in result.figures}
     assert figures["fence_us"].value > 0
+    assert figures["added_latency_apart_us_p50"].value > 0
     assert figures["grant_us"].value == 0  # prepared: it was there before
     assert figures["grant_unprepared_us"].value > 0
     assert figures["movers_parent_rss_mb"].value > 10

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvxferd.cli.bench import speech
 from kvxferd.cli.bench.cases import Case, Lists, blocks_for, ids_per_pull
 from kvxferd.cli.bench.contenders import KVXFERD, RAW, Contender, Engine, Kvxferd, Raw
 from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
@@ -17,6 +18,9 @@ from kvxferd.core.snapshot import PullRecord
 from kvxferd.observe.history import record_from_json
 
 SHAPE = "llama-3-70b"
+# A mover that has just moved something spins for a while. After this long it sleeps, as between an
+# engine's requests.
+APART_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Latency:
     phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon counts them
     unprepared_phases_s: dict[str, float]
     unprepared_median_s: float
+    apart_added_s: list[float]  # of pulls `APART_S` apart, less raw NIXL's median back to back
 
 
 async def latency(stage: Stage, transport: str, effort: Effort) -> Latency:
@@ -45,13 +50,19 @@ async def latency(stage: Stage, transport: str, effort: Effort) -> Latency:
         found = await interleave(pair, case, contenders, effort.rounds, effort.small_per_round)
         prepared = await _phases(pair, effort.small_per_round)
         unprepared = await Kvxferd(pair, is_prepared=False).move(case, effort.small_per_round, 1)
+        unprepared_phases = await _phases(pair, effort.small_per_round)
+        point = point_of("latency", transport, SMALL_BYTES, case, found)
+        apart: list[speech.Sample] = []
+        for _ in range(effort.rounds):
+            apart += await Kvxferd(pair, gap_s=APART_S).move(case, effort.small_per_round, 1)
         return Latency(
-            point=point_of("latency", transport, SMALL_BYTES, case, found),
+            point=point,
             added_p50_s=percentile(added(found), 50),
             added_p99_s=percentile(added(found), 99),
             phases_s=prepared,
-            unprepared_phases_s=await _phases(pair, effort.small_per_round),
+            unprepared_phases_s=unprepared_phases,
             unprepared_median_s=median([sample.ended - sample.began for sample in unprepared]),
+            apart_added_s=[one.ended - one.began - point.contenders[RAW].median_s for one in apart],
         )
 
 
