@@ -16,7 +16,8 @@ from typing import NamedTuple
 from rich.console import Console
 from scaling import control_plane, fleet, handshake
 from scaling.control_plane import Load, Measured
-from scaling.report import growth, show_fleet, show_handshake, show_sweep
+from scaling.fits import exponent
+from scaling.report import growth, show_fleet, show_handshake, show_sweep, totals
 
 
 class Sweep(NamedTuple):
@@ -66,6 +67,7 @@ def main() -> None:
             "by": sweep.title,
             "runs": [dataclasses.asdict(measured) for measured in runs],
             "growth": growth(sweep.sizes, runs),
+            "growth_of_totals": {name: exponent(sweep.sizes, costs) for name, costs in totals(runs).items()},
         }
         said["control_plane"] = [*said["control_plane"], point]  # type: ignore[misc]
     met = handshake.measure()

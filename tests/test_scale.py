@@ -14,6 +14,7 @@ from scaling import control_plane, fleet, handshake
 from scaling.control_plane import Load, Measured
 from scaling.engines import Shape
 from scaling.fits import exponent
+from scaling.report import totals
 
 SINK, SOURCE = Shape(tp=2, model="qwen3-8b"), Shape(tp=2, pp=2, model="qwen3-8b")
 # Of these there are many in every run. Ticks are not here: one does all that is due.
@@ -72,6 +73,23 @@ def test_no_event_costs_more_among_many(name: str, few: float, many: float) -> N
         # What is shared out by chance (timers are thrown out when their time comes, a peer of whom no
         # grant is held is renewed no more) is less than the same again; growth would be eightfold.
         assert at_many.us_per_event[kind] < 2 * at_few.us_per_event[kind], kind
+    # A tick may do all that is due: more often or more at a time, and all ticks together as much more.
+    assert ticks(at_many) < 2 * max(many, 1.0) / max(few, 1.0) * ticks(at_few)
+    # Nor does it cost more to meet an engine where many are known.
+    assert at_many.learn_ms < 2 * at_few.learn_ms
+
+
+def ticks(measured: Measured) -> float:
+    """What all ticks of a run cost."""
+    return measured.us_per_event["Tick"] * measured.num_events["Tick"]
+
+
+def test_few_events_that_each_do_more_are_reported() -> None:
+    found = totals([calls(num_waiting=waiting, num_engines=2) for waiting in (4, 40)])
+    few, many = found["all ticks, ms"]
+    assert 0 < few < many
+    assert len(found) == 3
+    assert all(cost > 0 for costs in found.values() for cost in costs)
 
 
 def test_the_fleet_says_what_the_formula_says() -> None:

@@ -22,6 +22,15 @@ def growth(sizes: Sequence[float], runs: Sequence[Measured]) -> dict[str, float]
     return {kind: exponent(sizes, [run.us_per_event[kind] for run in runs]) for kind in sorted(kinds)}
 
 
+def totals(runs: Sequence[Measured]) -> dict[str, list[float]]:
+    """Return, run by run, what no fit of single events shows: few of them, each doing more and more."""
+    return {
+        "% of a processor": [run.core_percent for run in runs],
+        "all ticks, ms": [run.us_per_event["Tick"] * run.num_events["Tick"] / 1e3 for run in runs],
+        "meeting an engine, ms": [run.learn_ms for run in runs],
+    }
+
+
 def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Sequence[Measured]) -> None:
     """One row per kind of event, one column per size, and the fit at the end."""
     names = [f"{size:g}" for size in sizes]
@@ -29,9 +38,9 @@ def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Seque
     for kind, fit in growth(sizes, runs).items():
         table.add_row(kind, *(f"{run.us_per_event[kind]:.0f}" for run in runs), f"{fit:+.2f}")
     table.add_section()
-    table.add_row("% of a processor", *(f"{run.core_percent:.1f}" for run in runs), "")
+    for name, costs in totals(runs).items():
+        table.add_row(name, *(f"{cost:.1f}" for cost in costs), f"{exponent(sizes, costs):+.2f}")
     table.add_row("grants held", *(str(run.num_grants_held) for run in runs), "")
-    table.add_row("meeting an engine, ms", *(f"{run.learn_ms:.1f}" for run in runs), "")
     table.add_row("keeping an engine, KiB", *(f"{run.learn_kib:.0f}" for run in runs), "")
     table.add_row("all else, MiB", *(f"{run.run_mib:.0f}" for run in runs), "")
     console.print(table)
@@ -75,7 +84,7 @@ def show_fleet(console: Console, found: FleetMeasured) -> None:
         f"{found.num_handshakes} handshakes of {found.handshake_bytes / 1024:.0f} KiB; "
         + "core time of a request: "
         + ", ".join(f"{ms:.2f} ms on a {role} node" for role, ms in found.core_ms_per_request.items())
-        + f"; a message through codec and socket {found.codec_us_per_message:.1f} us"
+        + f"; a grant through codec and socket {found.codec_us_per_message:.1f} us"
     )
     limits = Table("full at", "requests/s of one node", title="What fills up first")
     for name, rate in sorted(found.limits.items(), key=lambda item: item[1]):
