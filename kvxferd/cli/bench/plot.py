@@ -29,15 +29,16 @@ def draw(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    alone = [point for point in result.points if point.in_flight == 1]
+    drawn = points_drawn(result.points)
+    window = max((point.in_flight for point in drawn), default=1)
     figure, (rates, ratios, threads) = pyplot.subplots(1, 3, figsize=(15, 5.2), layout="constrained")
-    _draw_rates(rates, alone)
-    _draw_ratios(ratios, alone)
-    _draw_threads(threads, alone)
+    _draw_rates(rates, drawn)
+    _draw_ratios(ratios, drawn)
+    _draw_threads(threads, drawn)
     machine = result.machine
     figure.suptitle(
         f"kvxferd bench: {machine.cores} cores of {machine.processor}, {machine.nixl}, busy "
-        f"{machine.busy_before_percent:.0f} % before; medians of interleaved rounds",
+        f"{machine.busy_before_percent:.0f} % before; medians of interleaved rounds, {window} in flight",
         fontsize=10,
     )
     figure.savefig(path, dpi=150)
@@ -58,8 +59,14 @@ def _draw_rates(axes: Any, points: list[Point]) -> None:
             )
             for size, rates in by_size.items():
                 axes.scatter([size] * len(rates), rates, color=colour, s=14, alpha=0.6)
-    _label(axes, points, "GB/s (10^9 bytes), one pull at a time; each dot a shape and list")
+    _label(axes, points, "GB/s (10^9 bytes); each dot a shape and list")
     axes.legend(fontsize=8)
+
+
+def points_drawn(points: list[Point]) -> list[Point]:
+    """Return those with the fewest pulls at a time that throughput was measured with: usually one."""
+    fewest = min((point.in_flight for point in points if point.measure == "throughput"), default=1)
+    return [point for point in points if point.in_flight == fewest]
 
 
 def rates_by_size(points: list[Point], contender: str, transport: str) -> dict[int, list[float]]:

@@ -13,7 +13,7 @@ from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW
 from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
 from kvxferd.cli.bench.measures.latency import added
 from kvxferd.cli.bench.measures.parallel import spread
-from kvxferd.cli.bench.plot import draw, rates_by_size
+from kvxferd.cli.bench.plot import draw, points_drawn, rates_by_size
 from kvxferd.cli.bench.report import report
 from kvxferd.cli.bench.rounds import Round, Rounds
 from kvxferd.cli.bench.speech import Sample
@@ -117,6 +117,16 @@ def test_tables_show_every_point_and_what_fell_short() -> None:
     assert "NO" in text
     assert "added latency, 64 KiB, p99" in text
     assert "[1]" in text
+
+
+def test_a_picture_of_many_at_a_time_is_not_empty() -> None:
+    alone = synthetic.point(4 << 20, synthetic.steady(0.01, 0.01))
+    small = synthetic.point(64 << 10, synthetic.steady(0.01, 0.01), "latency")
+    eight = msgspec.structs.replace(alone, in_flight=8)
+    assert points_drawn([small, eight]) == [eight]
+    assert points_drawn([small, eight, alone]) == [small, alone]
+    assert points_drawn([small]) == [small]
+    assert points_drawn([]) == []
 
 
 def test_lines_of_the_picture_keep_transports_apart() -> None:
