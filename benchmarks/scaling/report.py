@@ -50,6 +50,7 @@ def show_handshake(console: Console, found: Handshake) -> None:
     """What meeting one engine takes, step by step."""
     title = (
         f"An engine of {found.num_ranks} ranks, {found.num_tensors} cache tensors, met by TP{found.reader.tp}"
+        "; shortest of some rounds"
     )
     table = Table("step", "", title=title)
     for name, value in (
