@@ -105,6 +105,9 @@ def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
     quick = effort.quick()
     assert quick.rounds >= 7
     assert quick.first_rounds >= 7
+    # A p99 is then not of the two or three slowest.
+    assert quick.rounds * quick.small_per_round >= 1000
+    assert quick.rounds * quick.calls_per_round >= 400
     assert quick.behind_bytes == 2 << 30
     assert {pulls.size_bytes for pulls in quick.pulls} >= {4 << 20, 64 << 20}
     assert {pulls.shape for pulls in quick.pulls} == set(SHAPES)

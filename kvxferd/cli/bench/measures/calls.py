@@ -28,7 +28,7 @@ class Ids(NamedTuple):
 COPIED = tuple(Ids(count, lent=False) for count in (1, 1024, MANY_IDS))
 LENT = tuple(Ids(count, lent=True) for count in (MANY_IDS, MOST_IDS))
 # A list of a million takes the daemon some time; there is not that much to see.
-_FEWER = 5
+_FEWER = 10
 
 
 @dataclass(frozen=True)
