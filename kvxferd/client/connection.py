@@ -33,6 +33,10 @@ CLOSE_S = 2.0  # a resident mover is gone within milliseconds, or is stuck in it
 # Of a request that an engine's thread sends itself. A longer one waits for the other thread: encoding
 # 64 KiB of block ids and handing them to the kernel takes as long as waking it.
 DIRECT_BYTES = 32 << 10
+# For some seconds after a request the thread looks at the session each second: the next request's deadline
+# is later than that, so it need not be woken for each, beside the engine's thread that has just asked.
+BUSY_S = 5.0
+LOOK_S = 1.0
 LIVED_S = 2.0  # a connection that lasted this long starts the tries anew
 
 
@@ -66,6 +70,7 @@ class Connection:
         self._link: Link | None = None
         self._sending = threading.Lock()  # of who sends on the link or closes it; taken after `lock`
         self._looks_at = 0.0  # when the thread looks at the session by itself
+        self._asked_at = -math.inf  # when an engine's thread last sent a request
         self._watching = selectors.EVENT_READ
         self._linked_at = 0.0
         self._tries = 0
@@ -93,8 +98,9 @@ class Connection:
         ):
             self.wake()
             return
+        self._asked_at = time.monotonic()
         try:
-            if self._link is link and (outgoing := self.session.next_outgoing(time.monotonic())) is not None:
+            if self._link is link and (outgoing := self.session.next_outgoing(self._asked_at)) is not None:
                 link.send(encode(outgoing.message))
                 link.flush()
             is_done = link.idle
@@ -163,13 +169,16 @@ class Connection:
             key.data()
 
     def _pause(self) -> float | None:
+        now = time.monotonic()
         with self.lock:
             times = [self.session.next_deadline()]
+            if now < self._asked_at + BUSY_S:
+                times.append(now + LOOK_S)
             if self._link is None and self.session.final is None:
                 times.append(self._retry_at)
             earliest = min((t for t in times if t is not None), default=None)
             self._looks_at = math.inf if earliest is None else earliest
-        return None if earliest is None else max(0.0, earliest - time.monotonic())
+        return None if earliest is None else max(0.0, earliest - now)
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)
