@@ -9,7 +9,8 @@ from types import TracebackType
 import pytest
 
 from kvxferd.errors import DeviceError
-from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.driver import Driver
+from kvxferd.memory.drivers import open_driver
 from kvxferd.memory.fake_driver import FakeDriver
 
 # Every test that takes a driver runs over both; without a GPU the second skips and says why.

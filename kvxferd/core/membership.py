@@ -7,10 +7,11 @@ from collections.abc import Callable
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
 from kvxferd.core.layouts import Layouts
+from kvxferd.core.manifests import check_manifest
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
-from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry, check_manifest
+from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError

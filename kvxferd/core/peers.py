@@ -10,9 +10,9 @@ import msgspec
 from kvxferd.core.effects import ForgetPeer, Observed
 from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import RETRY_LATER_S, check_count
+from kvxferd.core.manifests import check_manifests
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
-from kvxferd.core.registry import check_manifests
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank

@@ -6,12 +6,13 @@ from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, NeedMover
 from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.limits import RETRY_LATER_S, check_count
+from kvxferd.core.manifests import check_spec
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
-from kvxferd.core.registry import LocalRank, RankState, Registry, check_spec
+from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import msgspec
-
 from kvxferd.core.lanes import Lanes
-from kvxferd.core.layouts import Layouts
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -24,23 +21,9 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.layout.overlap import Places
 from kvxferd.plan import BlockRules, Plan, TransferTopology, block_rules, check_engine, check_same_engine
 from kvxferd.wire.common import Binding, Placement, RankManifest, RegionAddress
-from kvxferd.wire.endpoint import parse_endpoint
-from kvxferd.wire.limits import (
-    MAX_ADDRESS,
-    MAX_DESCRIPTORS_PER_RANK,
-    MAX_DEVICES,
-    MAX_ENGINE_TENSORS,
-    MAX_METADATA_BYTES,
-    MAX_NAME_CHARS,
-    MAX_RANKS,
-    MAX_REGIONS,
-)
 from kvxferd.wire.worker import RegionExport
-
-MEM_TYPES = ("DRAM", "VRAM")
 
 
 class RankState(StrEnum):
@@ -305,91 +288,6 @@ def _replaces(new: RankRecord, present: RankRecord) -> bool:
     if not (isinstance(new, MemberRank) and isinstance(present, MemberRank)):
         return False
     return new.boot == present.boot or new.incarnation == present.incarnation
-
-
-def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
-    """Return the spec with its home in the one spelling of endpoints; EngineError for one that cannot be.
-
-    Asked before anything counts the engine's ranks: two large numbers make a list that fits nowhere.
-    """
-    for name in (spec.engine_id, spec.generation, incarnation):
-        if not 0 < len(name) <= MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot register: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
-                Code.RANK_INVALID,
-            )
-    if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
-        raise EngineError(
-            f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "
-            f"{MAX_RANKS} ranks at most",
-            Code.RANK_INVALID,
-        )
-    if not (0 <= spec.pp_rank < spec.pp_size and 0 <= spec.tp_rank < spec.tp_size):
-        raise EngineError(
-            f"cannot register: rank {spec.rank} is outside pp_size {spec.pp_size}, tp_size {spec.tp_size}",
-            Code.RANK_INVALID,
-        )
-    return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
-
-
-def check_manifests(manifests: tuple[RankManifest, ...], layouts: Layouts) -> dict[Rank, RankManifest]:
-    """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
-
-    What the whole may cost is bounded: a rank named a thousand times is not checked a thousand times.
-    """
-    spec = manifests[0].spec
-    num_tensors = sum(len(manifest.layout.tensors) for manifest in manifests)
-    if num_tensors > MAX_ENGINE_TENSORS or len({m.rank for m in manifests}) != len(manifests):
-        raise EngineError(
-            f"cannot use the manifest of engine {spec.key}: {len(manifests)} ranks with {num_tensors} cache "
-            f"tensors; each rank once, and {MAX_ENGINE_TENSORS} tensors at most",
-            Code.LAYOUT_INVALID,
-        )
-    places = Places()
-    return {manifest.rank: check_manifest(manifest, layouts, places) for manifest in manifests}
-
-
-def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | None = None) -> RankManifest:
-    """Return a rank's statement that came from another daemon, checked as a registration is.
-
-    Its layout is the one that `layouts` has, where that has one that is equal.
-    """
-    spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    layout = layouts.checked(spec, manifest.layout, places)
-    binding = manifest.binding
-    bound = {region.region: region.size_bytes for region in binding.regions}
-    if len(binding.regions) > MAX_REGIONS or bound != {
-        r.region: r.size_bytes for r in manifest.layout.regions
-    }:
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: it binds other regions than its layout's",
-            Code.REGION_INVALID,
-        )
-    if wrong := next((r.region for r in binding.regions if not _can_be(r)), None):
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: region {wrong} lies where none can",
-            Code.REGION_INVALID,
-        )
-    if not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: an agent's name of {len(binding.agent)} "
-            f"characters, {len(binding.metadata)} bytes of metadata",
-            Code.REGION_INVALID,
-        )
-    return RankManifest(spec, layout, binding)
-
-
-def _can_be(region: RegionAddress) -> bool:
-    """Whether what another daemon says of a region's place makes sense."""
-    pieces = region.pieces
-    return (
-        0 < region.address <= MAX_ADDRESS - region.size_bytes
-        and 0 <= region.device < MAX_DEVICES
-        and region.mem_type in MEM_TYPES
-        and all(count > 0 and size > 0 for count, size in pieces)
-        and sum(count for count, _ in pieces) <= MAX_DESCRIPTORS_PER_RANK
-        and (not pieces or sum(count * size for count, size in pieces) == region.size_bytes)
-    )
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.memory.driver import Driver, Stretch, open_driver
+from kvxferd.memory.driver import Driver, Stretch
+from kvxferd.memory.drivers import open_driver
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxferd.errors import DeviceError
-from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.driver import Driver
+from kvxferd.memory.drivers import open_driver
 
 _LOG = logging.getLogger(__name__)
 

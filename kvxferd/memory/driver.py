@@ -1,4 +1,4 @@
-"""What kvxferd needs of a GPU's driver, and the one place that chooses it.
+"""What kvxferd needs of a GPU's driver; `kvxferd.memory.drivers` chooses one.
 
 Two implementations keep this contract and pass one suite: `kvxferd.memory.cuda`, the only file that
 touches CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles
@@ -7,13 +7,9 @@ are plain ints; a device is named by its UUID, because its number differs betwee
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
-
-from kvxferd.errors import Code, DeviceError
 
 # For tests, and for a node whose movers must leave its GPUs alone ("none").
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
@@ -171,32 +167,3 @@ class Driver(Protocol):
     def used_bytes(self, uuid: str) -> int:
         """Return how much of the device's memory is in use, by whomever, as the driver counts."""
         ...
-
-
-def open_driver(name: str = "") -> Driver:
-    """Return this process's driver. `name`: "cuda", "fake" or "none"; "": the environment's, or else cuda.
-
-    Not before a fork: a process that has used CUDA has no children that can. Raises
-    DeviceError(device-unavailable), which says what is missing.
-    """
-    return _opened(name or os.environ.get(DRIVER_VARIABLE, "") or "cuda")
-
-
-@functools.cache
-def _opened(chosen: str) -> Driver:
-    if chosen == "cuda":
-        from kvxferd.memory.cuda import CudaDriver
-
-        return CudaDriver()
-    if chosen == "fake":
-        from kvxferd.memory.fake_driver import FakeDriver
-
-        return FakeDriver()
-    if chosen == "none":
-        raise DeviceError(
-            f"cannot use a GPU: {DRIVER_VARIABLE} is set to none; unset it", Code.DEVICE_UNAVAILABLE
-        )
-    raise DeviceError(
-        f"cannot use driver {chosen!r}: there are cuda, fake and none ({DRIVER_VARIABLE})",
-        Code.DEVICE_UNAVAILABLE,
-    )

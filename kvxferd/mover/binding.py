@@ -12,7 +12,8 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import SessionId
 from kvxferd.memory import Mapping, check_memfd, map_memfd
 from kvxferd.memory.device import DeviceMapping
-from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.driver import Driver
+from kvxferd.memory.drivers import open_driver
 from kvxferd.memory.inspect import check_exports
 from kvxferd.mover.probe import Proof, placement_of, prove
 from kvxferd.mover.staging import StagedTransport

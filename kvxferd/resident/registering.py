@@ -15,7 +15,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory.device import ResidentMemory
-from kvxferd.memory.driver import open_driver
+from kvxferd.memory.drivers import open_driver
 from kvxferd.mover.nixl_transport import Library, NixlTransport, import_library
 from kvxferd.mover.transport import Transport
 from kvxferd.resident.mover import MakeTransport, ThreadMover

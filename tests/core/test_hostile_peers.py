@@ -8,8 +8,8 @@ from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.core.layouts import Layouts
+from kvxferd.core.manifests import check_manifest
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
-from kvxferd.core.registry import check_manifest
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids

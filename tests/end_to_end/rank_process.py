@@ -26,7 +26,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.driver import open_driver
+from kvxferd.memory.drivers import open_driver
 
 GROUP = "full"
 OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most

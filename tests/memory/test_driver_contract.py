@@ -11,7 +11,8 @@ from devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.driver import Driver
+from kvxferd.memory.drivers import open_driver
 
 
 @pytest.fixture(params=DRIVERS)

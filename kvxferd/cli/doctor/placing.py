@@ -27,7 +27,8 @@ from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
-from kvxferd.memory.driver import DRIVER_VARIABLE, Driver, open_driver
+from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
+from kvxferd.memory.drivers import open_driver
 
 NUM_PULLS = 4  # the first connects
 EVENT_S = 30.0

@@ -7,7 +7,7 @@ import signal
 
 from kvxferd.cli.tether import tether
 from kvxferd.errors import KvxferdError
-from kvxferd.memory.driver import open_driver
+from kvxferd.memory.drivers import open_driver
 
 
 def main() -> None:

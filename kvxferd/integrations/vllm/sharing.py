@@ -13,7 +13,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.adopt import adopt as adopt_pages
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.driver import open_driver
+from kvxferd.memory.drivers import open_driver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from other_user import needs_root, run_as
 
 from kvxferd.cli.children import DaemonProcess
 from kvxferd.errors import DeviceError
-from kvxferd.memory.driver import open_driver
+from kvxferd.memory.drivers import open_driver
 
 
 def test_all_of_it_on_this_machine(tmp_path: Path):

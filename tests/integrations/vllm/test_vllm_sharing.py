@@ -18,7 +18,8 @@ from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKin
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.sharing import Shared, device_region, share
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.driver import Driver, open_driver
+from kvxferd.memory.driver import Driver
+from kvxferd.memory.drivers import open_driver
 
 BLOCKS, LAYERS = 64, 3
 BIG = (LAYERS, BLOCKS, 24, 32, 128)  # 36 MiB: glibc maps blocks of 32 MiB and more by themselves, always
