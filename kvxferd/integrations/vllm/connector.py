@@ -90,12 +90,21 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this rank's caches with the daemon. Blocks, at engine start."""
         derived = derive(kv_caches, self._kv_cache_config, self._vllm_config)
-        sleep.check(self._vllm_config.model_config, (storage.device for storage in derived.storages))
+        devices = {storage.device for storage in derived.storages}
+        sleep.check(self._vllm_config.model_config, devices, KVConnectorBase_V1)
         shared = share(derived, adopt=self._options.adopt_cpu_memory)
         for line in shared.report:
             _LOG.info("%s", line)
         self._worker, self._told = enrol(self._vllm_config, derived, shared, self._options)
         sleep.watch(self._worker, shared.renewed)
+
+    def unregister_kv_caches(self) -> None:
+        """Return once no other process maps this rank's caches. vLLM 0.33 asks for it before it sleeps."""
+        sleep.fall_asleep()
+
+    def restore_kv_caches(self) -> None:
+        """Register them again. vLLM 0.33 asks for it after it woke."""
+        sleep.wake_up(None)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's side must know of the engine."""

@@ -1,7 +1,8 @@
 """Sleep mode: the daemon lets go of a worker's memory before vLLM frees it, and maps it again after.
 
 vLLM takes sleep-mode backends by name: ``--enable-sleep-mode --sleep-mode-backend kvxferd`` is the
-usual one with kvxferd told first. The plugin entry point of this package registers it.
+usual one with kvxferd told first. The plugin entry point of this package registers it. From 0.33 on vLLM
+tells the connector itself, whatever the backend.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ _watched: dict[WorkerSide, Callable[[], Sequence[Region]]] = {}
 _asleep: set[WorkerSide] = set()
 
 
-def check(model_config: Any, devices: Iterable[str]) -> None:
+def check(model_config: Any, devices: Iterable[str], connector: type) -> None:
     """Refuse an engine that would free memory behind the daemon's back. Raises EngineError(config-invalid).
 
     `devices` are torch's types of the devices that its cache is on; sleep leaves the host's alone.
+    `connector` is vLLM's base class of connectors, by which it shows whether it tells them.
     """
     if not getattr(model_config, "enable_sleep_mode", False) or set(devices) <= {"cpu"}:
+        return
+    if hasattr(connector, "unregister_kv_caches"):
         return
     backend = getattr(model_config, "sleep_mode_backend", "")
     if backend != BACKEND:
