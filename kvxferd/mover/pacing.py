@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
-HOT_S = 5e-6
+HOT_S = 5e-6  # how long to spin where a core is wanted by more movers than there are cores
 SPIN_S = 40e-6
-YIELD_S = 200e-6
 MIN_PAUSE_S = 50e-6
 READING_PAUSE_S = 500e-6  # the longest while a read is under way here
 ATTENDING_PAUSE_S = 1e-3  # the longest while others may read from here
@@ -20,7 +18,11 @@ WORKED_COLD_S = 40e-6
 
 
 class Pacer:
-    """Spins for tens of microseconds, yields, then sleeps in growing steps."""
+    """Spins for tens of microseconds, then sleeps in growing steps.
+
+    It does not yield: under Linux 6.18 whoever yields gives its turn up to everybody who wants the core,
+    while whoever sleeps is given one when it wakes.
+    """
 
     # The posts of a small pull, its fence word's included, follow one another. What takes longer is
     # a large one's, and the daemon's messages are looked at in between.
@@ -41,14 +43,10 @@ class Pacer:
         self._moved_at = time.perf_counter()
 
     def pause_s(self, is_reading: bool) -> float:
-        """Return how long to wait now; 0 after it has given the core away where that is due."""
+        """Return how long to wait now; 0 for not at all."""
         idle = time.perf_counter() - self._moved_at
-        self._has_paused = idle >= YIELD_S
-        if idle < YIELD_S:
-            # Right after something happened more is likely to be there: whoever gave the core away
-            # then would have it back after somebody else's turn.
-            if idle > SPIN_S or (idle > HOT_S and self._is_crowded()):
-                os.sched_yield()
+        self._has_paused = idle >= (HOT_S if self._is_crowded() else SPIN_S)
+        if not self._has_paused:
             return 0.0
         unread = ATTENDING_PAUSE_S if idle < 1.0 else RESTING_PAUSE_S
         return min(READING_PAUSE_S if is_reading else unread, max(MIN_PAUSE_S, idle / 8))

@@ -20,8 +20,15 @@ def after(pacer: Pacer, idle_s: float, is_reading: bool) -> float:
 @pytest.mark.parametrize("crowded", [False, True])
 def test_it_looks_again_at_once_after_something_happened(crowded: bool) -> None:
     pacer = Pacer(lambda: crowded)
-    assert after(pacer, 0.0, True) == 0.0
-    assert after(pacer, 100e-6, False) == 0.0
+    pacer.moved()
+    assert after(pacer, -1.0, True) == 0.0  # whatever the call itself takes
+    assert after(pacer, 100e-6, False) == pacing.MIN_PAUSE_S
+
+
+def test_it_spins_for_a_shorter_time_in_a_crowd() -> None:
+    idle_s = (pacing.HOT_S + pacing.SPIN_S) / 2
+    assert after(Pacer(lambda: True), idle_s, True) == pacing.MIN_PAUSE_S
+    assert after(Pacer(lambda: False), -1.0, True) == 0.0
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
