@@ -147,6 +147,12 @@ class SchedulerSide:
                          "this engine is not known to the daemon yet", request.request_id)  # fmt: skip
             self.tally.publish_failed(Code.ENGINE_UNKNOWN)
             return None
+        if not self._publisher.is_connected:
+            # The client would tell the next daemon; until there is one, the reader would wait for nothing.
+            _LOG.warning("request %s is not published, its reader will have to compute it: "
+                         "the daemon is away", request.request_id)  # fmt: skip
+            self.tally.publish_failed(Code.DAEMON_LOST)
+            return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         name = f"{request.request_id[: MAX_NAME_CHARS - 20]}~{next(self._sequence):x}"
         try:

@@ -34,6 +34,10 @@ from kvxferd.integrations.vllm.stats import Tally
 
 _LOG = logging.getLogger("vllm.kvxferd.worker")
 
+# How long a pull may wait for a daemon that is not there: a restarted one is found within 2 s. Whoever
+# would wait longer is better off with what the engine does without the cache.
+AWAY_S = 5.0
+
 
 class Mirror(Protocol):
     """Copies between vLLM's tensors and the shared buffers that stand for them."""
@@ -170,10 +174,9 @@ class WorkerSide:
         if order.refusal:
             self._failed(pull, Code.BLOCKS_INVALID, order.refusal)
             return
+        deadline_s = self._deadline_s if self._rank.is_connected else min(self._deadline_s, AWAY_S)
         try:
-            pull.ticket = self._rank.pull(
-                order.ref, order.blocks, order.num_tokens, self._deadline_s, after=after
-            )
+            pull.ticket = self._rank.pull(order.ref, order.blocks, order.num_tokens, deadline_s, after=after)
         except KvxferdError as error:
             self._failed(pull, error.code, error.message)
             return

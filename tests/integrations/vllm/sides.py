@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from fleet import DaemonUnderTest
 
-from kvxferd.client import Region, connect
+from kvxferd.client import Publisher, Region, connect
 from kvxferd.client.ordering import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
@@ -130,11 +130,12 @@ class EngineUnderTest:
         self._stack.callback(self.worker.close)
         self.scheduler = SchedulerSide(groups, lease_s=lease_s)
         self._stack.callback(self.scheduler.close)
+        self.publisher: Publisher | None = None
         if publishes:
-            publisher = connect(daemon.worker_socket, name=f"{engine_id} scheduler").attach(
+            self.publisher = connect(daemon.worker_socket, name=f"{engine_id} scheduler").attach(
                 engine_id, self.generation
             )
-            self.scheduler.attach(publisher, self.needs_ready)
+            self.scheduler.attach(self.publisher, self.needs_ready)
 
     def step(self) -> Results:
         """One engine step without a forward pass."""

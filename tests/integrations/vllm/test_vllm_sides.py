@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet import DaemonUnderTest
+from fleet import DaemonUnderTest, wait_until
 from sides import BLOCK_TOKENS, GROUPS, Blocks, EngineUnderTest, Request, Status
 
 from kvxferd.client import BlockList
+from kvxferd.errors import Code
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.orders import Orders
 from kvxferd.integrations.vllm.scheduler import SchedulerSide
+from kvxferd.integrations.vllm.worker import AWAY_S
 from kvxferd.memory import SealedMemory
 
 Make = Callable[..., EngineUnderTest]
@@ -251,6 +253,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
     assert (results.received, results.bad_blocks) == ({"d-1"}, {10, 11})
     daemon.start()
     decode.bytes[:] = 0
+    wait_until(lambda: prefill.publisher.is_connected, "the new daemon knows the prefill engine")
     for attempt in range(10):  # until both engines are registered there, and its new port is in references
         again = prefill.prefill(f"p-2.{attempt}", 8, [3, 4], fill=6)
         assert again is not None
@@ -258,6 +261,24 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
         if not decode.step_until(lambda r: bool(r.received), "the pull is over", 10).bad_blocks:
             break
     assert (decode.bytes[[12, 13]] == 6).all()
+
+
+def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill, decode = engine("prefill", publishes=True), engine("decode", deadline_s=60)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    daemon.process.kill()
+    daemon.process.wait(10)
+    both = (prefill.publisher, decode.rank)
+    wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
+    assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None
+    counted = prefill.scheduler.tally.take()
+    assert counted is not None
+    assert counted["publishes_failed"] == {Code.DAEMON_LOST.value: 1}
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over", AWAY_S + 5)
+    assert (results.received, results.bad_blocks) == ({"d-1"}, {10, 11})
 
 
 def test_a_scheduler_that_has_heard_of_no_worker_leaves_the_request_to_its_reader(engine: Make) -> None:
