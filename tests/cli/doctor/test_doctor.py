@@ -54,7 +54,7 @@ def test_a_machine_without_a_driver_is_no_traceback():
         pytest.skip("there is a GPU here")
     found = examine("--gpu", "--check", "gpus")
     assert found.status == 3
-    assert "NVIDIA driver" in found.of("gpu")["found"]
+    assert "cannot use a GPU" in found.of("gpu")["found"]
 
 
 def test_nixl_that_cannot_be_imported_is_a_finding(tmp_path: Path):
