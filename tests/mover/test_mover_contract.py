@@ -399,3 +399,4 @@ def test_there_is_no_metadata_of_nothing(world: World) -> None:
 def test_progress_needs_no_reader(world: World) -> None:
     for _ in range(3):
         world.transport.progress()
+    assert world.transport.take_notes() == []
