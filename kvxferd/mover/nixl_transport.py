@@ -204,8 +204,9 @@ class NixlTransport:
         return handle
 
     def _descriptors(self, address: Uint64s, length: Uint64s, place: Place) -> Any:
-        device = np.full_like(length, place.device)
-        return self._nixl.get_xfer_descs(np.stack((address, length, device), axis=1), place.mem_type)
+        rows = np.empty((len(length), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = address, length, place.device
+        return self._nixl.get_xfer_descs(rows, place.mem_type)
 
     def poll(self, handle: ReadHandle) -> bool:
         assert isinstance(handle, NixlRead)

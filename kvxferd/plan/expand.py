@@ -108,19 +108,25 @@ class Expander:
 
     def _batches(self, number: int, lane: Lane, segments: Segments) -> list[_Batch]:
         """Group segments by shape, each in ascending order of its local blocks."""
-        codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
-        shapes = [codes[0]] if (codes == codes[0]).all() else np.unique(codes)
+        places = (segments.local_item, segments.remote_item, segments.num_items)
+        if segments.are_alike:
+            alike = Shape(*(int(place[0]) for place in places))
+            return [self._batch(number, lane, alike, segments.local_block, segments.remote_block)]
+        codes = (places[0] << 42) | (places[1] << 21) | places[2]
         batches = []
-        for code in shapes:
-            mask = slice(None) if len(shapes) == 1 else codes == code
-            local, remote = segments.local_block[mask], segments.remote_block[mask]
-            if (local[1:] < local[:-1]).any():
-                order = np.argsort(local, kind="stable")
-                local, remote = local[order], remote[order]
+        for code in [codes[0]] if (codes == codes[0]).all() else np.unique(codes):
+            mask = codes == code
             packed = int(code)
             shape = Shape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)
-            batches.append(_Batch(local, remote, self._shape_rows(number, lane, shape)))
+            local, remote = segments.local_block[mask], segments.remote_block[mask]
+            batches.append(self._batch(number, lane, shape, local, remote))
         return batches
+
+    def _batch(self, number: int, lane: Lane, shape: Shape, local: Int64s, remote: Int64s) -> _Batch:
+        if (local[1:] < local[:-1]).any():
+            order = np.argsort(local, kind="stable")
+            local, remote = local[order], remote[order]
+        return _Batch(local, remote, self._shape_rows(number, lane, shape))
 
     def _shape_rows(self, number: int, lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
         cached = self._rows[number]

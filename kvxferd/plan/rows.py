@@ -75,10 +75,12 @@ def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> Rows:
     """Join neighbours, in the order given, that are contiguous on both sides."""
     if len(local) < 2:
         return local, remote, length
-    touches = (np.diff(local) == length[:-1]) & (np.diff(remote) == length[:-1])
-    if not touches.any():
+    is_begin = np.ones(len(local), dtype=bool)
+    before = length[:-1]
+    is_begin[1:] = (local[1:] != local[:-1] + before) | (remote[1:] != remote[:-1] + before)
+    (begins,) = is_begin.nonzero()
+    if len(begins) == len(local):
         return local, remote, length
-    begins = np.concatenate(([0], np.flatnonzero(~touches) + 1))
     return local[begins], remote[begins], np.add.reduceat(length, begins)
 
 

@@ -15,13 +15,17 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Maximal stretches of items that lie inside one kernel block on each side; five arrays of one length."""
+    """Maximal stretches of items that lie inside one kernel block on each side; five arrays of one length.
+
+    `are_alike`: the last three are known to hold one value each.
+    """
 
     local_block: Int64s
     remote_block: Int64s
     local_item: Int64s  # the first item's place in its block
     remote_item: Int64s
     num_items: Int64s
+    are_alike: bool = False
 
 
 class _Listed(NamedTuple):
@@ -122,6 +126,7 @@ def _equal_blocks(mine: _Listed, theirs: _Listed, items: int) -> Segments:
         zero,
         zero,
         np.full(size, items, dtype=np.int64),
+        are_alike=True,
     )
 
 
