@@ -110,6 +110,7 @@ class Daemon:
         self._events: deque[Event] = deque()
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._handles: dict[MoverId, MoverHandle] = {}
         self._exited: set[MoverId] = set()  # gone before the core heard that they were taken
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,15 +266,21 @@ class Daemon:
             log.exception("cannot do what was decided", kind=type(effect).__name__)
 
     def _after_events(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if (deadline := self._node.next_deadline()) is not None:
+        # A timer that comes too early costs a tick; to set one anew for each event costs more.
+        deadline = self._node.next_deadline()
+        if deadline is not None and (self._timer is None or deadline < self._timer_at):
+            if self._timer is not None:
+                self._timer.cancel()
             delay_s = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_event, Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+            self._timer_at = deadline
         self._pool.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._on_event(Tick())
 
     def _on_mover_message(self, mover: MoverId, message: FromMover) -> None:
         self._on_event(MoverSaid(mover, message))
@@ -388,6 +395,9 @@ def serve(config: Config) -> int:
     # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    # Where cores are short, an engine's thread that has just asked for something is not put aside for it.
+    os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
     async def run() -> int:
         return await Daemon(config).run()

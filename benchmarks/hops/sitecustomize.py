@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+KEPT = 300  # marks are written by so many at once: a file costs more than what is measured
 _MARKS: list[tuple[str, float]] = []
 
 
@@ -36,6 +37,8 @@ def _after(owner: Any, method: str, name: str, wanted: str = "") -> None:
 
 
 def _write() -> None:
+    if len(_MARKS) < KEPT:
+        return
     text = "".join(f"{name} {when:.9f}\n" for name, when in _MARKS)
     _MARKS.clear()
     with open(os.path.join(os.environ["BENCH_HOPS"], str(os.getpid())), "a") as file:
@@ -51,7 +54,8 @@ def _mark_mover() -> None:
     _before(PullEngine, "_post_slice", "mover posts data")
     _before(PullEngine, "_post_fence", "mover looks for the fence")
     _before(PullEngine, "_report", "mover knows")
-    _after(Mover, "_send", "mover said", "PullDone")
+    _before(Mover, "_notify", "mover tells the worker")
+    _after(Mover, "_notify", "mover told the worker")
 
 
 def _mark_daemon() -> None:

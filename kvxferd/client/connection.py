@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import select
 import selectors
 import socket
 import threading
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvxferd.client.events import Event
 from kvxferd.client.fence import FenceSlots
 from kvxferd.client.mailbox import Mailbox
 from kvxferd.client.movers import MoverWatch, all_quiet
+from kvxferd.client.notices import Notices
 from kvxferd.client.session import Session
 from kvxferd.client.standing import FINAL
 from kvxferd.errors import Code, KvxferdError, ProtocolError
@@ -59,7 +62,14 @@ class Connection:
         self._given_back.callback(self.mailbox.close)
         page = FencePage.create()
         self._given_back.callback(page.close)
-        self.session = Session(name, FenceSlots(page), page.fd, self.mailbox.put)
+        self._notices = Notices()
+        self._given_back.callback(self._notices.close)
+        self._events = select.epoll()  # readable while the mailbox or the notices are
+        self._given_back.callback(self._events.close)
+        for source in (self.mailbox, self._notices):
+            self._events.register(source.fileno(), select.EPOLLIN)
+        hello = (page.fd, self._notices.far_end)
+        self.session = Session(name, FenceSlots(page), hello, self.mailbox.put)
         self.trouble: OSError | None = None  # why the daemon was not reached just now
         self._selector = selectors.DefaultSelector()
         self._given_back.callback(self._selector.close)
@@ -77,6 +87,7 @@ class Connection:
         self._retry_at = 0.0
         self._closing = False
         self._hang_up = False
+        self._hang_up_why = (Code.DAEMON_LOST, "")
         self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
         self._thread.start()
 
@@ -115,9 +126,9 @@ class Connection:
         if not self._closing:
             os.eventfd_write(self._wake_fd, 1)
 
-    def hang_up(self) -> None:
+    def hang_up(self, code: Code = Code.DAEMON_LOST, why: str = "the client gave the connection up") -> None:
         """Have the thread end this connection to the daemon. With the lock held."""
-        self._hang_up = True
+        self._hang_up, self._hang_up_why = True, (code, why)
         self.wake()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
@@ -129,6 +140,25 @@ class Connection:
         with self.lock:
             self.session.cancel(ticket)
             self.pass_on()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable while there are events; -1 after `close`."""
+        return -1 if self._events.closed else self._events.fileno()
+
+    def take_events(self) -> list[Event]:
+        """Return all events, oldest first, and forget them."""
+        if self.session.awaits_notices:
+            with self.lock:
+                self._take_notices()
+        return self.mailbox.take()
+
+    def _take_notices(self) -> None:
+        """Take what movers have said: before anything else is decided of a pull. With the lock held."""
+        try:
+            for delivered in self._notices.take():
+                self.session.noticed(delivered)
+        except KvxferdError as error:
+            self.hang_up(error.code, f"a mover spoke nonsense: {error.message}")
 
     def close(self) -> None:
         """End the session and give everything back. Idempotent; waits for no daemon."""
@@ -156,9 +186,10 @@ class Connection:
         now = time.monotonic()
         if self._hang_up:
             self._hang_up = False
-            self._drop(Code.DAEMON_LOST, "the client gave the connection up")
+            self._drop(*self._hang_up_why)
         try:
             with self.lock:
+                self._take_notices()
                 self.session.tick(now)
         except KvxferdError as error:
             self._drop(error.code, error.message)
@@ -266,6 +297,7 @@ class Connection:
         for pidfd in frame.fds:
             self._watch(pidfd)
         with self.lock:
+            self._take_notices()
             if not self._hang_up:
                 self.session.feed(message, time.monotonic())
                 self._watch_own()  # before anybody sends what the session has to say
@@ -304,6 +336,7 @@ class Connection:
         self._retry_later(now)
         with self.lock:
             self._watch_own()
+            self._take_notices()
             self.session.lose(now, code, why)
             if code in FINAL:
                 self.session.end(code, why)
@@ -321,12 +354,17 @@ class Connection:
         # Not with the lock: engine threads would wait too.
         are_quiet = all_quiet(own, CLOSE_S)
         with self.lock:
+            self._take_notices()
             if self.session.enrolment.is_resident and are_quiet:
                 self.session.settle(time.monotonic(), code, why)
+            words = self.session.last_words()
             self.session.close(code, why)
             self.changed.notify_all()
         with self._sending:
             if self._link is not None:
+                if words is not None:
+                    self._link.send(encode(words))
+                    self._link.flush()
                 self._link.close()
         self._movers.close()
 

@@ -7,6 +7,7 @@ after a Failed that was not safe: `MOVES` has no other path.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,6 +20,7 @@ from kvxferd.wire import common, worker
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
 MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or something holds them
+MAX_NOTICED = 64  # more than a mover says before its daemon hears the first
 # An engine of 1,024 running requests has at most as many pulls; 64 times that is one that leaks.
 MAX_LIVE_PULLS = 1 << 16
 
@@ -69,6 +71,7 @@ MOVES: dict[tuple[Phase, Signal], tuple[Phase, Says]] = {
     (Phase.SENT, Signal.FAILED_UNSAFE): (Phase.DOUBT, Says.FAILED_UNSAFE),
     (Phase.SENT, Signal.TIMER): (Phase.DOUBT, Says.FAILED_UNSAFE),
     (Phase.SENT, Signal.LOSS): (Phase.LOST, Says.NOTHING),
+    (Phase.LOST, Signal.DELIVERED): (Phase.ENDED, Says.DELIVERED),  # the mover's word outlives the daemon
     (Phase.LOST, Signal.QUIET): (Phase.ENDED, Says.FAILED_SAFE),
     (Phase.LOST, Signal.TIMER): (Phase.DOUBT, Says.FAILED_UNSAFE),
     # A daemon's terminal message after the client gave up by itself proves quiet, no more.
@@ -106,6 +109,7 @@ class Pulls:
         self._live: dict[Ticket, Pull] = {}
         self._timers: list[tuple[float, Ticket]] = []
         self._next = 1
+        self._noticed: deque[Ticket] = deque(maxlen=MAX_NOTICED)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -169,6 +173,16 @@ class Pulls:
         """The daemon's word."""
         if pull := self._known(message.ticket):
             self._step(pull, Signal.DELIVERED, message)
+
+    def noticed(self, message: worker.Delivered) -> None:
+        """The mover's word, which the daemon may not have heard yet."""
+        self._noticed.append(message.ticket)
+        self.delivered(message)
+
+    @property
+    def latest_noticed(self) -> tuple[Ticket, ...]:
+        """The last pulls that a mover said Delivered of."""
+        return tuple(self._noticed)
 
     def failed(self, message: worker.Failed) -> None:
         """The daemon's word."""

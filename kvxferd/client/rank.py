@@ -84,11 +84,11 @@ class Publisher:
 
     def poll(self) -> list[Event]:
         """Return the events since the last call, oldest first. Never waits, never raises."""
-        return self._connection.mailbox.take()
+        return self._connection.take_events()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events: for select, poll, asyncio."""
-        return self._connection.mailbox.fileno()
+        return self._connection.fileno()
 
     @property
     def is_connected(self) -> bool:

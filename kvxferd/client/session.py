@@ -35,7 +35,7 @@ REJOIN_S = 30.0  # a registration may wait for a mover to be made, and for an ol
 class Session:
     """Everything a client knows. Its methods return at once."""
 
-    def __init__(self, name: str, fence: FenceSlots, fence_fd: int, emit: Emit) -> None:
+    def __init__(self, name: str, fence: FenceSlots, fds: tuple[int, ...], emit: Emit) -> None:
         self.standing = Standing.APART
         self.final: Refusal | None = None  # why the session is over
         self.epoch = 0  # counts connections
@@ -46,7 +46,7 @@ class Session:
         self._held = Held()
         self._emit = emit
         self._name = name
-        self._fence_fd = fence_fd
+        self._hello_fds = fds  # of the fence page, and of the notices
         self._lease_s = 0.0
         self._endpoint = Endpoint("")
         self._patience: float | None = None  # when the daemon must have answered
@@ -58,8 +58,8 @@ class Session:
         self.epoch += 1
         self.standing = Standing.GREETING
         self._patience = now + GREETING_S
-        hello = worker.Hello(versions=worker.WORKER_VERSIONS, client=self._name)
-        self._outbox.say(hello, (self._fence_fd,))
+        hello = worker.Hello(versions=worker.WORKER_VERSIONS, client=self._name, notices=True)
+        self._outbox.say(hello, self._hello_fds)
 
     def lose(self, now: float, code: Code, why: str) -> None:
         """The connection has ended. What it carried is judged; what can wait waits for the next."""
@@ -156,6 +156,8 @@ class Session:
         self.enrolment.leave()
         self._pulls.drop_queued(Code.SUSPENDED, "the rank is suspended")
         if self.standing is Standing.READY:
+            if (words := self.last_words()) is not None:
+                self._outbox.queue(words)
             self._outbox.queue(worker.Suspend())
         elif self.standing is not Standing.JOINING:
             self._publishes.release_all(Code.SUSPENDED)
@@ -315,6 +317,21 @@ class Session:
                 self._suspended(now)
             case worker.Farewell():
                 raise KvxferdError(message.message, message.code)
+
+    @property
+    def awaits_notices(self) -> bool:
+        """Whether a mover may have something to say."""
+        return len(self._pulls) > 0
+
+    def noticed(self, delivered: worker.Delivered) -> None:
+        """A mover's word. Raises KvxferdError as `feed` does."""
+        self._pulls.noticed(delivered)
+
+    def last_words(self) -> worker.Noticed | None:
+        """What the daemon must know before the rank's mover ends; None where there is nothing."""
+        if self.standing is not Standing.READY or not (tickets := self._pulls.latest_noticed):
+            return None
+        return worker.Noticed(tickets=tickets)
 
     def _welcomed(self, message: worker.Welcome, now: float) -> None:
         self._require(Standing.GREETING, message)

@@ -52,6 +52,7 @@ class _Connection:
     alive: int  # where `death` is a pipe, its other end; else -1
     fence: FencePage | None = None
     fence_fd: int = -1
+    notices: int = -1  # where movers say Delivered themselves
     early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
@@ -66,7 +67,7 @@ class _Connection:
         self.bring(None)
         if self.fence is not None:
             self.fence.close()
-        own = (fd for fd in (self.fence_fd, self.death, self.alive) if fd >= 0)
+        own = (fd for fd in (self.fence_fd, self.notices, self.death, self.alive) if fd >= 0)
         close_all([*self.early.take(), *self.offered, *self.adopted, *own])
 
     def bring(self, mover: socket.socket | None) -> None:
@@ -233,16 +234,18 @@ class WorkerSocket:
             except EngineError as error:
                 raise ProtocolError(error.message) from error
             return None
-        if isinstance(message, Hello) and connection.fence is None and len(fds) == 1:
+        if isinstance(message, Hello) and connection.fence is None and len(fds) == 1 + message.notices:
             try:
                 connection.fence = FencePage.map(fds[0])
             except EngineError as error:
                 close_all(fds)
                 return Refusal(error.code, error.message)
-            connection.fence_fd = fds[0]
+            connection.fence_fd, connection.notices = fds[0], fds[1] if message.notices else -1
             return None
         if isinstance(message, Hello):
-            raise ProtocolError("cannot take hello: it comes once, with one descriptor, the fence page")
+            raise ProtocolError(
+                "cannot take hello: it comes once, with the fence page, and the notices where it has any"
+            )
         if fds:
             raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
         return None
@@ -356,11 +359,12 @@ class WorkerSocket:
             connection.fence.overwrite(slot)
 
     def region_fds(self, session: SessionId) -> tuple[int, ...]:
-        """The registration's descriptors, then one that is readable once the worker is dead."""
+        """The registration's descriptors, the notices if there are any, then one for the worker's death."""
         connection = self._connections.get(session)
         if connection is None:
             return ()
-        return (*connection.adopted, connection.death)
+        notices = (connection.notices,) if connection.notices >= 0 else ()
+        return (*connection.adopted, *notices, connection.death)
 
     def fence_fd(self, session: SessionId) -> int:
         """The descriptor of the session's fence page; -1 for a session that is gone."""

@@ -78,6 +78,7 @@ class Pull:
     posted: float | None = None
     outcome: PullOutcome | None = None
     retried: bool = False
+    arrived: bool = False  # the worker has its mover's word that it is delivered
     former: Hold | None = None  # of the first try, until the second has one
     phases_s: dict[str, float] = field(default_factory=dict)
 

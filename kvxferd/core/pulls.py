@@ -131,6 +131,7 @@ class Pulls:
             num_tokens=pull.num_tokens,
             fence=FencePlace(hold.granted.fence_agent, hold.granted.fence_address, hold.granted.fence_word),
             stream=stream,
+            ticket=pull.ticket,
         )
         self._moment.do(ToMover(mover, start))
 
@@ -198,6 +199,9 @@ class Pulls:
     def mover_died(self, mover: MoverId) -> None:
         """Nothing that it posted can write any more."""
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
+            if pull.arrived:
+                self._deliver(pull, PullOutcome(delivered=True, told=True))
+                continue
             self._fail(
                 pull,
                 Signal.FINISH,
@@ -210,10 +214,11 @@ class Pulls:
             self._quiesced(pull)
             return
         assert pull.phase is Phase.DELIVERED
-        self._tell(
-            pull,
-            Delivered(ticket=pull.ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s),
-        )
+        if not outcome.told:
+            self._tell(
+                pull,
+                Delivered(ticket=pull.ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s),
+            )
         ended = self._moment.now
         self._forget(pull)
 
@@ -267,6 +272,12 @@ class Pulls:
         self._moment.timers.stop(("quiesce", pull.pull))
         self._let_go_of_former(pull)
 
+    def noticed(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
+        """The worker has these bytes, by its mover's word, which has not come here or never will."""
+        for pull in self._pulls.values():
+            if pull.rank is rank and pull.ticket in tickets and pull.mover is not None:
+                pull.arrived = True
+
     # --- stopping
 
     def cancel(self, rank: LocalRank, ticket: Ticket) -> None:
@@ -316,7 +327,10 @@ class Pulls:
         """The worker is gone: nobody to tell, and its mover is being killed."""
         for pull in [p for p in self._pulls.values() if p.rank is rank]:
             self._forget(pull)
-            self._holds.give_back(pull.hold)
+            if pull.arrived:
+                self._holds.acknowledge(pull.hold, lambda _: None)
+            else:
+                self._holds.give_back(pull.hold)
 
     # --- telling
 

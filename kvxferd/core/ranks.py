@@ -169,12 +169,13 @@ class Ranks:
         """Bind the mover to the rank that asked for it, if that still wants one."""
         self._movers.add(mover)
         rank = session.rank if session is not None else None
-        if rank is None or rank.state is not RankState.MAPPING or rank.mover is not None:
+        if session is None or rank is None or rank.state is not RankState.MAPPING or rank.mover is not None:
             self._movers.kill(mover.mover)
             return
         rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
         self._placements.mover_taken(rank)
-        self._moment.do(BindMover(mover.mover, rank.session, Bind(regions=rank.exports)))
+        bind = Bind(regions=rank.exports, notices=session.notices)
+        self._moment.do(BindMover(mover.mover, rank.session, bind))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """No mover can be had: the registration is refused, or the rank given up."""

@@ -34,6 +34,7 @@ from kvxferd.wire.worker import (
     Failed,
     Hello,
     NewMover,
+    Noticed,
     Prepare,
     Publish,
     PublishRefused,
@@ -76,7 +77,7 @@ class Requests:
     def greet(self, session: Session, said: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate(WORKER_VERSIONS, said.versions)
-        session.greeted = True
+        session.greeted, session.notices = True, said.notices
         welcome = Welcome(version=version, boot_id=self._moment.boot, lease_s=self._moment.settings.lease_s)
         self._moment.do(ToWorker(session.session, welcome))
 
@@ -101,6 +102,9 @@ class Requests:
             case Cancel():
                 if session.rank is not None:
                     self._pulls.cancel(session.rank, said.ticket)
+            case Noticed():
+                if session.rank is not None:
+                    self._pulls.noticed(session.rank, said.tickets)
             case Abandon():
                 self._abandon(session, said.ref)
             case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover():

@@ -19,6 +19,7 @@ class Session:
     pid: int
     uid: int
     greeted: bool = False
+    notices: bool = False  # its rank's mover says Delivered to it itself
     rank: LocalRank | None = None
     attached: EngineKey | None = None
     assembly: IdsAssembly = field(default_factory=IdsAssembly)

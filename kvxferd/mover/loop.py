@@ -12,9 +12,11 @@ from typing import assert_never
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.ids import PullId, Ticket
 from kvxferd.link import Link, close_all, duplicates
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.binding import Bindings
+from kvxferd.mover.notices import Notices
 from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.pulls import PullEngine
 from kvxferd.mover.staging import StagedTransport
@@ -26,7 +28,7 @@ from kvxferd.wire.common import BlockIds, Descriptors, Message
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.ids_stream import IdsAssembly
-from kvxferd.wire.worker import RegionExport
+from kvxferd.wire.worker import Delivered, RegionExport
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class Mover:
         self._early = EarlyDescriptors()
         self._pacer = pacer
         self._attended = False
+        self._notices: Notices | None = None  # none: the daemon tells the worker everything
+        self._tickets: dict[PullId, Ticket] = {}  # of the pulls that it would be told of
         self._answer: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
         self._arrivals = select.poll()  # unlike select, it costs nothing to speak of; but it counts in ms
         self._arrivals.register(stream.fileno(), select.POLLIN)
@@ -67,7 +71,7 @@ class Mover:
         while not has_ended:
             self._work()
             while self._engine.outbox:
-                self._send(self._engine.outbox.popleft())
+                self._report(self._engine.outbox.popleft())
             if not self._stream.idle:
                 self._stream.flush()
             if self._wait():
@@ -76,6 +80,22 @@ class Mover:
     def unmap(self) -> None:
         """Let go of all that was mapped. Only when the transport is closed."""
         self._bindings.close()
+        if self._notices is not None:
+            self._notices.close()
+
+    def _report(self, message: wire.FromMover) -> None:
+        """Tell the daemon; that a pull is delivered, its worker first, which waits for just that."""
+        if isinstance(message, wire.PullDone):
+            ticket = self._tickets.pop(message.pull, None)
+            outcome = message.outcome
+            if ticket is not None and outcome.delivered and self._notify(ticket, outcome):
+                outcome = msgspec.structs.replace(outcome, told=True)
+                message = msgspec.structs.replace(message, outcome=outcome)
+        self._send(message)
+
+    def _notify(self, ticket: Ticket, outcome: wire.PullOutcome) -> bool:
+        delivered = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
+        return self._notices is not None and self._notices.tell(delivered)
 
     def _take(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
@@ -146,6 +166,8 @@ class Mover:
             case BlockIds():
                 self._ids.add(message)
             case wire.StartPull():
+                if self._notices is not None and message.ticket is not None:
+                    self._tickets[message.pull] = message.ticket
                 self._engine.start(self._joined(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)
@@ -154,10 +176,13 @@ class Mover:
 
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
         try:
-            if not fds:
-                raise ProtocolError("cannot bind without the worker's pidfd")
-            answer = self._bindings.bind(message.regions, fds[:-1])
+            num_last = 2 if message.notices else 1
+            if len(fds) < num_last:
+                raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
+            answer = self._bindings.bind(message.regions, fds[:-num_last])
             self._engine.bind(answer.regions)
+            if message.notices:
+                self._heed(os.dup(fds[-2]))
             self._watch_worker(os.dup(fds[-1]))
             self._answer = answer
         except KvxferdError as error:
@@ -165,6 +190,14 @@ class Mover:
         except Exception as error:
             _LOG.exception("cannot bind")
             self._answer = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+
+    def _heed(self, fd: int) -> None:
+        """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it."""
+        try:
+            self._notices = Notices(fd)
+        except OSError as error:
+            _LOG.warning("cannot tell the worker anything: its notices are no socket (%s)", error)
+            os.close(fd)
 
     def _answer_bind(self) -> None:
         """Host memory is registered for certain: the worker is not kept waiting for the proof."""

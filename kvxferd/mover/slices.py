@@ -22,7 +22,7 @@ class Slicer:
     def __init__(self, runs: Runs) -> None:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
-        self._runs = cut(runs, MAX_PIECE_BYTES)
+        self._runs = runs if self.num_bytes <= MAX_PIECE_BYTES else cut(runs, MAX_PIECE_BYTES)
         # Most pulls are one slice: what each of its runs costs need not be known.
         self._total = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
         self._cost: npt.NDArray[np.uint64] | None = None

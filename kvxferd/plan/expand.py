@@ -123,7 +123,7 @@ class Expander:
         return batches
 
     def _batch(self, number: int, lane: Lane, shape: Shape, local: Int64s, remote: Int64s) -> _Batch:
-        if (local[1:] < local[:-1]).any():
+        if np.count_nonzero(local[1:] < local[:-1]):
             order = np.argsort(local, kind="stable")
             local, remote = local[order], remote[order]
         return _Batch(local, remote, self._shape_rows(number, lane, shape))
@@ -160,9 +160,9 @@ def _is_one_column(grids: list[list[Cluster]]) -> bool:
     for clusters in grids:
         if len(clusters) > 1 or not clusters[0].is_uniform or clusters[0].local.shape != first.local.shape:
             return False
-        for mine, firsts in ((clusters[0].local, first.local), (clusters[0].remote, first.remote)):
-            if mine is not firsts and not np.array_equal(mine - mine[0, 0], firsts - firsts[0, 0]):
-                return False
+        pages = (clusters[0].local_pages, first.local_pages), (clusters[0].remote_pages, first.remote_pages)
+        if any(mine is not firsts and not np.array_equal(mine, firsts) for mine, firsts in pages):
+            return False
     return True
 
 
@@ -178,11 +178,12 @@ def _column_rows(key: GridKey, batches: list[_Batch], clusters: list[Cluster]) -
     ]
     local, remote, length = _in_order(columns)
     pages = clusters[0]
-    return (
-        ((pages.local - pages.local[0, 0]) + local).ravel(),
-        ((pages.remote - pages.remote[0, 0]) + remote).ravel(),
-        np.broadcast_to(length, (len(pages.local), len(length))).ravel(),
-    )
+    num_pages = len(pages.local_pages)
+    if num_pages == 1:
+        return local, remote, length
+    lengths = np.empty((num_pages, len(length)), dtype=np.int64)
+    lengths[:] = length
+    return (pages.local_pages + local).ravel(), (pages.remote_pages + remote).ravel(), lengths.ravel()
 
 
 def _cluster_rows(key: GridKey, batch: _Batch, cluster: Cluster) -> Rows:
@@ -199,7 +200,7 @@ def _in_order(parts: list[Rows]) -> Rows:
         local, remote, length = parts[0]
     else:
         local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    if (local[1:] < local[:-1]).any():
+    if np.count_nonzero(local[1:] < local[:-1]):
         # Stable, so timsort: the parts are ascending runs already.
         order = np.argsort(local, kind="stable")
         local, remote, length = local[order], remote[order], length[order]

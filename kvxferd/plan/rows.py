@@ -35,17 +35,20 @@ class GridKey(NamedTuple):
     remote_block_stride: int
 
 
-class Cluster(NamedTuple):
-    """Local pages of equally many rows: arrays of shape (pages, rows per page)."""
+class Cluster:
+    """Local pages of equally many rows: arrays of shape (pages, rows per page).
 
-    local: Int64s
-    remote: Int64s
-    length: Int64s
+    `is_uniform`: every page is one row of one length, so that whole blocks can merge with
+    neighbours. `local_pages` and `remote_pages`: where pages begin, from the first one's first row.
+    """
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether every page is one row of one length, so that whole blocks can merge with neighbours."""
-        return self.length.shape[1] == 1 and bool((self.length == self.length[0, 0]).all())
+    __slots__ = ("is_uniform", "length", "local", "local_pages", "remote", "remote_pages")
+
+    def __init__(self, local: Int64s, remote: Int64s, length: Int64s) -> None:
+        self.local, self.remote, self.length = local, remote, length
+        self.is_uniform = length.shape[1] == 1 and bool((length == length[0, 0]).all())
+        self.local_pages = local[:, :1] - local[0, 0]
+        self.remote_pages = remote[:, :1] - remote[0, 0]
 
 
 class Shape(NamedTuple):

@@ -36,6 +36,7 @@ class Decoder(Generic[M]):
 
 
 CLIENT_MESSAGES: Decoder[worker.ClientMessage] = Decoder(worker.ClientMessage)
+NOTICES: Decoder[worker.Delivered] = Decoder(worker.Delivered)
 DAEMON_MESSAGES: Decoder[worker.DaemonMessage] = Decoder(worker.DaemonMessage)
 TO_MOVER: Decoder[mover.ToMover] = Decoder(mover.ToMover)
 FROM_MOVER: Decoder[mover.FromMover] = Decoder(mover.FromMover)

@@ -46,3 +46,6 @@ MAX_RANKS = 4096  # pp_size * tp_size: larger than any engine known today by two
 FENCE_WORD_BYTES = 16
 FENCE_PAGE_BYTES = 64 << 10  # 4,096 published transfers of one session at a time
 FENCE_SLOTS = FENCE_PAGE_BYTES // FENCE_WORD_BYTES
+
+# A packet of a worker's notices: a `Delivered`.
+MAX_NOTICE_BYTES = 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId
+from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement, RegionAddress
 from kvxferd.wire.worker import RegionExport
@@ -20,10 +20,12 @@ from kvxferd.wire.worker import RegionExport
 class Bind(Message, frozen=True, tag="bind"):
     """Map and register a rank's regions. Carries the regions' descriptors, then the worker's pidfd.
 
-    The mover exits when the worker dies. Answered by `Bound` or `BindRefused`.
+    The mover exits when the worker dies. With `notices`, the socket of the worker's `Hello` comes
+    before the pidfd. Answered by `Bound` or `BindRefused`.
     """
 
     regions: tuple[RegionExport, ...]
+    notices: bool = False
 
 
 class MapFence(Message, frozen=True, tag="map-fence"):
@@ -96,6 +98,7 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     num_tokens: int
     fence: FencePlace
     stream: int = 0
+    ticket: Ticket | None = None  # by which the worker knows the pull; None: it is not told by the mover
 
 
 class AbortPull(Message, frozen=True, tag="abort-pull"):
@@ -166,6 +169,7 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     post_s: float = 0.0  # time inside the transport's post call
     wire_s: float = 0.0  # first post to the last data read terminal
     fence_s: float = 0.0
+    told: bool = False  # the worker has been told Delivered by the mover itself
 
 
 class PullDone(Message, frozen=True, tag="pull-done"):

@@ -33,10 +33,15 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First frame. Carries one descriptor: the session's fence page, a sealed memfd."""
+    """First frame. Carries the session's fence page, a sealed memfd; with `notices`, a socket behind it.
+
+    Into that socket the rank's mover writes each `Delivered` itself, a packet each, and the daemon
+    does not send it. Without, or while the socket takes no more, the daemon does.
+    """
 
     versions: Versions
     client: str  # name and version, for logs
+    notices: bool = False
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -104,6 +109,16 @@ class Cancel(Message, frozen=True, tag="cancel"):
     """Stop a pull. Its terminal event still comes."""
 
     ticket: Ticket
+
+
+class Noticed(Message, frozen=True, tag="noticed"):
+    """Pulls that a mover has said Delivered of, the latest ones: before `Suspend` and before the end.
+
+    The mover's own word may still be on its way to the daemon, or be cut off by the mover's end; the
+    source hears by this that the bytes have arrived.
+    """
+
+    tickets: tuple[Ticket, ...]
 
 
 class Abandon(Message, frozen=True, tag="abandon"):
@@ -232,6 +247,7 @@ ClientMessage = (
     | Prepare
     | Pull
     | Cancel
+    | Noticed
     | Abandon
     | Suspend
     | Resume

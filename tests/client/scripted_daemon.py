@@ -115,6 +115,11 @@ class DaemonSide:
         """What the client's fence page holds there now; the page came with its Hello."""
         return os.pread(self.fds[0], FENCE_WORD_BYTES, slot * FENCE_WORD_BYTES)
 
+    def notice(self, raw: bytes) -> None:
+        """Write a packet into the client's notices, as its mover; they came with its Hello."""
+        with socket.socket(fileno=os.dup(self.fds[1])) as notices:
+            notices.send(raw)
+
     # --- the usual
 
     def greet(self, lease_s: float = 30.0) -> worker.Hello:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 
 import msgspec
@@ -25,7 +26,10 @@ def test_hello_carries_the_fence_page(stage: Stage) -> None:
     hello, fds = side.receive()
     assert hello.versions == worker.WORKER_VERSIONS
     assert hello.client.startswith("vllm 0.33 (kvxferd ")
-    assert [os.fstat(fd).st_size for fd in fds] == [FENCE_PAGE_BYTES]
+    assert hello.notices
+    page, notices = fds
+    assert os.fstat(page).st_size == FENCE_PAGE_BYTES
+    assert stat.S_ISSOCK(os.fstat(notices).st_mode)
     side.say(worker.Welcome(version=1, boot_id="b", lease_s=30.0))
     connecting.result(WAIT_S).close()
 

@@ -6,9 +6,12 @@ import pytest
 from world import IDS, TOKENS, Worker, World
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
+@pytest.fixture(params=["by-daemon", "by-mover"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Workers hear of what is delivered from their daemon, or from their movers."""
+    world = World()
+    world.notices = request.param == "by-mover"
+    return world
 
 
 @pytest.fixture

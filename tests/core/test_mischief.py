@@ -26,6 +26,7 @@ class Mischief:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = World(seed, SETTINGS)
+        self.world.notices = seed % 2 == 1
         self.world.hold_network = True
         self.counts: Counter[str] = Counter()
         self.content: dict[str, tuple[list[int], int]] = {}  # transfer -> source ids and seed

@@ -61,6 +61,7 @@ class Worker:
     tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     slots: Iterator[int] = field(default_factory=itertools.count)
     connected: bool = True
+    notices: bool = False  # its mover says Delivered to it
 
     def say(self, message: Message, word: bytes = b"") -> None:
         self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
@@ -242,6 +243,14 @@ class Mover:
             )
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
+        if outcome.delivered and self.worker.notices and self.alive and not self.mute:
+            assert start.ticket is not None
+            if (
+                self.worker.ended(start.ticket) is None
+            ):  # else it is a client's Quiesced, which the daemon says too
+                told = wk.Delivered(ticket=start.ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=0.0)
+                self.worker.inbox.append(told)
+            outcome = msgspec.structs.replace(outcome, told=True)
         self.say(mv.PullDone(pull=start.pull, outcome=outcome))
 
     def die(self) -> None:
@@ -286,6 +295,7 @@ class World:
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
+        self.notices = False  # workers that connect from now on are told Delivered by their movers
         self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
         self._settling = False
@@ -307,10 +317,10 @@ class World:
         return self.hosts[name]
 
     def connect(self, host: Host) -> Worker:
-        worker = Worker(self, host, SessionId(next(self._numbers)))
+        worker = Worker(self, host, SessionId(next(self._numbers)), notices=self.notices)
         host.workers[worker.session] = worker
         self.feed(host, ev.WorkerOpened(worker.session, 1, 0))
-        worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
+        worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test", notices=self.notices))
         return worker
 
     def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:

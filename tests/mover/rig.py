@@ -13,7 +13,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvxferd.ids import AgentName, BootId, EngineId, Generation, GroupName, MoverId, PullId, Rank, SessionId
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    EngineId,
+    Generation,
+    GroupName,
+    MoverId,
+    PullId,
+    Rank,
+    SessionId,
+    Ticket,
+)
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import FencePage, SealedMemory
@@ -180,10 +191,12 @@ def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:
     return {GROUP: PackedBlocks(pack_ids(list(ids)))}
 
 
-async def bind(node: Node, rank: Worker) -> tuple[MoverHandle, Bound]:
-    """Take a mover and give it the rank's memory."""
+async def bind(node: Node, rank: Worker, notices: int | None = None) -> tuple[MoverHandle, Bound]:
+    """Take a mover and give it the rank's memory, and the socket for its notices."""
     mover = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
-    mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    more = () if notices is None else (notices,)
+    bind = Bind(regions=rank.export(), notices=notices is not None)
+    mover.send(bind, (rank.memory.fd, *more, rank.pidfd))
     return mover, await node.heard(mover, Bound)
 
 
@@ -252,6 +265,7 @@ class Sink:
                 num_tokens=tokens or 16 * len(ours),
                 fence=fence,
                 stream=2 * number,
+                ticket=Ticket(number + 1000),
             )
         )
         return number
@@ -262,9 +276,9 @@ class Sink:
         return done.outcome
 
 
-async def sink(node: Node, rank: Worker, sources: list[Served]) -> Sink:
+async def sink(node: Node, rank: Worker, sources: list[Served], notices: int | None = None) -> Sink:
     """Bind a reader that knows the sources and the plan to read them."""
-    mover, _ = await bind(node, rank)
+    mover, _ = await bind(node, rank, notices)
     remote: dict[Rank, RankLayout] = {s.worker.spec.rank: s.worker.layout for s in sources}
     plan = make_plan(rank.spec, rank.layout, sources[0].worker.spec, remote)
     reader = Sink(rank, node, mover, plan)

@@ -1,0 +1,163 @@
+"""What a mover says to the client itself, before, after and without its daemon."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+import pytest
+from client_stage import REF, Stage, blocks, events_of, one_event
+
+from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
+from kvxferd.client.notices import Notices
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import Ticket
+from kvxferd.wire import worker
+from kvxferd.wire.codec import encode
+from kvxferd.wire.limits import MAX_NOTICE_BYTES
+
+
+def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
+    """A pull that its daemon has."""
+    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
+    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    return ticket
+
+
+def word_of(ticket: PullTicket) -> bytes:
+    return encode(worker.Delivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
+
+
+def test_a_notice_is_an_event(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    assert select.select([rank.fileno()], [], [], 10.0)[0]
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+    assert not select.select([rank.fileno()], [], [], 0.0)[0]
+    assert rank.poll() == []
+
+
+def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket, other = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    stage.side.say(worker.Quiesced(ticket=ticket.number))
+    stage.side.say(worker.Delivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
+    assert [type(event) for event in events_of(rank, 2)] == [Delivered, Delivered]
+    assert rank.is_connected
+
+
+def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
+    rank = stage.rank()
+    told, untold = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(told))
+    stage.daemon.stop()
+    stage.mover.die()
+    delivered, failed = events_of(rank, 2)
+    assert delivered == Delivered(told, 3, 2, 0.5)
+    assert isinstance(failed, Failed)
+    assert failed.ticket == untold
+
+
+def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    side, stage.side.fds = stage.side, list(stage.side.fds)
+    fds, side.fds = side.fds, []
+    stage.daemon.stop()
+    deadline = time.monotonic() + 10.0
+    while rank.is_connected:
+        assert time.monotonic() < deadline
+    side.fds = fds
+    side.notice(word_of(ticket))
+    assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
+    stage.mover.die()
+    side.close()
+
+
+def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank, deadline_s=0.05)
+    stage.side.notice(word_of(ticket))
+    time.sleep(0.8)  # the client's own timer fires half a second after the deadline
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+
+
+def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    assert isinstance(one_event(rank), Failed)
+    stage.side.notice(word_of(ticket))
+    assert type(one_event(rank)).__name__ == "Quiesced"
+
+
+@pytest.mark.parametrize("raw", [b"nonsense", b"", encode(worker.Suspended()), bytes(MAX_NOTICE_BYTES + 1)])
+def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
+    rank = stage.rank()
+    pulled(stage, rank)
+    stage.side.notice(raw)
+    rank.poll()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    stage.mover.die()
+    assert isinstance(one_event(rank), Failed)
+
+
+def test_a_ticket_that_was_never_asked_ends_the_connection(stage: Stage) -> None:
+    rank = stage.rank()
+    pulled(stage, rank)
+    stage.side.notice(encode(worker.Delivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)))
+    rank.poll()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    stage.mover.die()
+    assert isinstance(one_event(rank), Failed)
+
+
+def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    assert isinstance(one_event(rank), Delivered)
+    rank.suspend()
+    assert stage.side.expect(worker.Noticed).tickets == (ticket.number,)
+    stage.side.expect(worker.Suspend)
+    stage.mover.die()
+    stage.side.say(worker.Suspended())
+    assert one_event(rank) == Suspended()
+
+
+def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
+    rank = stage.rank()
+    told, unread = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(told))
+    assert isinstance(one_event(rank), Delivered)
+    stage.side.notice(word_of(unread))
+    rank.close()
+    assert stage.side.expect(worker.Noticed).tickets == (told.number, unread.number)
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    assert rank.poll() == [Delivered(unread, 3, 2, 0.5)]
+    assert rank.fileno() == -1
+
+
+def test_notices_are_packets_and_end_with_close() -> None:
+    notices = Notices()
+    with socket.socket(fileno=notices.far_end) as far:
+        word = worker.Delivered(ticket=Ticket(1), bytes=2, runs=3, wire_s=0.0)
+        far.send(encode(word))
+        far.send(encode(word))
+        assert notices.take() == [word, word]
+        assert notices.take() == []
+        far.send(b"?")
+        with pytest.raises(ProtocolError):
+            notices.take()
+        far.detach()
+    notices.close()
+    assert notices.take() == []

@@ -1,0 +1,85 @@
+"""A mover says Delivered to its worker itself, and its daemon says it where it cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from rig import Node, Worker, serve, sink
+
+from kvxferd.errors import Code
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import NOTICES
+from kvxferd.wire.limits import MAX_NOTICE_BYTES
+
+WORD = bytes(range(16))
+Make = Callable[..., Worker]
+
+
+@pytest.fixture
+def notices() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    with here, there:
+        yield here, there
+
+
+async def test_the_worker_hears_of_what_is_delivered(
+    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    source.page.write(7, WORD)
+    number = reader.start([source], source.place(7, WORD), [1, 2], [3, 4])
+    outcome = await reader.outcome(number)
+    assert outcome.delivered
+    assert outcome.told
+    assert NOTICES.decode(notices[0].recv(MAX_NOTICE_BYTES)) == wk.Delivered(
+        ticket=number + 1000, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
+    )
+    source.close()
+
+
+async def test_of_what_failed_the_daemon_speaks(
+    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
+    assert outcome.code is Code.RELEASED
+    assert not outcome.told
+    with pytest.raises(BlockingIOError):
+        notices[0].recv(MAX_NOTICE_BYTES)
+    source.close()
+
+
+async def test_full_notices_leave_it_to_the_daemon(
+    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    source.page.write(7, WORD)
+    with suppress(BlockingIOError):
+        while True:
+            notices[1].send(b"x")
+    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
+    assert outcome.delivered
+    assert not outcome.told
+    source.close()
+
+
+async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    read, write = os.pipe()
+    try:
+        reader = await sink(pair[1], make_worker("D"), [source], write)
+    finally:
+        os.close(read)
+        os.close(write)
+    source.page.write(7, WORD)
+    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
+    assert outcome.delivered
+    assert not outcome.told
+    source.close()
