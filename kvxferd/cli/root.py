@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import click
 
 import kvxferd
-from kvxferd.cli.bench.verb import bench
-from kvxferd.cli.cancel import cancel
-from kvxferd.cli.demo.verb import demo
-from kvxferd.cli.doctor.verb import doctor
-from kvxferd.cli.drain import drain
-from kvxferd.cli.drop_peer import drop_peer
-from kvxferd.cli.engines import engines
-from kvxferd.cli.explain.verb import explain
-from kvxferd.cli.keygen import keygen
-from kvxferd.cli.peers import peers
-from kvxferd.cli.serve import serve
-from kvxferd.cli.status import status
-from kvxferd.cli.transfers import transfers
 from kvxferd.errors import KvxferdError
 
 REFUSED = 2  # as click's own usage errors
 
+# Where each verb is, in the order of the help. Only the one that is asked for is imported: a daemon
+# would carry the tables of the others for as long as it runs.
+VERBS = {
+    "serve": "kvxferd.cli.serve",
+    "demo": "kvxferd.cli.demo.verb",
+    "bench": "kvxferd.cli.bench.verb",
+    "doctor": "kvxferd.cli.doctor.verb",
+    "status": "kvxferd.cli.status",
+    "engines": "kvxferd.cli.engines",
+    "peers": "kvxferd.cli.peers",
+    "transfers": "kvxferd.cli.transfers",
+    "explain": "kvxferd.cli.explain.verb",
+    "drain": "kvxferd.cli.drain",
+    "drop-peer": "kvxferd.cli.drop_peer",
+    "cancel": "kvxferd.cli.cancel",
+    "keygen": "kvxferd.cli.keygen",
+}
+
 
 class Verbs(click.Group):
     """A group whose verbs may raise KvxferdError: one line, no traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return every verb's name."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the verb and return it; None for a name that is none."""
+        if cmd_name not in VERBS:
+            return None
+        verb = getattr(import_module(VERBS[cmd_name]), cmd_name.replace("-", "_"))
+        assert isinstance(verb, click.Command)
+        return verb
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb."""
@@ -41,21 +59,3 @@ class Verbs(click.Group):
 @click.version_option(kvxferd.__version__, prog_name="kvxferd")
 def root() -> None:
     """Move KV cache between prefill and decode engines: one daemon per node."""
-
-
-for verb in (
-    serve,
-    demo,
-    bench,
-    doctor,
-    status,
-    engines,
-    peers,
-    transfers,
-    explain,
-    drain,
-    drop_peer,
-    cancel,
-    keygen,
-):
-    root.add_command(verb)

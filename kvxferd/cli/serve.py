@@ -10,7 +10,10 @@ from typing import Any
 import click
 
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
-from kvxferd.observe.logs import configure_logs
+from kvxferd.hiding import hidden
+
+with hidden("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
+    from kvxferd.observe.logs import configure_logs
 
 
 def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:

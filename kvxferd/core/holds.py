@@ -14,7 +14,7 @@ from kvxferd.core.registry import LocalRank
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
-from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_METADATA_BYTES, MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -183,8 +183,11 @@ class Holds:
         self._movers.load_plan(hold.rank.mover, hold.plan)
         for rank in hold.plan.sources:
             binding = hold.remote.ranks[rank].binding
-            self._movers.load_remote(hold.rank.mover, binding.agent, binding.metadata)
-        self._movers.load_remote(hold.rank.mover, hold.granted.fence_agent, hold.granted.fence_metadata)
+            self._movers.load_remote(hold.rank.mover, binding.agent, binding.metadata, _word_of(binding))
+        granted = hold.granted
+        self._movers.load_remote(
+            hold.rank.mover, granted.fence_agent, granted.fence_metadata, granted.fence_address
+        )
 
     # --- keeping
 
@@ -256,6 +259,12 @@ class Holds:
             self._moment.settings.acknowledge_for_s,
             lambda answer: on_answer(not isinstance(answer, PeerRefused)),
         )
+
+
+def _word_of(binding: Binding) -> int:
+    """Where a word of the rank's host memory lies; 0 where it has none."""
+    plain = (region for region in binding.regions if region.mem_type == "DRAM" and not region.staged)
+    return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
 
 
 def _nonsense(granted: Granted) -> str:

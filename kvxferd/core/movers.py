@@ -91,8 +91,8 @@ class Movers:
             known.plans.add(plan.digest)
             self._moment.do(ToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
 
-    def load_remote(self, mover: MoverId, agent: AgentName, metadata: bytes) -> None:
-        """Make sure that the mover has loaded this metadata of the agent."""
+    def load_remote(self, mover: MoverId, agent: AgentName, metadata: bytes, word: int = 0) -> None:
+        """Make sure that the mover has loaded this metadata of the agent; `word`: as in `LoadRemote`."""
         known = self._movers[mover]
         if agent not in known.remotes:
             self._drop_unwanted(known)
@@ -101,7 +101,7 @@ class Movers:
         loaded = known.remotes.setdefault(agent, set())
         if metadata not in loaded:
             loaded.add(metadata)
-            self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata)))
+            self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
     def _drop_unwanted(self, mover: Mover) -> None:
         """Engines restart, and each time with new agents: the old ones must not add up."""

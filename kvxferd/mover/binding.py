@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from kvxferd.memory.device import DeviceMapping
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.drivers import open_driver
 from kvxferd.memory.inspect import check_exports
+from kvxferd.memory.populating import populate
 from kvxferd.mover.probe import Proof, placement_of, prove
 from kvxferd.mover.staging import StagedTransport
 from kvxferd.mover.transport import Span, TransportError
@@ -55,6 +57,7 @@ class Bindings:
         self._driver = driver
         self._fences: dict[SessionId, Mapping] = {}
         self._host_spans: tuple[Span, ...] = ()
+        self._populating: deque[Iterator[None]] = deque()
         self._always_stage = always_stage
         self._placement = Placement()
         self.regions: tuple[RegionAddress, ...] = ()
@@ -79,6 +82,17 @@ class Bindings:
         self.regions = tuple(addresses[export.region] for export in exports)
         return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
+    @property
+    def has_pages_to_map(self) -> bool:
+        """Whether host memory is bound whose pages may not be at hand yet."""
+        return bool(self._populating)
+
+    def map_pages(self) -> None:
+        """Map some of them, for less than a millisecond."""
+        for _ in self._populating[0]:
+            return
+        self._populating.popleft()
+
     def prove(self, placement: Placement) -> Placement | None:
         """Return what a read of the bound host memory shows; None where there is none, or it is known.
 
@@ -97,6 +111,8 @@ class Bindings:
             mapping = self._kept(_map(export, fds), undoing)
             spans.append(self._register(_span(mapping), undoing))
             regions.append(RegionAddress(export.region, mapping.address, mapping.size_bytes))
+            self._populating.append(populate(mapping))
+            undoing.callback(self._populating.clear)
         self._host_spans = tuple(spans)
         return Spread(tuple(regions), tuple(spans))
 
@@ -222,6 +238,7 @@ class Bindings:
 
         Whoever unmaps what an agent may still send dies by SIGSEGV.
         """
+        self._populating.clear()
         for mapping in (*self._mappings, *self._fences.values()):
             mapping.unmap()
         self._mappings.clear()

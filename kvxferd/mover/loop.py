@@ -117,7 +117,7 @@ class Mover:
         moved = again = self._engine.step() if self._engine.is_busy else False
         while again and self._engine.is_busy and time.perf_counter() - began < self._pacer.quick_s:
             again = self._engine.step()
-        if not self._engine.num_flights:  # polling a flight drives the library as well
+        if not self._engine.is_polling:
             self._transport.progress()
         if moved:
             self._pacer.moved()
@@ -132,6 +132,9 @@ class Mover:
             if pause == 0.0:
                 return bool(self._arrivals.poll(0))
         link = self._stream.fileno()
+        if self._bindings.has_pages_to_map and not self._engine.is_busy:
+            self._bindings.map_pages()
+            return bool(self._arrivals.poll(0))
         readable, _, _ = select.select([link], [link] if not self._stream.idle else [], [], pause)
         return bool(readable)
 
@@ -160,9 +163,9 @@ class Mover:
             case wire.LoadPlan():
                 self._engine.load_plan(message.digest, message.encoded)
             case wire.LoadRemote():
-                self._engine.remotes.load(message.agent, message.metadata)
+                self._engine.meet(message.agent, message.metadata, message.word)
             case wire.DropRemote():
-                self._engine.remotes.drop(message.agent)
+                self._engine.drop(message.agent)
             case BlockIds():
                 self._ids.add(message)
             case wire.StartPull():

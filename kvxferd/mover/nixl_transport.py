@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.errors import Code, MoverError
+from kvxferd.hiding import hidden
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
@@ -83,13 +85,8 @@ def _import_api(name: str) -> Any:
     # imports torch (0.9 s, 190 MB) only when torch was built without CUDA, to learn just that.
     # Where nixl can do without, torch.version is hidden from it while it looks.
     hide = importlib.util.find_spec("nixl_meta_utils") is not None and "torch" not in sys.modules
-    if not hide:
+    with hidden("torch.version") if hide else nullcontext():
         return importlib.import_module(f"{name}._api")
-    sys.modules["torch.version"] = None  # type: ignore[assignment]
-    try:
-        return importlib.import_module(f"{name}._api")
-    finally:
-        del sys.modules["torch.version"]
 
 
 def _version(name: str) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, RegionId
+from kvxferd.mover.connecting import Connecting
 from kvxferd.mover.pull import Fault, Flight, Pull
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch
@@ -59,6 +60,7 @@ class PullEngine:
         self._clock = clock
         self._max_runs = max_runs
         self._scratch = Scratch(transport)
+        self._connecting = Connecting(transport, self.remotes, self._scratch, clock)
         self._bases: Mapping[RegionId, int] = {}
         self._terrain: Terrain | None = None
         self._plans: dict[Digest, Expander] = {}
@@ -71,12 +73,17 @@ class PullEngine:
     @property
     def is_busy(self) -> bool:
         """Something is waiting or under way: call `step`."""
-        return bool(self._by_id)
+        return bool(self._by_id) or self._connecting.is_busy
 
     @property
     def num_flights(self) -> int:
         """Posts under way."""
         return sum(len(pull.flights) for pull in self._reading)
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether `step` asks the library about something, which drives it."""
+        return self._connecting.is_busy or self.num_flights > 0
 
     def bind(self, regions: Sequence[RegionAddress]) -> None:
         """Say where the local regions lie."""
@@ -89,6 +96,17 @@ class PullEngine:
             self._plans[digest] = Expander(decode_plan(encoded))
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("cannot load plan %s: %s", digest, error)
+
+    def meet(self, agent: AgentName, metadata: bytes, word: int) -> None:
+        """Get to know an agent, or more of it, and connect to it if some of its host memory is known."""
+        self.remotes.load(agent, metadata)
+        if word:
+            self._connecting.connect(agent, word)
+
+    def drop(self, agent: AgentName) -> None:
+        """Forget an agent."""
+        self.remotes.drop(agent)
+        self._connecting.forget(agent)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` will come of it."""
@@ -108,7 +126,7 @@ class PullEngine:
 
     def step(self) -> bool:
         """Move everything on by at most one expansion and one post; return whether anything moved."""
-        moved = False
+        moved = self._connecting.poll()
         for pull in tuple(self._reading):
             moved |= self._poll(pull)
         moved |= self._expand_next()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvxferd.mover.transport import HOST, Kinds, Place
 from kvxferd.plan import Runs
 from kvxferd.plan.boundaries import split_at
+from kvxferd.plan.distinct import distinct
 from kvxferd.wire.common import RegionAddress
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
@@ -66,7 +67,7 @@ def spread(runs: Runs, local: Terrain | None, remote: Terrain | None) -> list[tu
     if remote is not None:
         codes += remote.number_of(runs.remote)
     groups = []
-    for code in np.unique(codes).tolist():
+    for code in distinct(codes).tolist():
         chosen = codes == code
         kinds = Kinds(here[code // len(there)], there[code % len(there)])
         groups.append((kinds, Runs(*(column[chosen] for column in runs))))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
+from kvxferd.plan.distinct import distinct
 from kvxferd.plan.rows import Cluster, GridKey, Int64s, Rows, Shape, merge_touching, shape_rows
 from kvxferd.plan.segments import Segments, lane_segments
 from kvxferd.plan.structs import Lane, Plan
@@ -114,7 +115,7 @@ class Expander:
             return [self._batch(number, lane, alike, segments.local_block, segments.remote_block)]
         codes = (places[0] << 42) | (places[1] << 21) | places[2]
         batches = []
-        for code in [codes[0]] if (codes == codes[0]).all() else np.unique(codes):
+        for code in [codes[0]] if (codes == codes[0]).all() else distinct(codes):
             mask = codes == code
             packed = int(code)
             shape = Shape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)

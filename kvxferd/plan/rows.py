@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import RegionId
+from kvxferd.plan.distinct import distinct
 from kvxferd.plan.structs import Lane, Strides, Strip
 
 # Head by head, token by token and byte by byte, 80 layers of 8 heads of 128 bytes and blocks of 32
@@ -100,7 +101,7 @@ def _clusters(rows: Rows, page_bytes: int) -> list[Cluster]:
     begins = _page_begins(local, length, page_bytes)
     counts = np.diff([*begins, len(local)])
     clusters = []
-    for count in np.unique(counts):
+    for count in distinct(counts):
         at = np.asarray(begins)[counts == count][:, None] + np.arange(count)
         clusters.append(Cluster(local[at], remote[at], length[at]))
     return clusters
@@ -173,7 +174,7 @@ def _content_rows(local: Strides, remote: Strides) -> Rows:
     """Return one unit's content of one item, cut wherever either side's chunks end."""
     _require_few(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
     content = local.num_chunks * local.chunk_bytes
-    cuts = np.unique(
+    cuts = distinct(
         np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])
     )
     places = [cuts // side.chunk_bytes * side.chunk + cuts % side.chunk_bytes for side in (local, remote)]

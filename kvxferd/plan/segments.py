@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
+from kvxferd.plan.distinct import distinct
 from kvxferd.plan.structs import BlockSide, Lane
 
 Int64s = npt.NDArray[np.int64]
@@ -139,7 +140,7 @@ def _block_bounds(mine: _Listed, theirs: _Listed) -> Int64s:
     for side in (mine, theirs):
         step = side.block_tokens * side.shard.count
         begins.append(np.arange(low - (low - side.first) % step, high, step, dtype=np.int64))
-    bounds = np.unique(np.concatenate([*begins, np.array([low, high], dtype=np.int64)]))
+    bounds = distinct(np.concatenate([*begins, np.array([low, high], dtype=np.int64)]))
     return bounds[bounds >= low]
 
 
@@ -153,7 +154,7 @@ def _turn_bounds(mine: _Listed, theirs: _Listed) -> Int64s:
         np.arange(-(-low // step) * step, high, step, dtype=np.int64)
         for step in {side.shard.interleave for side in (mine, theirs) if side.shard.count > 1}
     ]
-    return np.unique(np.concatenate([bounds, *turns]))
+    return distinct(np.concatenate([bounds, *turns]))
 
 
 def _placed(bounds: Int64s, mine: _Listed, theirs: _Listed, granule: int) -> Segments:

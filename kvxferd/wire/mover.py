@@ -56,10 +56,15 @@ class LoadPlan(Message, frozen=True, tag="load-plan"):
 
 
 class LoadRemote(Message, frozen=True, tag="load-remote"):
-    """Load a remote agent's metadata (again: more regions of the same agent)."""
+    """Load a remote agent's metadata (again: more regions of the same agent).
+
+    `word` is an address in host memory that this makes readable: 16 bytes of it may be read, so
+    that the agents are connected before a pull comes.
+    """
 
     agent: AgentName
     metadata: bytes
+    word: int = 0
 
 
 class DropRemote(Message, frozen=True, tag="drop-remote"):

@@ -1,0 +1,29 @@
+"""Imports without what they would drag in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvxferd.hiding import hidden
+
+
+def test_what_is_hidden_cannot_be_imported_and_can_be_later() -> None:
+    with pytest.raises(ImportError), hidden("wave"):
+        import wave
+    import wave  # noqa: F401
+
+
+def test_what_is_there_stays() -> None:
+    with hidden("sys"):
+        import sys as again
+    assert again is sys
+
+
+def test_a_daemon_loads_no_rich_and_no_torch() -> None:
+    imports = "import sys, kvxferd.cli.root, kvxferd.cli.serve, kvxferd.daemon"
+    code = f"{imports}; print(sorted({{'rich', 'torch', 'nixl'}} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
