@@ -56,7 +56,7 @@ def quick() -> Effort:
         for size in (4 * MIB, 64 * MIB)
     ]
     pulls.append(Pulls("mamba2-hybrid", Lists.FRAGMENTED, 64 * MIB, 1))
-    return Effort(tuple(pulls), 7, 150, 60, 7, 16, 600, LARGE_BYTES, 5.0)
+    return Effort(tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0)
 
 
 def full(

@@ -21,6 +21,8 @@ SHAPE = "llama-3-70b"
 NUM_RANKS = 8
 WINDOW = 8
 SIZE_BYTES = 4 * MIB
+# Blocks for so many pulls; more than are under way at a time take turns.
+SLOTS = 2 * WINDOW
 # By then every rank has its command.
 _START_S = 0.1
 
@@ -48,23 +50,22 @@ def deployment(effort: Effort) -> Deployment:
         shape=SHAPE,
         layers=sized.layers,
         ranks=NUM_RANKS,
-        pool_blocks=2 * effort.parallel_pulls * taken,
+        pool_blocks=2 * SLOTS * taken,
     )
 
 
 async def parallel(pair: Pair, effort: Effort) -> Parallel:
     """Measure a pair of that deployment."""
     blocks = blocks_for(msgspec.structs.replace(pair.deployment, ranks=1), SIZE_BYTES)
-    case = Case(
-        deployment=pair.deployment, lists=Lists.FRAGMENTED, blocks=blocks, slots=effort.parallel_pulls
-    )
+    case = Case(deployment=pair.deployment, lists=Lists.FRAGMENTED, blocks=blocks, slots=SLOTS)
+    count = effort.parallel_pulls
     speedups, wholes, ones, spreads = [], [], [], []
     await _prove(pair, case)
     for number in range(effort.rounds):
         if number % 2 == 0:
-            whole, one = await _together(pair, case), await _one_at_a_time(pair, case)
+            whole, one = await _together(pair, case, count), await _one_at_a_time(pair, case, count)
         else:  # so that neither always finds what the other left warm
-            one, whole = await _one_at_a_time(pair, case), await _together(pair, case)
+            one, whole = await _one_at_a_time(pair, case, count), await _together(pair, case, count)
         wholes.append(_rate_of_all(whole))
         ones.append(_rate_of_each(one))
         speedups.append(wholes[-1] / ones[-1])
@@ -102,18 +103,18 @@ def _rate_of_each(by_rank: dict[Rank, list[Sample]]) -> float:
     return sum(sample.bytes for sample in samples) / sum(sample.ended - sample.began for sample in samples)
 
 
-async def _together(pair: Pair, case: Case) -> dict[Rank, list[Sample]]:
+async def _together(pair: Pair, case: Case, count: int) -> dict[Rank, list[Sample]]:
     """Every rank pulls all, `WINDOW` at a time, from one moment on."""
-    batch = await pair.publish_prepared(case, case.slots)
+    batch = await pair.publish_prepared(case, count)
     at = time.perf_counter() + _START_S
     answers = await together(*(_pull(pair, rank, case, batch, WINDOW, at) for rank in pair.ranks))
     await pair.release(batch)
     return dict(zip(pair.ranks, answers, strict=True))
 
 
-async def _one_at_a_time(pair: Pair, case: Case) -> dict[Rank, list[Sample]]:
+async def _one_at_a_time(pair: Pair, case: Case, count: int) -> dict[Rank, list[Sample]]:
     """One rank after the other pulls all, one at a time."""
-    batch = await pair.publish_prepared(case, case.slots)
+    batch = await pair.publish_prepared(case, count)
     answers = {rank: await _pull(pair, rank, case, batch, 1, 0.0) for rank in pair.ranks}
     await pair.release(batch)
     return answers
@@ -128,5 +129,5 @@ async def _prove(pair: Pair, case: Case) -> None:
     """Warm up, and compare every byte of every rank."""
     await pair.everywhere("source", speech.Stamp(case=case, nonce=1))
     await pair.everywhere("sink", speech.Wipe(case=case))
-    await _together(pair, case)
+    await _together(pair, case, case.slots)
     await pair.require_right(speech.Check(case=case, nonce=1, slots=case.slots, whole=True))

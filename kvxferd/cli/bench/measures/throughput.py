@@ -13,7 +13,7 @@ from kvxferd.cli.bench.shapes import Deployment, footprint, layers_for
 from kvxferd.cli.bench.stage import Stage
 
 # A round is long enough to be timed and short enough for many.
-_ROUND_BYTES = 32 * MIB
+_ROUND_BYTES = 128 * MIB
 _MOST_PER_ROUND = 16
 # Room for lists that are not contiguous, on top of what one round moves.
 _SPARE = 1.25
