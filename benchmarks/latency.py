@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +97,64 @@ class Measured:
         self.spans.append((began, returned, delivered))
 
 
+@contextmanager
+def stage(
+    fill: int, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[client.RankHandle, Measured]]:
+    """Two daemons with a rank each, and some pulls behind them: the source, and what pulls from it."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        more = dict(environment or {})
+        source = join(stack, start(stack, directory / "p", more), "prefill", fill)
+        sink = join(stack, start(stack, directory / "d", more), "decode", fill)
+        measured = Measured(source, sink, fill)
+        for ref in measured.prepare(20):
+            measured.pull(ref)
+        measured.spans.clear()
+        yield source, measured
+
+
+def relay(heard: socket.socket, told: socket.socket) -> None:
+    """Pass packets on until there are none, as a process that has nothing else to do."""
+    arrivals = select.poll()
+    arrivals.register(heard.fileno(), select.POLLIN)
+    while arrivals.poll() and (packet := heard.recv(1 << 16)):
+        told.send(packet)
+
+
+def hand_over(count: int, pause_s: float, num_relays: int) -> list[float]:
+    """Return how long packets took through so many processes that only pass them on, and back here."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_relays + 1)]
+    children = []
+    for number in range(num_relays):
+        if not (child := os.fork()):
+            for one, other in pairs:  # or no one would hear the end
+                for end in (one, other):
+                    if end not in (pairs[number][1], pairs[number + 1][0]):
+                        end.close()
+            relay(pairs[number][1], pairs[number + 1][0])
+            os._exit(0)
+        children.append(child)
+    out, back = pairs[0][0], pairs[-1][1]
+    for one, other in pairs:
+        for end in (one, other):
+            if end not in (out, back):
+                end.close()
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        out.send(bytes(300))
+        select.select([back], [], [])
+        back.recv(1 << 16)
+        times.append(time.perf_counter() - began)
+        time.sleep(pause_s)
+    out.close()
+    back.close()
+    for child in children:
+        os.waitpid(child, 0)
+    return times
+
+
 def say(name: str, values: list[float]) -> None:
     """Print the middle and the tail, in microseconds."""
     ordered = sorted(1e6 * value for value in values)
@@ -137,19 +197,15 @@ def main() -> None:
     parser.add_argument("--hops", action="store_true")
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two pulls")
     options = parser.parse_args()
+    for pause_s in (0.0, options.pause):
+        took = hand_over(options.pulls, pause_s, num_relays=2)
+        say(f"two processes that only pass it on, {1e3 * pause_s:g} ms apart", took)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = {}
         if options.hops:
-            (directory / "hops").mkdir()
-            environment["PYTHONPATH"] = str(MARKS)
-            environment["BENCH_HOPS"] = str(directory / "hops")
-        source = join(stack, start(stack, directory / "p", environment), "prefill", options.fill)
-        sink = join(stack, start(stack, directory / "d", environment), "decode", options.fill)
-        measured = Measured(source, sink, options.fill)
-        for ref in measured.prepare(20):
-            measured.pull(ref)
-        measured.spans.clear()
+            environment = {"PYTHONPATH": str(MARKS), "BENCH_HOPS": str(directory)}
+        source, measured = stack.enter_context(stage(options.fill, environment))
         left = options.pulls
         while left:
             batch = min(left, 50)
@@ -161,7 +217,7 @@ def main() -> None:
         say("inside pull()", [returned - began for began, returned, _ in measured.spans])
         say("pull() to Delivered", [delivered - began for began, _, delivered in measured.spans])
         if options.hops:
-            say_hops(directory / "hops", measured.spans)
+            say_hops(directory, measured.spans)
 
 
 if __name__ == "__main__":

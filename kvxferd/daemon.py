@@ -396,9 +396,6 @@ def serve(config: Config) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
-    # Where cores are short, an engine's thread that has just asked for something is not put aside for it.
-    os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
-
     async def run() -> int:
         return await Daemon(config).run()
 

@@ -9,11 +9,19 @@ def main() -> None:
     """Run the command line. What cannot be done is one line on standard error and exit code 2."""
     try:
         from kvxferd.cli.root import root
-
-        root(prog_name="kvxferd")  # imports the verb
     except ModuleNotFoundError as error:
         # The client alone is installed: an engine's environment, say.
-        sys.stderr.write(
-            f"kvxferd: cannot run: {error.name} is not installed; pip install 'kvxferd[daemon]'\n"
-        )
+        sys.stderr.write(f"kvxferd: {missing(error.name)}\n")
         raise SystemExit(2) from None
+    from kvxferd.errors import KvxferdError
+
+    try:
+        root(prog_name="kvxferd")
+    except KvxferdError as error:  # outside of any verb
+        sys.stderr.write(f"kvxferd: {error.message}\n")
+        raise SystemExit(2) from None
+
+
+def missing(module: str | None) -> str:
+    """Return what to say of a verb whose modules are not all there."""
+    return f"cannot run: {module} is not installed; pip install 'kvxferd[daemon]'"

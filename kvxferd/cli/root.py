@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 import kvxferd
-from kvxferd.errors import KvxferdError
+from kvxferd.cli import missing
+from kvxferd.errors import Code, KvxferdError
 
 REFUSED = 2  # as click's own usage errors
 
@@ -42,7 +43,11 @@ class Verbs(click.Group):
         """Import the verb and return it; None for a name that is none."""
         if cmd_name not in VERBS:
             return None
-        verb = getattr(import_module(VERBS[cmd_name]), cmd_name.replace("-", "_"))
+        try:
+            module = import_module(VERBS[cmd_name])
+        except ModuleNotFoundError as error:
+            raise KvxferdError(missing(error.name), Code.CONFIG_INVALID) from error
+        verb = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(verb, click.Command)
         return verb
 

@@ -345,28 +345,35 @@ class Connection:
 
     def _quiet(self, epoch: int) -> None:
         with self.lock:
+            self._take_notices()
             self.session.quiet(epoch)
 
     def _finish(self, code: Code, why: str) -> None:
         with self.lock:
             self._closing = True
+            self._say_last_words()
             own = self.session.enrolment.stop_movers()
         # Not with the lock: engine threads would wait too.
         are_quiet = all_quiet(own, CLOSE_S)
         with self.lock:
-            self._take_notices()
+            self._say_last_words()
             if self.session.enrolment.is_resident and are_quiet:
                 self.session.settle(time.monotonic(), code, why)
-            words = self.session.last_words()
             self.session.close(code, why)
             self.changed.notify_all()
         with self._sending:
             if self._link is not None:
-                if words is not None:
-                    self._link.send(encode(words))
-                    self._link.flush()
                 self._link.close()
         self._movers.close()
+
+    def _say_last_words(self) -> None:
+        """Have the daemon know which pulls have been delivered. With the lock held."""
+        self._take_notices()
+        words = self.session.last_words()
+        with self._sending:
+            if words is not None and self._link is not None:
+                self._link.send(encode(words))
+                self._link.flush()
 
 
 def _connected(path: Path) -> socket.socket:

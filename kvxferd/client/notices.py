@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
+from collections.abc import Iterator
 
 from kvxferd.wire import worker
 from kvxferd.wire.codec import NOTICES
@@ -27,16 +27,17 @@ class Notices:
         """Return a descriptor that is readable while there is something to take."""
         return self._here.fileno()
 
-    def take(self) -> list[worker.Delivered]:
-        """Return what has come, oldest first. Raises ProtocolError for anything else than that."""
-        came: list[worker.Delivered] = []
-        if self._here.fileno() < 0:
-            return came
-        with contextlib.suppress(BlockingIOError):
-            # Nobody ends it but this side: the far end is open here too, so an empty read is an empty packet.
-            while True:
-                came.append(NOTICES.decode(self._here.recv(MAX_NOTICE_BYTES)))
-        return came
+    def take(self) -> Iterator[worker.Delivered]:
+        """Yield what has come, oldest first. Raises ProtocolError at anything else than that.
+
+        Nobody ends it but this side: the far end is open here too, so an empty read is an empty packet.
+        """
+        while self._here.fileno() >= 0:
+            try:
+                packet = self._here.recv(MAX_NOTICE_BYTES)
+            except BlockingIOError:
+                return
+            yield NOTICES.decode(packet)
 
     def close(self) -> None:
         """Close both ends. Idempotent."""

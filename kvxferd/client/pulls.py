@@ -20,7 +20,7 @@ from kvxferd.wire import common, worker
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
 MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or something holds them
-MAX_NOTICED = 64  # more than a mover says before its daemon hears the first
+MAX_NOTICED = 1024  # as many pulls of a rank as a mover may have by default (limits.max_pulls_per_rank)
 # An engine of 1,024 running requests has at most as many pulls; 64 times that is one that leaks.
 MAX_LIVE_PULLS = 1 << 16
 
@@ -176,13 +176,15 @@ class Pulls:
 
     def noticed(self, message: worker.Delivered) -> None:
         """The mover's word, which the daemon may not have heard yet."""
-        self._noticed.append(message.ticket)
+        if (pull := self._known(message.ticket)) is not None and pull.phase is not Phase.DOUBT:
+            self._noticed.append(message.ticket)
         self.delivered(message)
 
-    @property
-    def latest_noticed(self) -> tuple[Ticket, ...]:
-        """The last pulls that a mover said Delivered of."""
-        return tuple(self._noticed)
+    def take_noticed(self) -> tuple[Ticket, ...]:
+        """Return the last pulls that a mover said Delivered of, and forget them."""
+        tickets = tuple(self._noticed)
+        self._noticed.clear()
+        return tickets
 
     def failed(self, message: worker.Failed) -> None:
         """The daemon's word."""

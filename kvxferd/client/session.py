@@ -329,7 +329,7 @@ class Session:
 
     def last_words(self) -> worker.Noticed | None:
         """What the daemon must know before the rank's mover ends; None where there is nothing."""
-        if self.standing is not Standing.READY or not (tickets := self._pulls.latest_noticed):
+        if self.standing is not Standing.READY or not (tickets := self._pulls.take_noticed()):
             return None
         return worker.Noticed(tickets=tickets)
 

@@ -275,7 +275,8 @@ class Pulls:
     def noticed(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
         """The worker has these bytes, by its mover's word, which has not come here or never will."""
         for pull in self._pulls.values():
-            if pull.rank is rank and pull.ticket in tickets and pull.mover is not None:
+            # To an engine that was told of a failure, it was no delivery.
+            if pull.rank is rank and pull.ticket in tickets and pull.phase in (Phase.POSTED, Phase.STOPPING):
                 pull.arrived = True
 
     # --- stopping
@@ -327,7 +328,7 @@ class Pulls:
         """The worker is gone: nobody to tell, and its mover is being killed."""
         for pull in [p for p in self._pulls.values() if p.rank is rank]:
             self._forget(pull)
-            if pull.arrived:
+            if pull.arrived and pull.phase is not Phase.IN_DOUBT:
                 self._holds.acknowledge(pull.hold, lambda _: None)
             else:
                 self._holds.give_back(pull.hold)

@@ -74,9 +74,30 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
         assert time.monotonic() < deadline
     side.fds = fds
     side.notice(word_of(ticket))
-    assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
     stage.mover.die()
+    assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
     side.close()
+
+
+def test_what_came_before_nonsense_counts(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    stage.side.notice(b"nonsense")
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+
+
+def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    assert isinstance(one_event(rank), Failed)
+    stage.side.notice(word_of(ticket))
+    assert len(rank.poll()) == 1
+    rank.close()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
 
 
 def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
@@ -153,11 +174,11 @@ def test_notices_are_packets_and_end_with_close() -> None:
         word = worker.Delivered(ticket=Ticket(1), bytes=2, runs=3, wire_s=0.0)
         far.send(encode(word))
         far.send(encode(word))
-        assert notices.take() == [word, word]
-        assert notices.take() == []
+        assert list(notices.take()) == [word, word]
+        assert list(notices.take()) == []
         far.send(b"?")
         with pytest.raises(ProtocolError):
-            notices.take()
+            list(notices.take())
         far.detach()
     notices.close()
-    assert notices.take() == []
+    assert list(notices.take()) == []

@@ -7,7 +7,6 @@ from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
-from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 
 
@@ -73,10 +72,25 @@ def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     sink.say(wk.Noticed(tickets=(Ticket(ticket),)))
+    mover = mover_of(sink)
+    mover.hold = True
     world.hold_network = False
     world.deliver()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
-    assert not sink.num_wrong(SINK_IDS, TOKENS, seed=1)
+    mover.die()
+    assert sink.ended(ticket).code is Code.MOVER_LOST
+
+
+def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
+    world: World, source: Worker, sink: Worker
+) -> None:
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.1)
+    assert isinstance(sink.ended(ticket), wk.Failed)
+    sink.say(wk.Noticed(tickets=(Ticket(ticket),)))
+    sink.close()
+    world.advance(60)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
@@ -92,16 +106,8 @@ def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
     assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=Ticket(ticket))]
 
 
-def test_a_session_without_notices_gets_a_mover_without(source: Worker, world: World) -> None:
-    world.notices = False
-    plain = world.engine(world.host("d"), "decode")[0]
-    starts: list[mv.StartPull] = []
-    mover = mover_of(plain)
-    mover.hold = True
-    ticket = plain.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    starts.extend(mover.started)
-    mover.hold = False
-    mover.copy()
-    mover.finish()
-    assert [start.ticket for start in starts] == [ticket]
-    assert plain.heard(wk.Delivered)
+@pytest.mark.parametrize("notices", [False, True])
+def test_a_mover_is_bound_with_the_notices_of_its_session(world: World, notices: bool) -> None:
+    world.notices = notices
+    worker = world.engine(world.host("d"), "decode")[0]
+    assert mover_of(worker).bound_with_notices is notices

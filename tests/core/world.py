@@ -149,6 +149,7 @@ class Mover:
     attended: bool = False
     hold: bool = False
     mute: bool = False  # answers nothing: frozen
+    bound_with_notices: bool = False
     plans: dict[str, Expander] = field(default_factory=dict)
     remotes: set[AgentName] = field(default_factory=set)
     base: int = 0
@@ -164,6 +165,7 @@ class Mover:
     def hear(self, message: Message) -> None:
         match message:
             case mv.Bind():
+                self.bound_with_notices = message.notices
                 self._bind()
             case mv.MapFence():
                 page = self.host.workers[message.session].fence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ SIZE = 2 * STEP_BYTES + PAGE
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    fd = os.memfd_create("kvxferd-test")
+    fd = os.memfd_create("kvxferd-populating")
     os.ftruncate(fd, SIZE)
     yield fd
     os.close(fd)
@@ -63,6 +64,13 @@ def test_what_nobody_wrote_is_not_made(fd: int, mapping: Mapping) -> None:
     assert num_made(fd) == made
 
 
-def test_memory_that_is_gone_ends_it(mapping: Mapping) -> None:
-    steps = populate(Mapping(0x1000, SIZE))
-    assert list(steps) == [None] * 3  # nothing is there, so nothing is mapped
+def test_what_is_not_mapped_is_left_alone() -> None:
+    assert list(populate(Mapping(0x1000, SIZE))) == [None] * 3
+
+
+def test_it_ends_where_the_kernel_refuses(fd: int) -> None:
+    os.pwrite(fd, bytes(SIZE), 0)
+    with mmap.mmap(fd, SIZE, prot=mmap.PROT_READ):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        (start,) = (int(line.split("-")[0], 16) for line in lines if "memfd:kvxferd-populating" in line)
+        assert list(populate(Mapping(start, SIZE))) == []
