@@ -21,7 +21,13 @@ ANSWER_S = 5.0
 @click.command()
 @json_option
 @click.option("--gpu", is_flag=True, help="Try every placement of GPU memory, too. Takes a minute.")
-@click.option("--check", "names", metavar="NAME", multiple=True, help="Only this check; may be repeated.")
+@click.option(
+    "--check",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="Only this check; may be repeated. A name that is none lists them.",
+)
 @click.option("--driver", hidden=True, help="Another driver of GPUs: what tests have instead of one.")
 @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
 @click.option(
