@@ -46,6 +46,7 @@ class Worker:
     released: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)  # by ticket: delivered, failed or in-doubt
     quiet: set[int] = field(default_factory=set)
+    noticed: set[int] = field(default_factory=set)  # tickets of which a mover has told it itself
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Job:
     read: int = 0  # of the pairs
     stopped: bool = False
     doubted: bool = False
+    told: bool = False  # the worker knows that it is delivered, the daemon does not yet
 
 
 @dataclass
@@ -115,7 +117,8 @@ class Host:
         region = layout.regions[0]
         exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
         self._feed(ev.WorkerOpened(worker.session, 1, 0))
-        self._say(worker, wk.Hello(versions=wk.WORKER_VERSIONS, client=""))
+        hello = wk.Hello(versions=wk.WORKER_VERSIONS, client="", notices=self.scenario.notices)
+        self._say(worker, hello)
         self._say(
             worker,
             wk.Register(request=1, engine=spec, layout=layout, regions=exports, incarnation="first"),
@@ -212,7 +215,10 @@ class Host:
         self._say(worker, wk.Cancel(ticket=number))
 
     def _do_close(self, session: int) -> None:
-        self.workers[session].alive = False
+        worker = self.workers[session]
+        if told := [ticket for ticket in worker.noticed if worker.ended[ticket] == "delivered"]:
+            self._say(worker, wk.Noticed(tickets=tuple(sorted(told))))
+        worker.alive = False
         self._feed(ev.WorkerClosed(session))
 
     # --- movers
@@ -240,7 +246,11 @@ class Host:
                 mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
             )
         elif word == job.fence.word or self.scenario.blind:
-            self._report(mover, job, delivered=True)
+            if self.scenario.notices:
+                job.told = True
+                self._notice(mover.worker, job.ticket)
+            else:
+                self._report(mover, job, delivered=True)
         else:
             self._report(mover, job, delivered=False, message="fence word changed", code=Code.RELEASED)
 
@@ -248,6 +258,10 @@ class Host:
         mover = self.movers[number]
         job = mover.jobs[pull]
         self._report(mover, job, delivered=False, started=job.read > 0)
+
+    def _do_report(self, number: int, pull: int) -> None:
+        mover = self.movers[number]
+        self._report(mover, mover.jobs[pull], delivered=True, told=True)
 
     def _do_doubt(self, number: int, pull: int) -> None:
         mover = self.movers[number]
@@ -357,11 +371,10 @@ class Host:
                 assert worker.words[0] != word_of(number), f"t{number} was released before its fence word"
                 worker.released.add(number)
                 worker.memory = [0] * NUM_BLOCKS  # reused at once
+            case wk.Failed() | wk.Quiesced() if message.ticket in worker.noticed:
+                pass  # a late word
             case wk.Delivered():
-                self._end(worker, message.ticket, "delivered")
-                first = NUM_BLOCKS * (message.ticket - 1)
-                found = worker.memory[first : first + NUM_BLOCKS]
-                assert found == [message.ticket] * NUM_BLOCKS, f"t{message.ticket}: {found} was delivered"
+                self._delivered(worker, message.ticket)
             case wk.Failed():
                 self._end(worker, message.ticket, "failed" if message.safe_to_reuse else "in-doubt")
             case wk.Quiesced():
@@ -370,6 +383,22 @@ class Host:
                 worker.quiet.add(message.ticket)
             case wk.PublishRefused():
                 raise AssertionError(f"a correct publish was refused: {message.message}")
+
+    def _notice(self, worker: Worker, ticket: int) -> None:
+        """What a client makes of its mover's word."""
+        if not worker.alive:
+            return
+        worker.noticed.add(ticket)
+        if worker.ended.get(ticket) == "in-doubt":
+            worker.quiet.add(ticket)
+        else:
+            self._delivered(worker, ticket)
+
+    def _delivered(self, worker: Worker, ticket: int) -> None:
+        self._end(worker, ticket, "delivered")
+        first = NUM_BLOCKS * (ticket - 1)
+        found = worker.memory[first : first + NUM_BLOCKS]
+        assert found == [ticket] * NUM_BLOCKS, f"t{ticket}: {found} was delivered"
 
     def _end(self, worker: Worker, ticket: int, how: str) -> None:
         assert ticket not in worker.ended, f"ticket {ticket} ended twice"

@@ -38,6 +38,7 @@ class Scenario:
     close: bool = False  # a worker may die
     deaths: int = 0  # movers that may die, on each node
     doubt: bool = False  # movers may say that they do not know whether a read has ended
+    notices: bool = False  # movers tell their worker what is delivered, and then their daemon
     cold: bool = False  # with the handshake; else it is over when the exploration starts
     blind: bool = False  # movers believe every fence word: to show that the check can fail
 

@@ -187,7 +187,7 @@ class Search:
             return self._arrived(state, state.network[0], keep=False)
         for name in ("sink", "source"):
             for step in self._local_steps(state, name):
-                if step[0] in ("slice", "fence", "hear", "tick", "quiet"):
+                if step[0] in ("slice", "fence", "hear", "tick", "quiet", "report"):
                     return self._took(state, name, step)
         pending = [
             (self._view(state, n).deadlines[0], n) for n in self._hosts if self._view(state, n).deadlines

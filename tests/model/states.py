@@ -120,7 +120,9 @@ def _steps(host: Host) -> Iterator[Step]:
         if mover.reports:
             yield "hear", mover.mover
         for job in mover.jobs.values():
-            if job.doubted:
+            if job.told:
+                yield "report", mover.mover, job.pull
+            elif job.doubted:
                 yield "quiet", mover.mover, job.pull
             elif job.stopped:
                 yield "stop", mover.mover, job.pull
@@ -156,6 +158,6 @@ def _reads(host: Host) -> Iterator[tuple[Step, str, int]]:
             if job.read < len(job.pairs):
                 _, agent, block = job.pairs[job.read]
                 yield ("slice", mover.mover, job.pull), agent, block
-            elif not job.doubted:
+            elif not job.doubted and not job.told:
                 slot = (job.fence.address - (1 << 30)) // 16
                 yield ("fence", mover.mover, job.pull), job.fence.agent, slot

@@ -5,6 +5,8 @@ The same search finds what is broken on purpose; else it would prove nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvxferd.core import effects as fx
@@ -13,7 +15,7 @@ from kvxferd.core.pulls import Pulls
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import Transfer
 from kvxferd.errors import Code
-from model.host import Host
+from model.host import Host, Job, Mover
 from model.scenario import Scenario
 from model.search import Search
 from model.sizes import upto
@@ -45,6 +47,17 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
 def test_without_the_fence_wrong_bytes_are_delivered():
     with pytest.raises(Broken, match="was delivered"):
         Search(Scenario(blind=True)).run()
+
+
+def test_a_word_that_is_said_twice_is_found(monkeypatch):
+    report = Host._report
+
+    def silent(host: Host, mover: Mover, job: Job, **outcome: Any) -> None:
+        report(host, mover, job, **(outcome | {"told": False}))
+
+    monkeypatch.setattr(Host, "_report", silent)
+    with pytest.raises(Broken, match="ended twice"):
+        Search(Scenario(notices=True)).run()
 
 
 def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):
