@@ -23,6 +23,7 @@ from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
 from kvxferd.control.keys import read_key, trust_of
 from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.settings import settings_of
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
     AdoptRegions,
@@ -50,11 +51,8 @@ from kvxferd.core.events import (
     MoverUnavailable,
     Tick,
 )
-from kvxferd.core.limits import Limits
 from kvxferd.core.node import Node
-from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import NodeSnapshot, Record
-from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
@@ -77,28 +75,6 @@ log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
-
-
-def settings_of(config: Config, trust: Trust) -> Settings:
-    """What the core needs of the configuration."""
-    return Settings(
-        trust=trust,
-        limits=Limits(
-            max_ranks=config.limits.max_ranks,
-            max_transfers_per_engine=config.limits.max_transfers_per_engine,
-            max_pulls_per_rank=config.limits.max_pulls_per_rank,
-            max_inflight_bytes=config.limits.max_inflight_bytes,
-            max_peers=config.limits.max_peers,
-            max_waiting_per_peer=config.limits.max_waiting_per_peer,
-            max_waiting=config.limits.max_waiting,
-        ),
-        lease_s=config.transfer.lease_s,
-        max_hold_s=config.transfer.max_hold_s,
-        unknown_wait_s=config.transfer.unknown_wait_s,
-        handshake_wait_s=config.peer.handshake_wait_s,
-        resend_s=config.peer.request_timeout_s,
-        silent_after_s=config.peer.silent_after_s,
-    )
 
 
 class Daemon:

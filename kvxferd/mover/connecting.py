@@ -10,14 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from kvxferd.ids import AgentName
 from kvxferd.mover.remotes import Remotes
-from kvxferd.mover.scratch import Scratch
+from kvxferd.mover.scratch import Scratch, word_run
 from kvxferd.mover.transport import ReadHandle, Transport, TransportError
-from kvxferd.plan import Runs
-from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,10 +51,9 @@ class Connecting:
         if agent in self._met or self._remotes.prepare(agent) or (slot := self._scratch.take()) is None:
             return
         self._met.add(agent)
-        word = (np.array([number], dtype=np.uint64) for number in (slot, address, FENCE_WORD_BYTES))
         self._remotes.began(agent)
         try:
-            handle = self._transport.post(agent, Runs(*word))
+            handle = self._transport.post(agent, word_run(slot, address))
         except TransportError as error:
             self._failed(agent, slot, error)
             return

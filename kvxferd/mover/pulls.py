@@ -20,20 +20,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, RegionId
 from kvxferd.mover.connecting import Connecting
 from kvxferd.mover.pull import Fault, Flight, Pull
 from kvxferd.mover.remotes import Remotes
-from kvxferd.mover.scratch import Scratch
+from kvxferd.mover.scratch import Scratch, word_run
 from kvxferd.mover.slices import Budget
 from kvxferd.mover.terrain import Terrain, is_plain
 from kvxferd.mover.transport import HOST, Kinds, Transport, TransportError
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiet, StartPull
 
 _LOG = logging.getLogger(__name__)
@@ -228,8 +226,7 @@ class PullEngine:
         fence = pull.request.fence
         pull.fence_slot = slot
         pull.fence_posted_at = self._clock()
-        place = (np.array([number], dtype=np.uint64) for number in (slot, fence.address, FENCE_WORD_BYTES))
-        self._post(pull, fence.agent, Runs(*place), HOST, was_full=False)
+        self._post(pull, fence.agent, word_run(slot, fence.address), HOST, was_full=False)
         return True
 
     def _post(self, pull: Pull, agent: AgentName, runs: Runs, kinds: Kinds, was_full: bool) -> None:

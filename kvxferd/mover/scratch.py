@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import numpy as np
+
 from kvxferd.mover.transport import Span, Transport
+from kvxferd.plan import Runs
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _SLOT_BYTES = 64  # a cache line each, so that a word that lands touches no other slot's line
@@ -41,3 +44,8 @@ class Scratch:
     def give_back(self, address: int) -> None:
         """The slot's read is terminal."""
         self._free.append(address)
+
+
+def word_run(slot: int, address: int) -> Runs:
+    """Return the run that reads a word at an address into a slot."""
+    return Runs(*(np.array([number], dtype=np.uint64) for number in (slot, address, FENCE_WORD_BYTES)))

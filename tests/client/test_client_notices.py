@@ -25,6 +25,15 @@ def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTick
     return ticket
 
 
+def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
+    """A pull that has failed in doubt, and then its mover's word."""
+    ticket = pulled(stage, rank)
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    assert isinstance(one_event(rank), Failed)
+    stage.side.notice(word_of(ticket))
+
+
 def word_of(ticket: PullTicket) -> bytes:
     return encode(worker.Delivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
 
@@ -89,11 +98,7 @@ def test_what_came_before_nonsense_counts(stage: Stage) -> None:
 
 def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:
     rank = stage.rank()
-    ticket = pulled(stage, rank)
-    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
-    stage.side.say(failed)
-    assert isinstance(one_event(rank), Failed)
-    stage.side.notice(word_of(ticket))
+    noticed_in_doubt(stage, rank)
     assert len(rank.poll()) == 1
     rank.close()
     with pytest.raises(ConnectionError):
@@ -110,11 +115,7 @@ def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
 
 def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:
     rank = stage.rank()
-    ticket = pulled(stage, rank)
-    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
-    stage.side.say(failed)
-    assert isinstance(one_event(rank), Failed)
-    stage.side.notice(word_of(ticket))
+    noticed_in_doubt(stage, rank)
     assert type(one_event(rank)).__name__ == "Quiesced"
 
 
