@@ -9,12 +9,12 @@ import msgspec
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.wire import common
-from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REF_BYTES
 
 _MAX_CHARS = 2 * MAX_NAME_CHARS  # an endpoint has a scheme and a port beside its name
 
 
-class TransferRef(common.TransferRef, frozen=True, forbid_unknown_fields=True):
+class TransferRef(common.TransferRef, frozen=True):
     """A published transfer, as plain JSON. Whoever holds it may read the transfer."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,6 +48,8 @@ def _read(ref: AnyRef) -> common.TransferRef:
     if isinstance(ref, common.TransferRef):
         return ref
     if isinstance(ref, str | bytes):
+        if len(ref) > MAX_REF_BYTES:
+            raise ValueError(f"it has {len(ref)} bytes, at most {MAX_REF_BYTES} go")
         return msgspec.json.decode(ref, type=TransferRef)
     return msgspec.convert(dict(ref), TransferRef)
 

@@ -7,6 +7,7 @@ holds the session's lock around every call; time is an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from kvxferd.client.blocks import Packed
 from kvxferd.client.enrolment import Enrolment, Tenancy
@@ -39,6 +40,7 @@ class Session:
         self.standing = Standing.APART
         self.final: Refusal | None = None  # why the session is over
         self.epoch = 0  # counts connections
+        self.version = 1  # of the worker protocol, as the present daemon chose
         self.enrolment = Enrolment()
         self._pulls = Pulls(emit)
         self._publishes = Publishes(fence, emit)
@@ -316,7 +318,17 @@ class Session:
             case worker.Suspended():
                 self._suspended(now)
             case worker.Farewell():
-                raise KvxferdError(message.message, message.code)
+                self._ended(message)
+
+    def _ended(self, message: worker.Farewell) -> NoReturn:
+        if self.standing is Standing.GREETING and message.code is Code.BAD_FRAME:
+            # So answers a daemon that is too old to read on in a hello that it does not know.
+            raise KvxferdError(
+                f"cannot speak with the daemon: it does not understand hello ({message.message}); "
+                "upgrade the older",
+                Code.BAD_VERSION,
+            )
+        raise KvxferdError(message.message, message.code)
 
     @property
     def awaits_notices(self) -> bool:
@@ -341,6 +353,7 @@ class Session:
                 f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
             )
         self.standing, self._patience = Standing.OPEN, None
+        self.version = message.version
         self.enrolment.boot = BootId(message.boot_id)
         self._lease_s = message.lease_s
         self._ask_if_wanted(now + REJOIN_S if self.enrolment.done_before else None)

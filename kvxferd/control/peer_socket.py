@@ -20,11 +20,10 @@ from kvxferd.core.events import Event, PeerSaid, RouteSaid
 from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, ConfigError, ProtocolError
 from kvxferd.ids import Endpoint
-from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.codec import PEER_MESSAGES, encode, refuse_undecodable
 from kvxferd.wire.common import Message
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES
-from kvxferd.wire.peer import PeerRefused
 
 log = structlog.get_logger()
 
@@ -162,7 +161,7 @@ class PeerSocket:
             self._on_event(RouteSaid(route, PEER_MESSAGES.decode(_only(payload))))
         except ProtocolError as error:
             log.warning("peer message refused", route=route.hex(), code=error.code, reason=error.message)
-            self.answer(route, PeerRefused(request=0, code=error.code, message=error.message))
+            self.answer(route, refuse_undecodable(b"".join(payload), error))
 
     def _answered(self, endpoint: Endpoint, parts: list[bytes]) -> None:
         try:

@@ -25,7 +25,7 @@ from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, Protoco
 from kvxferd.ids import SessionId
 from kvxferd.link import Link, close_all
 from kvxferd.memory.fence import FencePage
-from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first, encode
 from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
@@ -50,6 +50,7 @@ class _Connection:
     credentials: Credentials
     death: int  # readable once the worker is dead: a pidfd where there is one
     alive: int  # where `death` is a pipe, its other end; else -1
+    version: int = 0  # of the protocol, agreed on by hello
     fence: FencePage | None = None
     fence_fd: int = -1
     notices: int = -1  # where movers say Delivered themselves
@@ -205,7 +206,10 @@ class WorkerSocket:
             close_all(frame.fds)
             return
         try:
-            message = CLIENT_MESSAGES.decode(frame.payload)
+            if connection.version:
+                message = CLIENT_MESSAGES.decode(frame.payload)
+            else:
+                message, connection.version = decode_first(frame.payload)
             problem = self._take_descriptors(connection, message, frame.fds)
         except ProtocolError:
             close_all(frame.fds)

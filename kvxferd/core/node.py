@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 from kvxferd.core.attendance import Attendance
-from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToRoute, ToWorker
+from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToPeer, ToRoute, ToWorker
 from kvxferd.core.events import (
     DrainAsked,
     Event,
@@ -39,6 +40,7 @@ from kvxferd.core.questions import Questions
 from kvxferd.core.ranks import Ranks
 from kvxferd.core.registry import Registry
 from kvxferd.core.requests import Requests
+from kvxferd.core.routes import Routes
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.showing import show_engines, show_transfers
@@ -78,6 +80,7 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     TransferReleased,
 )
+from kvxferd.wire.versions import for_version_1
 from kvxferd.wire.worker import Attach, Farewell, Hello, NewMover, Publish, Ready, Register, Resume, Suspend
 
 
@@ -104,6 +107,7 @@ class Node:
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
         layouts = Layouts()
+        self.routes = Routes()
         self.peers = Peers(self.moment, self.questions, layouts)
         self.attendance = Attendance(self.moment, self._ask_attend)
         self.source = Source(self.moment, self.registry, self.attendance, self.fences, self.questions)
@@ -135,7 +139,23 @@ class Node:
         self.moment.now = max(now, self.moment.now)
         self._take(event)
         self.moment.timers.run_due(self.moment.now)
-        return self.moment.take_effects()
+        return [self._as_spoken(effect) for effect in self.moment.take_effects()]
+
+    def _as_spoken(self, effect: Effect) -> Effect:
+        """Return the effect with a message that a side of version 1 understands, where it speaks no other."""
+        match effect:
+            case ToWorker():
+                session = self.sessions.get(effect.session)
+                version = session.version if session is not None else 1
+            case ToRoute():
+                version = self.routes.version_of(effect.route)
+            case ToPeer():
+                version = self.peers.version_of(effect.endpoint)
+            case _:
+                return effect
+        if version > 1 or (message := for_version_1(effect.message)) is effect.message:
+            return effect
+        return replace(effect, message=message)
 
     def next_deadline(self) -> float | None:
         """When to feed a `Tick` if nothing else happens before."""
@@ -390,4 +410,5 @@ class Node:
             refused = PeerRefused(request=said.request, code=error.code, message=error.message)
             self.moment.do(ToRoute(route, refused))
             return
+        self.routes.greeted(route, version)
         self.moment.do(ToRoute(route, Greeting(request=said.request, version=version, boot=self.moment.boot)))

@@ -64,6 +64,7 @@ class Peer:
 
     endpoint: Endpoint
     boot: BootId | None = None  # None: not greeted yet
+    version: int = 1  # of the peer protocol, once greeted
     waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[OnLearnt]] = field(default_factory=dict)
@@ -96,6 +97,11 @@ class Peers:
         peer.waiting.append((make, give_up_s, on_answer))
         if len(peer.waiting) == 1:
             self._greet(peer)
+
+    def version_of(self, endpoint: Endpoint) -> int:
+        """Return the protocol version that the peer speaks; 1 before it has answered the greeting."""
+        peer = self._peers.get(endpoint)
+        return peer.version if peer is not None else 1
 
     def _check_room(self, endpoint: Endpoint) -> None:
         if endpoint not in self._peers:
@@ -139,8 +145,8 @@ class Peers:
 
         def answered(answer: Answer) -> None:
             waiting, peer.waiting = peer.waiting, []
-            if isinstance(answer, Greeting):
-                peer.boot = answer.boot
+            if isinstance(answer, Greeting) and _is_spoken(answer.version):
+                peer.boot, peer.version = answer.boot, answer.version
                 for make, give_up_s, on_answer in waiting:
                     self._ask(peer, make, give_up_s, on_answer)
                 return
@@ -309,10 +315,21 @@ class Peers:
         )
 
 
+def _is_spoken(version: int) -> bool:
+    return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
+
+
 def _as_refusal(answer: Answer) -> PeerRefused:
     """An answer of the wrong kind is a refusal too."""
     if isinstance(answer, PeerRefused):
         return answer
+    if isinstance(answer, Greeting):
+        return PeerRefused(
+            request=answer.request,
+            code=Code.BAD_VERSION,
+            message=f"cannot speak with the peer: it chose protocol version {answer.version}, "
+            f"not one of {PEER_VERSIONS.oldest} to {PEER_VERSIONS.newest}; upgrade the older",
+        )
     return PeerRefused(
         request=answer.request,
         code=Code.BAD_FRAME,

@@ -77,7 +77,7 @@ class Requests:
     def greet(self, session: Session, said: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate(WORKER_VERSIONS, said.versions)
-        session.greeted, session.notices = True, said.notices
+        session.greeted, session.version, session.notices = True, version, said.notices
         welcome = Welcome(version=version, boot_id=self._moment.boot, lease_s=self._moment.settings.lease_s)
         self._moment.do(ToWorker(session.session, welcome))
 

@@ -19,6 +19,7 @@ class Session:
     pid: int
     uid: int
     greeted: bool = False
+    version: int = 1  # of the worker protocol, once greeted
     notices: bool = False  # its rank's mover says Delivered to it itself
     rank: LocalRank | None = None
     attached: EngineKey | None = None

@@ -9,6 +9,7 @@ import msgspec
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import mover, peer, worker
 from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.limits import MAX_HELLO_BYTES
 
 M = TypeVar("M")
 
@@ -41,6 +42,57 @@ DAEMON_MESSAGES: Decoder[worker.DaemonMessage] = Decoder(worker.DaemonMessage)
 TO_MOVER: Decoder[mover.ToMover] = Decoder(mover.ToMover)
 FROM_MOVER: Decoder[mover.FromMover] = Decoder(mover.FromMover)
 PEER_MESSAGES: Decoder[peer.PeerMessage] = Decoder(peer.PeerMessage)
+
+
+class _HelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
+    """As much of any version's hello as this one must understand."""
+
+    versions: Versions
+
+
+class _GreetVersions(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
+    """As much of any version's greet as this one must understand."""
+
+    request: int
+    versions: Versions
+
+
+_HELLO = Decoder[_HelloVersions](_HelloVersions)
+_GREET = Decoder[_GreetVersions](_GreetVersions)
+
+
+def decode_first(payload: bytes) -> tuple[worker.ClientMessage, int]:
+    """Return a session's first message and the version agreed on; 0 where it is no hello.
+
+    The versions are read before the rest: a later version's hello may look otherwise. Raises
+    ProtocolError: bad-version where both sides have none in common.
+    """
+    if len(payload) > MAX_HELLO_BYTES:
+        raise ProtocolError(
+            f"cannot take a first frame of {len(payload)} bytes: hello has at most {MAX_HELLO_BYTES}",
+            Code.FRAME_TOO_LARGE,
+        )
+    try:
+        versions = _HELLO.decode(payload).versions
+    except ProtocolError:
+        return CLIENT_MESSAGES.decode(payload), 0
+    version = negotiate(worker.WORKER_VERSIONS, versions)
+    return CLIENT_MESSAGES.decode(payload), version
+
+
+def refuse_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
+    """Return the answer to a peer's message that could not be decoded.
+
+    A greet of a later version may look otherwise; it is answered by the versions that are spoken here.
+    """
+    request = 0
+    try:
+        greet = _GREET.decode(payload)
+        request = greet.request
+        negotiate(peer.PEER_VERSIONS, greet.versions)
+    except ProtocolError as cause:
+        error = cause if cause.code is Code.BAD_VERSION else error
+    return peer.PeerRefused(request=request, code=error.code, message=error.message)
 
 
 def negotiate(ours: Versions, theirs: Versions) -> int:

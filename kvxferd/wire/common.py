@@ -33,8 +33,12 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
     newest: int
 
 
-class TransferRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What the router carries from the prefill engine to the decode engine: plain JSON."""
+class TransferRef(msgspec.Struct, frozen=True, gc=False):
+    """What the router carries from the prefill engine to the decode engine: plain JSON.
+
+    The engine that made it may be newer than the one that reads it: fields that are not known here
+    are ignored, within `MAX_REF_BYTES`.
+    """
 
     endpoint: Endpoint  # the home's peer socket
     engine_id: EngineId

@@ -38,6 +38,11 @@ MAX_DEVICES = 1 << 10  # NIXL device ids; a node has 8 GPUs, or 56 slices of the
 MAX_METADATA_BYTES = 2 << 20
 
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
+# `hello`: a name of the client and a few fields. What a later version adds is ignored, and not large.
+MAX_HELLO_BYTES = 4 << 10
+# A reference: five names of at most 256 characters (JSON may write one in 12 bytes), and what a later
+# version adds.
+MAX_REF_BYTES = 16 << 10
 MAX_SENTENCE_CHARS = 2000  # of what a peer says went wrong: it is handed on to workers
 # 64 ranks of 128 layers with 6 components are 49,152; checking one takes 20 us of the daemon.
 MAX_ENGINE_TENSORS = 1 << 16

@@ -24,7 +24,7 @@ from kvxferd.ids import (
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
 
-PEER_VERSIONS = Versions(1, 1)
+PEER_VERSIONS = Versions(1, 2)
 
 
 class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +39,8 @@ class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- handshake
 
 
-class Greet(Message, frozen=True, tag="greet"):
-    """First message on a connection, and again after a silence."""
+class Greet(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
+    """First message on a connection, and again after a silence. Fields of a later version are ignored."""
 
     request: int
     versions: Versions

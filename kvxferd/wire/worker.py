@@ -9,7 +9,7 @@ from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, 
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.wire.common import BlockIds, Descriptors, Message, TransferRef, Versions
 
-WORKER_VERSIONS = Versions(1, 1)
+WORKER_VERSIONS = Versions(1, 2)
 
 
 class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -32,11 +32,13 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 # --- client to daemon
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
     """First frame. Carries the session's fence page, a sealed memfd; with `notices`, a socket behind it.
 
     Into that socket the rank's mover writes each `Delivered` itself, a packet each, and the daemon
     does not send it. Without, or while the socket takes no more, the daemon does.
+
+    Fields of a later version are ignored: what both sides speak is agreed on first.
     """
 
     versions: Versions

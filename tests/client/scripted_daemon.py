@@ -12,6 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
+import schema_0_1
+
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
@@ -63,6 +65,7 @@ class DaemonSide:
         self._socket.settimeout(WAIT_S)
         self._decoder = FrameDecoder()
         self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
+        self.version = 1
         self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
 
     def receive(self) -> tuple[Message, tuple[int, ...]]:
@@ -74,6 +77,9 @@ class DaemonSide:
 
     def _read(self) -> bool:
         chunk, frames = self._read_frames()
+        for frame in frames:
+            if self.version == 1:  # a client may send it nothing that 0.1 does not know
+                schema_0_1.CLIENT.decode(frame.payload)
         self._frames.extend((CLIENT_MESSAGES.decode(frame.payload), frame.fds) for frame in frames)
         return bool(chunk)
 
@@ -122,9 +128,10 @@ class DaemonSide:
 
     # --- the usual
 
-    def greet(self, lease_s: float = 30.0) -> worker.Hello:
+    def greet(self, lease_s: float = 30.0, version: int = 1) -> worker.Hello:
         hello = self.expect(worker.Hello)
-        self.say(worker.Welcome(version=1, boot_id="boot", lease_s=lease_s))
+        self.version = version
+        self.say(worker.Welcome(version=version, boot_id="boot", lease_s=lease_s))
         return hello
 
     def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:

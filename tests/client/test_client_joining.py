@@ -207,3 +207,23 @@ def test_the_session_keeps_the_memory_alive_no_longer_than_itself(stage: Stage) 
     held.close()
     assert os.fstat(stage.side.fds[-1]).st_size == SIZE
     rank.close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_version_that_the_daemon_chose_is_kept(stage: Stage, version: int) -> None:
+    connecting = stage.calling(connect, stage.daemon.path)
+    stage.daemon.accept().greet(version=version)
+    client = connecting.result(WAIT_S)
+    assert client._connection.session.version == version
+    client.close()
+
+
+def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -> None:
+    connecting = stage.calling(connect, stage.daemon.path)
+    side = stage.daemon.accept()
+    side.expect(worker.Hello)
+    side.say(worker.Farewell(code=Code.BAD_FRAME, message="Object contains unknown field `notices`"))
+    with pytest.raises(KvxferdError, match="upgrade the older") as failed:
+        connecting.result(WAIT_S)
+    assert failed.value.code is Code.BAD_VERSION
+    assert stage.daemon.nobody_comes(0.3)

@@ -36,7 +36,7 @@ def test_a_pull_is_sent_whatever_form_its_reference_has(stage: Stage, form: str)
     assert 8.0 < pull.deadline_s <= 9.0
 
 
-@pytest.mark.parametrize("wrong", ["{}", "no json", {"endpoint": 1}, 7, {**REF.to_dict(), "extra": 1}, HUGE])
+@pytest.mark.parametrize("wrong", ["{}", "no json", {"endpoint": 1}, 7, {**REF.to_dict(), "nonce": 1}, HUGE])
 def test_a_reference_that_is_none(stage: Stage, wrong: object) -> None:
     rank = stage.rank()
     with pytest.raises(EngineError, match="cannot read the transfer reference") as refused:

@@ -88,7 +88,7 @@ def test_the_examples_are_what_the_encoder_writes() -> None:
     raw_hello, raw_publish = hex_examples(SECTIONS["Worked example"])
     (hello_frame,) = FrameDecoder().feed(raw_hello, fds=(0,))
     hello = CLIENT_MESSAGES.decode(hello_frame.payload)
-    assert hello == worker.Hello(versions=Versions(1, 1), client="demo 1.0")
+    assert hello == worker.Hello(versions=Versions(1, 2), client="demo 1.0")
     assert encode_frame(encode(hello), num_fds=1) == raw_hello
     (publish_frame,) = FrameDecoder().feed(raw_publish)
     publish = CLIENT_MESSAGES.decode(publish_frame.payload)

@@ -297,6 +297,7 @@ class World:
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
+        self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
         self.notices = False  # workers that connect from now on are told Delivered by their movers
         self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
@@ -322,7 +323,7 @@ class World:
         worker = Worker(self, host, SessionId(next(self._numbers)), notices=self.notices)
         host.workers[worker.session] = worker
         self.feed(host, ev.WorkerOpened(worker.session, 1, 0))
-        worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test", notices=self.notices))
+        worker.say(wk.Hello(versions=self.versions, client="test", notices=self.notices))
         return worker
 
     def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:

@@ -1,0 +1,29 @@
+"""The connections that other daemons opened to this node, and which protocol version each agreed on."""
+
+from __future__ import annotations
+
+# As many as the peer socket has connections at a time; 16,384 entries are about 3 MB.
+MAX_ROUTES = 16_384
+UNGREETED = 1  # version 1 did not say that a greet must come first
+
+
+class Routes:
+    """Remembers the routes that were used last."""
+
+    def __init__(self) -> None:
+        self._versions: dict[bytes, int] = {}
+
+    def greeted(self, route: bytes, version: int) -> None:
+        """A version was agreed on."""
+        self._versions.pop(route, None)
+        self._versions[route] = version
+        if len(self._versions) > MAX_ROUTES:
+            del self._versions[next(iter(self._versions))]
+
+    def version_of(self, route: bytes) -> int:
+        """Return the version that the route speaks."""
+        version = self._versions.pop(route, None)
+        if version is None:
+            return UNGREETED
+        self._versions[route] = version
+        return version

@@ -1,0 +1,25 @@
+"""What a side that speaks version 1 of a protocol gets in place of what it does not know."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.wire.common import Message
+
+M = TypeVar("M", bound=Message)
+
+# A side decodes only the codes that it knows. Each code that came with version 2, and which of
+# version 1 says most of the same.
+STAND_INS: dict[Code, Code] = {}
+
+
+def for_version_1(message: M) -> M:
+    """Return the message with a code that version 1 knows; itself, nearly always."""
+    stand_in = STAND_INS.get(getattr(message, "code", None) or getattr(message, "why", None))  # type: ignore[arg-type]
+    if stand_in is None:
+        return message
+    field = "code" if hasattr(message, "code") else "why"
+    return msgspec.structs.replace(message, **{field: stand_in})
