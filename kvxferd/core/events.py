@@ -94,10 +94,14 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class RouteSaid:
-    """A message on a connection that somebody opened to this node. `route` leads back to them."""
+    """A message on a connection that somebody opened to this node. `route` leads back to them.
+
+    `key` is the public CURVE key that they proved to hold, in hex; empty without CURVE.
+    """
 
     route: bytes
     message: PeerMessage
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
+from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.manifests import check_manifest
+from kvxferd.core.manifests import check_manifest, check_spec
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
@@ -16,7 +17,8 @@ from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Rank, TransferId
-from kvxferd.wire.common import Refusal
+from kvxferd.wire.common import RankManifest, Refusal
+from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     Answer,
     AttendRank,
@@ -27,8 +29,12 @@ from kvxferd.wire.peer import (
     Question,
     RankReady,
     TransferReleased,
+    refusal_of,
 )
 from kvxferd.wire.worker import Released
+
+# Secrets came with this version of the peer protocol.
+SECRET_VERSION = 2
 
 
 class Member:
@@ -39,23 +45,49 @@ class Member:
         self._registry = registry
         self._peers = peers
         self._attendance = attendance
+        self._secret = moment.new_token()  # for as long as this daemon runs
         self._waiting: list[tuple[Endpoint, AttendRank]] = []  # for a mover to say that it polls
 
     def join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None]) -> None:
-        """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer."""
+        """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer.
+
+        While the home still waits for the rank's former daemon, which may be this one before a restart,
+        it is asked again.
+        """
+        # The home gives a daemon that is silent up after about this time.
+        self._join(rank, on_answer, self._moment.now + 2 * self._moment.settings.silent_after_s)
+        self._beat_later(rank)
+
+    def _join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None], until: float) -> None:
         agent = rank.agent
         joined = rank.manifest()
 
         def make(request: int) -> Question:
-            return JoinRank(request=request, boot=self._moment.boot, manifest=joined)
+            secret = self._secret_for(rank.spec.home)
+            return JoinRank(request=request, boot=self._moment.boot, manifest=joined, secret=secret)
 
         def answered(answer: Answer) -> None:
             if rank.agent != agent:
                 return  # another mover has been bound since, and says itself
-            on_answer(Refusal(answer.code, answer.message) if isinstance(answer, PeerRefused) else None)
+            if not isinstance(answer, PeerRefused):
+                on_answer(None)
+                return
+            wait_s = answer.retry_after_s
+            may_change = answer.code in (Code.NOT_ALLOWED, Code.RANK_TAKEN) and wait_s > 0
+            if may_change and rank.state is RankState.JOINING and self._moment.now + wait_s <= until:
+                self._moment.after(("rejoin", rank.session), wait_s, again)
+                return
+            on_answer(Refusal(answer.code, answer.message, wait_s))
+
+        def again() -> None:
+            if rank.agent == agent and rank.state is RankState.JOINING:
+                self._join(rank, on_answer, until)
 
         self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered)
-        self._beat_later(rank)
+
+    def _secret_for(self, home: Endpoint) -> str:
+        """This daemon's secret, for a home that knows the field."""
+        return self._secret if self._peers.version_of(home) >= SECRET_VERSION else ""
 
     def _beat_later(self, rank: LocalRank) -> None:
         self._moment.after(
@@ -71,6 +103,7 @@ class Member:
     def leave(self, rank: LocalRank) -> None:
         """The rank is gone, or has no mover now."""
         self._moment.timers.stop(("heartbeat", rank.session))
+        self._moment.timers.stop(("rejoin", rank.session))
         agent, spec = rank.agent, rank.spec
         if agent is None:
             return
@@ -83,6 +116,7 @@ class Member:
                 generation=spec.generation,
                 rank=spec.rank,
                 agent=agent,
+                secret=self._secret_for(spec.home),
             ),
             self._moment.settings.acknowledge_for_s,
             lambda answer: None,
@@ -99,6 +133,7 @@ class Member:
                 generation=spec.generation,
                 rank=spec.rank,
                 transfer_id=transfer_id,
+                secret=self._secret_for(spec.home),
             ),
             self._moment.settings.acknowledge_for_s,
             lambda answer: None,
@@ -180,30 +215,30 @@ class Home:
         self._on_change = on_change
         self._on_ready = on_ready
         self._members: dict[AgentName, MemberRank] = {}
+        self._reserved: dict[tuple[EngineKey, Rank], MemberIdentity] = {}
         self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
         self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
 
-    def join(self, route: bytes, said: JoinRank) -> None:
-        """A member says a rank, for the first time or again."""
-        spec = said.manifest.spec
+    def join(self, route: bytes, said: JoinRank, key: str) -> None:
+        """A member says a rank, for the first time or again. The first to do so owns the rank."""
+        spec, identity = said.manifest.spec, MemberIdentity(key, said.secret)
         present = self._present(spec.key, spec.rank)
-        if present is not None and (present.boot, present.joined) == (said.boot, said.manifest):
+        if (
+            present is not None
+            and identity.may_speak_for(present.identity)
+            and (present.boot, present.joined) == (said.boot, said.manifest)
+        ):
             self._beat(present, route)  # nearly every time: nothing is checked anew
             self._moment.do(ToRoute(route, Done(request=said.request)))
             return
         try:
-            record = MemberRank(check_manifest(said.manifest, self._layouts), route, said.boot)
-            if record.spec.home != self._moment.endpoint:
-                raise EngineError(
-                    f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
-                    f"{spec.home or 'elsewhere'}, and this is {self._moment.endpoint}",
-                    Code.NOT_HOME,
-                )
-            self._check_agent(record)
-            self._registry.claim(record)
+            # Who may say it comes before what it says: a layout takes much longer to check.
+            self._check_sender(said, identity, present)
+            joined = check_manifest(said.manifest, self._layouts)
+            record = MemberRank(joined, route, said.boot, identity, self._moment.now)
+            self._registry.claim(record, present)
         except KvxferdError as error:
-            refused = PeerRefused(request=said.request, code=error.code, message=error.message)
-            self._moment.do(ToRoute(route, refused))
+            self._moment.do(ToRoute(route, refusal_of(said.request, error)))
             return
         self._replaced(present, record)
         self._members[record.agent] = record
@@ -211,8 +246,100 @@ class Home:
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change()
 
+    def _check_sender(self, said: JoinRank, identity: MemberIdentity, present: MemberRank | None) -> None:
+        """Raise EngineError where this daemon may not join this rank here."""
+        manifest = said.manifest
+        spec = check_spec(manifest.spec, manifest.binding.incarnation)
+        if spec.home != self._moment.endpoint:
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
+                f"{spec.home or 'elsewhere'}, and this is {self._moment.endpoint}",
+                Code.NOT_HOME,
+            )
+        if max(len(said.secret), len(said.boot)) > MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: its daemon's boot or secret is longer "
+                f"than {MAX_NAME_CHARS} characters",
+                Code.RANK_INVALID,
+            )
+        self._check_agent(manifest)
+        if present is not None:
+            self._check_owner(said, identity, present)
+            return
+        self._check_reserved(manifest, identity)
+        if self._registry.get(spec.key) is None:
+            self._check_generation(manifest, identity)
+
+    def _check_owner(self, said: JoinRank, identity: MemberIdentity, present: MemberRank) -> None:
+        """A rank is its first daemon's, until that leaves it or is gone.
+
+        The same daemon comes back after a restart, with another boot and without CURVE with another secret.
+        What shows that the former is gone is its silence. It is no proof, so a key that another one holds
+        is not given up for it before the rank itself is (`tombstone_s`).
+        """
+        may_speak = identity.may_speak_for(present.identity) or present.identity.is_unknown
+        incarnation = said.manifest.binding.incarnation
+        if may_speak and (said.boot == present.boot or incarnation == present.incarnation):
+            return
+        what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
+        if (identity.key or present.identity.key) and not may_speak:
+            raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
+        left_s = present.heard_at + self._silent_after_s() - self._moment.now
+        if left_s > 0:
+            error = EngineError(
+                f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
+                f"{left_s:.1f} s from now, if nothing is heard of that one until then",
+                Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED,
+            )
+            error.retry_after_s = left_s
+            raise error
+
+    def _check_reserved(self, manifest: RankManifest, identity: MemberIdentity) -> None:
+        """A rank that has left, as its mover is being replaced, is kept for its CURVE key for a while."""
+        spec = manifest.spec
+        owner = self._reserved.get((spec.key, spec.rank))
+        if owner is not None and not identity.may_speak_for(owner):
+            error = EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: it was joined with another CURVE key, "
+                f"and has left less than {self._silent_after_s():g} s ago",
+                Code.NOT_ALLOWED,
+            )
+            error.retry_after_s = self._silent_after_s()
+            raise error
+
+    def _reserve(self, record: MemberRank) -> None:
+        """Without CURVE a restarted daemon has another secret: nothing is kept for that."""
+        if not record.identity.key:
+            return
+        place = (record.spec.key, record.spec.rank)
+        self._reserved[place] = record.identity
+        name, after_s = ("reserved", *place), self._silent_after_s()
+        self._moment.after(name, after_s, lambda: self._reserved.__delitem__(place))
+
+    def _silent_after_s(self) -> float:
+        """Without a heartbeat for so long, a member's daemon is taken to be dead."""
+        settings = self._moment.settings
+        return max(settings.silent_after_s, 3 * settings.member_heartbeat_s)
+
+    def _check_generation(self, manifest: RankManifest, identity: MemberIdentity) -> None:
+        """A new start of an engine ends the present one: only one of its daemons may say so, or this node."""
+        spec = manifest.spec
+        present = self._registry.of_engine(spec.engine_id)
+        records = [record for engine in present for record in engine.ranks.values()]
+        members = [record for record in records if isinstance(record, MemberRank)]
+        if not records or any(identity.may_speak_for(member.identity) for member in members):
+            return
+        error = EngineError(
+            f"cannot take rank {spec.rank} of engine {spec.key}: {present[-1].key} is here, and this daemon "
+            "has no rank of it; register a rank on the engine's home first, or choose another engine id",
+            Code.NOT_ALLOWED,
+        )
+        error.retry_after_s = self._moment.settings.member_heartbeat_s
+        raise error
+
     def _beat(self, record: MemberRank, route: bytes) -> None:
         """The rank was heard of, maybe by another route: what waits for an answer follows."""
+        record.heard_at = self._moment.now
         if record.route != route:
             self._questions.reroute(record.route, route)
             record.route = route
@@ -222,11 +349,11 @@ class Home:
             lambda: self._lost(record),
         )
 
-    def _check_agent(self, record: MemberRank) -> None:
-        other = self._members.get(record.agent)
-        if other is not None and (other.spec.key, other.spec.rank) != (record.spec.key, record.spec.rank):
+    def _check_agent(self, manifest: RankManifest) -> None:
+        spec, other = manifest.spec, self._members.get(manifest.binding.agent)
+        if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
             raise EngineError(
-                f"cannot take rank {record.spec.rank} of engine {record.spec.key}: its agent is that of rank "
+                f"cannot take rank {spec.rank} of engine {spec.key}: its agent is that of rank "
                 f"{other.spec.rank} of engine {other.spec.key}",
                 Code.RANK_TAKEN,
             )
@@ -253,7 +380,8 @@ class Home:
             on_answer(answer)
 
         question = AttendRank(request=number, agent=agent, on=on)
-        self._questions.ask(member.route, question, self._moment.settings.silent_after_s, answered)
+        give_up_s = self._moment.settings.silent_after_s
+        self._questions.ask(member.route, question, give_up_s, answered, member.identity.key)
 
     def _lost(self, record: MemberRank) -> None:
         """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
@@ -272,23 +400,37 @@ class Home:
         record = engine.ranks.get(rank) if engine else None
         return record if isinstance(record, MemberRank) else None
 
-    def leave(self, route: bytes, said: LeaveRank) -> None:
+    def leave(self, route: bytes, said: LeaveRank, key: str) -> None:
         """A member's rank is gone. What an old mover's farewell says of a new one is void."""
-        key = EngineKey(said.engine_id, said.generation)
-        present = self._present(key, said.rank)
+        engine = EngineKey(said.engine_id, said.generation)
+        present = self._present(engine, said.rank)
+        if present is not None and not self._is_owner(present, route, said, key):
+            return
         if present is not None and present.agent == said.agent and present.boot == said.boot:
             self._remove(present)
+            self._reserve(present)
         self._moment.do(ToRoute(route, Done(request=said.request)))
 
-    def ready(self, route: bytes, said: RankReady) -> None:
+    def _is_owner(self, present: MemberRank, route: bytes, said: LeaveRank | RankReady, key: str) -> bool:
+        """Whether the sender has joined the rank; who has not is refused, and nothing changes."""
+        if MemberIdentity(key, said.secret).may_speak_for(present.identity):
+            return True
+        text = f"cannot speak for rank {said.rank} of engine {present.spec.key}: another daemon has joined it"
+        refused = PeerRefused(request=said.request, code=Code.NOT_ALLOWED, message=text)
+        self._moment.do(ToRoute(route, refused))
+        return False
+
+    def ready(self, route: bytes, said: RankReady, key: str) -> None:
         """A member's rank has finished writing. Counted once, however often it is said.
 
         A repetition that is late could else speak for the next transfer of the same id.
         """
-        key = EngineKey(said.engine_id, said.generation)
-        present = self._present(key, said.rank)
+        engine = EngineKey(said.engine_id, said.generation)
+        present = self._present(engine, said.rank)
         if present is None:
             return  # its mover was replaced, or this daemon restarted: asked again once it has joined
+        if not self._is_owner(present, route, said, key):
+            return
         heard = (present.boot, said.request)
         if heard not in self._heard_ready:
             self._heard_ready.add(heard)
@@ -297,9 +439,9 @@ class Home:
                 2 * self._moment.settings.acknowledge_for_s,
                 lambda: self._heard_ready.discard(heard),
             )
-            self._source.ready(key, said.rank, said.transfer_id)
+            self._source.ready(engine, said.rank, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
-        self._on_ready((key, said.transfer_id))
+        self._on_ready((engine, said.transfer_id))
 
     def ask_attend(self, agent: AgentName, on: bool, on_answer: Callable[[bool], None]) -> None:
         """Ask the member whose mover this is. `on_answer` hears whether it polls."""

@@ -219,7 +219,7 @@ class Node:
             case PeerSaid():
                 self._peer_said(event.endpoint, event.message)
             case RouteSaid():
-                self._route_said(event.route, event.message)
+                self._route_said(event.route, event.message, event.key)
             case DrainAsked():
                 self.moment.draining = True
             case PeerDropAsked():
@@ -378,7 +378,7 @@ class Node:
                 except ProtocolError as error:
                     self.peers.broke_protocol(endpoint, error)
 
-    def _route_said(self, route: bytes, message: PeerMessage) -> None:
+    def _route_said(self, route: bytes, message: PeerMessage, key: str) -> None:
         match message:
             case Greet():
                 self._greet(route, message)
@@ -395,13 +395,13 @@ class Node:
             case AbandonTransfer():
                 self.granting.abandon(route, message)
             case JoinRank():
-                self.home.join(route, message)
+                self.home.join(route, message, key)
             case LeaveRank():
-                self.home.leave(route, message)
+                self.home.leave(route, message, key)
             case RankReady():
-                self.home.ready(route, message)
+                self.home.ready(route, message, key)
             case _:
-                self.questions.route_said(route, message)
+                self.questions.route_said(route, message, key)
 
     def _greet(self, route: bytes, said: Greet) -> None:
         try:

@@ -19,6 +19,7 @@ OnAnswer = Callable[[Answer], None]
 @dataclass(slots=True)
 class _Asked:
     to: Address
+    key: str  # the CURVE key that must answer on a route; "" for none, and on a connection of our own
     question: Question
     on_answer: OnAnswer
 
@@ -36,10 +37,12 @@ class Questions:
         """A request number never used before."""
         return next(self._numbers)
 
-    def ask(self, to: Address, question: Question, give_up_s: float, on_answer: OnAnswer) -> None:
+    def ask(
+        self, to: Address, question: Question, give_up_s: float, on_answer: OnAnswer, key: str = ""
+    ) -> None:
         """Send, and send again until answered. After `give_up_s` the answer is peer-unreachable."""
         number = question.request
-        self._asked[number] = _Asked(to, question, on_answer)
+        self._asked[number] = _Asked(to, key, question, on_answer)
         self._asked_there.setdefault(to, {})[number] = None
         self._send(number)
         self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number))
@@ -64,16 +67,16 @@ class Questions:
             ),
         )
 
-    def answered(self, source: Address, answer: Answer) -> None:
-        """Hand an answer to whoever asked. One that nobody waits for changes nothing."""
+    def answered(self, source: Address, answer: Answer, key: str = "") -> None:
+        """Hand an answer to whoever asked. One from anybody but the peer that was asked changes nothing."""
         asked = self._asked.get(answer.request)
-        if asked is not None and asked.to == source:
+        if asked is not None and asked.to == source and asked.key == key:
             self._end(answer.request, answer)
 
-    def route_said(self, route: bytes, message: PeerMessage) -> None:
+    def route_said(self, route: bytes, message: PeerMessage, key: str = "") -> None:
         """Something other than a question came from whoever connected here: an answer, or nonsense."""
         if isinstance(message, Done | PeerRefused):
-            self.answered(route, message)
+            self.answered(route, message, key)
             return
         refused = PeerRefused(
             request=getattr(message, "request", 0),

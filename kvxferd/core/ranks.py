@@ -222,7 +222,7 @@ class Ranks:
             self._make_ready(session, rank)
             return
         code = Code.HOME_UNREACHABLE if refusal.code is Code.PEER_UNREACHABLE else refusal.code
-        self._give_up(session, Refusal(code, refusal.message))
+        self._give_up(session, Refusal(code, refusal.message, refusal.retry_after_s))
 
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
         rank.state = RankState.READY
@@ -264,7 +264,7 @@ class Ranks:
             self._moment.do(ToWorker(session.session, Farewell(code=refusal.code, message=refusal.message)))
             self._moment.do(CloseWorker(session.session))
             return
-        self._refuse(session, rank.request, refusal.code, refusal.message)
+        self._refuse(session, rank.request, refusal.code, refusal.message, refusal.retry_after_s)
         self._drop(session, rank)
 
     def bind_refused(self, session: Session, refusal: Refusal) -> None:

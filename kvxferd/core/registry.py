@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
 from kvxferd.core.lanes import Lanes
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
@@ -100,6 +101,8 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
+    identity: MemberIdentity = UNKNOWN_MEMBER
+    heard_at: float = 0.0  # when it last joined: its heartbeat
     rules: BlockRules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,8 +227,15 @@ class Registry:
         """Whether this daemon aggregates the engine."""
         return spec.home in ("", self._endpoint)
 
-    def check_claim(self, record: RankRecord) -> None:
-        """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others."""
+    def of_engine(self, engine_id: EngineId) -> list[LocalEngine]:
+        """Every generation of the engine that is here."""
+        return [engine for key, engine in self._engines.items() if key.engine_id == engine_id]
+
+    def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
+        """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
+
+        `replaced`: the record that this one may take the place of.
+        """
         spec = record.spec
         engine = self._engines.get(spec.key)
         if engine is None:
@@ -233,7 +243,7 @@ class Registry:
             return
         check_same_engine(engine.spec, spec)
         present = engine.ranks.get(spec.rank)
-        if present is not None and not _replaces(record, present):
+        if present is not None and present is not replaced:
             raise EngineError(
                 f"cannot register rank {spec.rank} of engine {spec.key}: another worker holds it; "
                 "stop that worker, or start this engine with a new generation",
@@ -251,9 +261,9 @@ class Registry:
         if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
             check_engine({record.spec.rank: (record.spec, record.layout)})
 
-    def claim(self, record: RankRecord) -> LocalEngine:
+    def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> LocalEngine:
         """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one."""
-        self.check_claim(record)
+        self.check_claim(record, replaced)
         key = record.spec.key
         engine = self._engines.get(key)
         if engine is None:
@@ -281,13 +291,6 @@ class Registry:
     def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
         """Every rank of a complete engine, stage by stage."""
         return tuple(engine.ranks[rank].manifest() for rank in engine.spec.ranks())
-
-
-def _replaces(new: RankRecord, present: RankRecord) -> bool:
-    """A member's rank may say itself again, with another mover or from a restarted daemon."""
-    if not (isinstance(new, MemberRank) and isinstance(present, MemberRank)):
-        return False
-    return new.boot == present.boot or new.incarnation == present.incarnation
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:

@@ -228,7 +228,8 @@ class Source:
         sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
         for session in sorted(sessions):
             self._moment.do(ToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
-        for route in sorted({r.route for r in records if isinstance(r, MemberRank)}):
+        members = {(r.route, r.identity.key) for r in records if isinstance(r, MemberRank)}
+        for route, key in sorted(members):
             question = TransferReleased(
                 request=self._questions.next_number(),
                 engine_id=transfer.engine.engine_id,
@@ -236,7 +237,9 @@ class Source:
                 transfer_id=transfer.transfer_id,
                 why=why,
             )
-            self._questions.ask(route, question, self._moment.settings.acknowledge_for_s, lambda answer: None)
+            self._questions.ask(
+                route, question, self._moment.settings.acknowledge_for_s, lambda answer: None, key
+            )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves."""

@@ -170,6 +170,7 @@ class JoinRank(Message, frozen=True, tag="join-rank"):
     request: int
     boot: BootId
     manifest: RankManifest
+    secret: str = ""  # the member's own, random; without CURVE it says who may speak for the rank
 
 
 class LeaveRank(Message, frozen=True, tag="leave-rank"):
@@ -181,6 +182,7 @@ class LeaveRank(Message, frozen=True, tag="leave-rank"):
     generation: Generation
     rank: Rank
     agent: AgentName
+    secret: str = ""  # as in `JoinRank`
 
 
 class RankReady(Message, frozen=True, tag="rank-ready"):
@@ -191,6 +193,7 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     generation: Generation
     rank: Rank
     transfer_id: TransferId
+    secret: str = ""  # as in `JoinRank`
 
 
 class AttendRank(Message, frozen=True, tag="attend-rank"):

@@ -150,7 +150,8 @@ def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
     assert rank is not None
     spec = msgspec.structs.replace(rank.spec, **changes)
     manifest = msgspec.structs.replace(rank.manifest(), spec=spec)
-    return JoinRank(request=7, boot=worker.host.node.moment.boot, manifest=manifest)
+    node = worker.host.node
+    return JoinRank(request=7, boot=node.moment.boot, manifest=manifest, secret=node.member._secret)
 
 
 @pytest.mark.timeout(10)

@@ -163,7 +163,8 @@ def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, sprea
     world.advance(1)
     engine = next(iter(home.node.registry))
     record = engine.ranks[1, 0]
-    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest())
+    secret = stages[1].host.node.member._secret
+    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
     effects = home.node.feed(ev.RouteSaid(b"anew", again), world.now)
     assert [e.message.transfer_id for e in effects if e.route == b"anew" and hasattr(e.message, "why")] == [
         "t1"

@@ -296,6 +296,7 @@ class World:
         self.network: deque[Envelope] = deque()
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
+        self.keys: dict[str, str] = {}  # the CURVE key of each host that has one
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
         self.notices = False  # workers that connect from now on are told Delivered by their movers
@@ -417,7 +418,8 @@ class World:
             case fx.ToPeer():
                 target = effect.endpoint.removeprefix("tcp://").removesuffix(":9441")
                 route = host.name.encode()
-                self._post(host.name, target, lambda m: ev.RouteSaid(route, m), effect.message)
+                key = self.keys.get(host.name, "")
+                self._post(host.name, target, lambda m: ev.RouteSaid(route, m, key), effect.message)
             case fx.ToRoute():
                 endpoint = host.endpoint
                 self._post(
