@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxferd.client.refs import check_name
+from kvxferd.client.refs import MAX_INT, check_name
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, lend_ids, pack_ids, unpack_ids
@@ -55,8 +55,8 @@ def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: s
             raise EngineError(
                 f"cannot {what}: the layout has no group {name!r}, only {', '.join(map(repr, sorted(known)))}"
             )
-        check_name(name, "a group name", Code.BLOCKS_INVALID)
-        packed[GroupName(name)] = _pack_one(name, listed, what)
+        plain = check_name(name, "a group name", Code.BLOCKS_INVALID)
+        packed[GroupName(plain)] = _pack_one(plain, listed, what)
     if (total := sum(len(one.ids) for one in packed.values())) > MAX_REQUEST_IDS_BYTES:
         raise EngineError(f"cannot {what}: {total} bytes of block ids, at most {MAX_REQUEST_IDS_BYTES} go")
     return packed
@@ -64,7 +64,8 @@ def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: s
 
 def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
     try:
-        first_token, state_at = operator.index(listed.first_token), operator.index(listed.state_at)
+        first_token = as_int(listed.first_token, "first_token", -MAX_INT, what)
+        state_at = as_int(listed.state_at, "state_at", -MAX_INT, what)
         if listed.lent:
             packed = lend_ids(listed.ids)  # type: ignore[arg-type]
             return PackedBlocks(ids=packed, first_token=first_token, state_at=state_at)
@@ -92,6 +93,7 @@ def as_int(value: object, name: str, least: int, what: str) -> int:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise EngineError(f"cannot {what}: {name} must be an integer, not {value!r}") from error
-    if number < least:
-        raise EngineError(f"cannot {what}: {name} is {number}, must be at least {least}")
+    if not least <= number <= MAX_INT:
+        shown = number if abs(number) <= MAX_INT else "too large"  # Python prints no number of any length
+        raise EngineError(f"cannot {what}: {name} is {shown}, must be at least {least}, at most {MAX_INT}")
     return number

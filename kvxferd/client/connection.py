@@ -40,6 +40,7 @@ DIRECT_BYTES = 32 << 10
 # is later than that, so it need not be woken for each, beside the engine's thread that has just asked.
 BUSY_S = 5.0
 LOOK_S = 1.0
+MAX_PAUSE_S = 3600.0
 LIVED_S = 2.0  # a connection that lasted this long starts the tries anew
 
 
@@ -209,7 +210,8 @@ class Connection:
                 times.append(self._retry_at)
             earliest = min((t for t in times if t is not None), default=None)
             self._looks_at = math.inf if earliest is None else earliest
-        return None if earliest is None else max(0.0, earliest - now)
+        # Selectors count milliseconds in an int: a lease of years would be too much for them.
+        return None if earliest is None else min(max(0.0, earliest - now), MAX_PAUSE_S)
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)

@@ -12,7 +12,9 @@ from kvxferd.client.outbox import Outgoing
 from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import BootId
 from kvxferd.wire import worker
+from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Refusal
+from kvxferd.wire.limits import MAX_REGISTER_BYTES
 
 
 class Tenancy(Enum):
@@ -55,6 +57,7 @@ class Enrolment:
         self._launch = launch
         if isinstance(member, RankMember) and member.exports is not None:
             self._check_reachable(member.exports)
+            _check_sendable(member, member.exports)
         self.member, self.refusal, self.awaited = member, None, True
 
     def _check_reachable(self, exports: Exports) -> None:
@@ -90,14 +93,7 @@ class Enrolment:
                 worker.Attach(request=self._request, engine_id=member.engine_id, generation=member.generation)
             )
         assert member.exports is not None, "memory that is held is exported"
-        register = worker.Register(
-            request=self._request,
-            engine=member.engine,
-            layout=member.layout,
-            regions=member.exports.regions,
-            incarnation=member.exports.incarnation,
-            placement=member.exports.placement,
-        )
+        register = _register(self._request, member, member.exports)
         return Outgoing(register, self._offered(member.exports))
 
     def _offered(self, exports: Exports) -> tuple[int, ...]:
@@ -222,6 +218,7 @@ class Enrolment:
         """The memory is here again, in a new mapping."""
         assert isinstance(self.member, RankMember)
         self._check_reachable(exports)
+        _check_sendable(self.member, exports)
         self.member = replace(self.member, exports=exports)
         self.tenancy, self.refusal, self.awaited = Tenancy.HELD, None, True
 
@@ -254,3 +251,28 @@ class Enrolment:
             raise ProtocolError(
                 f"the daemon answered request {request} where {self._request} was asked", Code.OUT_OF_PLACE
             )
+
+
+def _register(request: int, member: RankMember, exports: Exports) -> worker.Register:
+    return worker.Register(
+        request=request,
+        engine=member.engine,
+        layout=member.layout,
+        regions=exports.regions,
+        incarnation=exports.incarnation,
+        placement=exports.placement,
+    )
+
+
+def _check_sendable(member: RankMember, exports: Exports) -> None:
+    """Raise EngineError(region-invalid) for what no frame carries: here, in the caller's thread."""
+    try:
+        num_bytes = len(encode(_register(0, member, exports)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"cannot register {member}: its regions: {error}", Code.REGION_INVALID) from error
+    if num_bytes > MAX_REGISTER_BYTES:
+        raise EngineError(
+            f"cannot register {member}: its layout and regions take {num_bytes} bytes, "
+            f"{MAX_REGISTER_BYTES} go; describe fewer tensors or regions",
+            Code.REGION_INVALID,
+        )

@@ -25,7 +25,8 @@ def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str 
     `name` is what its log calls this process. Raises KvxferdError after `timeout_s`, or at once
     when waiting cannot help. A process forked from this one must not use the connection.
     """
-    label = f"{name or 'engine'} (kvxferd {__version__}, pid {os.getpid()})"
+    called = check_name(name or "engine", "a client's name", Code.BAD_REQUEST)
+    label = f"{called} (kvxferd {__version__}, pid {os.getpid()})"
     connection = Connection(Path(path), label)
     try:
         with connection.lock:

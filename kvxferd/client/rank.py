@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -19,6 +18,8 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import RankLayout
 from kvxferd.wire import worker
+
+MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
 
 
 class Publisher:
@@ -219,8 +220,8 @@ class RankHandle(Publisher):
 def _seconds(value: float, name: str, what: str) -> float:
     try:
         seconds = float(value)
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"cannot {what}: {name} must be seconds, not {value!r}") from error
-    if not 0 < seconds < math.inf:
-        raise EngineError(f"cannot {what}: {name} is {seconds}, must be positive and finite")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"cannot {what}: {name} must be seconds, not {value!r:.80}") from error
+    if not 0 < seconds <= MAX_SECONDS:  # NaN is not in between either
+        raise EngineError(f"cannot {what}: {name} is {seconds}, must be positive and at most {MAX_SECONDS:g}")
     return seconds

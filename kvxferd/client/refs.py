@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REF_BYTES
 
-_MAX_CHARS = 2 * MAX_NAME_CHARS  # an endpoint has a scheme and a port beside its name
+_MAX_ENDPOINT_CHARS = 2 * MAX_NAME_CHARS  # it has a scheme, a port and a key beside its name
+MAX_INT = (1 << 63) - 1  # the largest integer that every reader of msgpack takes
 
 
 class TransferRef(common.TransferRef, frozen=True):
@@ -30,40 +33,68 @@ AnyRef = common.TransferRef | Mapping[str, Any] | str | bytes
 
 
 def read_ref(ref: AnyRef) -> common.TransferRef:
-    """Return the reference, whichever form it arrived in. Raises EngineError(transfer-unknown)."""
+    """Return the reference, whichever form it arrived in. Raises EngineError(transfer-unknown).
+
+    What is returned can be encoded: every field is looked at here, in the caller's thread, also
+    those of a `TransferRef`, whose fields nothing checks when it is made.
+    """
     try:
-        read = _read(ref)
-        for name in (read.endpoint, read.engine_id, read.generation, read.transfer_id, read.nonce):
-            if len(name) > _MAX_CHARS:
-                raise ValueError(f"{name:.80}... has {len(name)} characters, at most {_MAX_CHARS} go")
-        return read
-    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        given = _given(ref)
+        return TransferRef(
+            endpoint=Endpoint(_text(given, "endpoint", _MAX_ENDPOINT_CHARS)),
+            engine_id=EngineId(_text(given, "engine_id")),
+            generation=Generation(_text(given, "generation")),
+            transfer_id=TransferId(_text(given, "transfer_id")),
+            nonce=_text(given, "nonce"),
+            ready_tokens=_ready_tokens(given),
+        )
+    # Also for JSON that is nested as deep as it is long.
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise EngineError(
             f"cannot read the transfer reference: {error}; hand on what publish() returned, unchanged",
             Code.TRANSFER_UNKNOWN,
         ) from error
 
 
-def _read(ref: AnyRef) -> common.TransferRef:
+def _given(ref: object) -> Mapping[str, object]:
+    """Return the reference's fields, whatever they are."""
     if isinstance(ref, common.TransferRef):
-        return ref
+        return msgspec.structs.asdict(ref)
     if isinstance(ref, str | bytes):
         if len(ref) > MAX_REF_BYTES:
             raise ValueError(f"it has {len(ref)} bytes, at most {MAX_REF_BYTES} go")
-        return msgspec.json.decode(ref, type=TransferRef)
-    return msgspec.convert(dict(ref), TransferRef)
+        ref = msgspec.json.decode(ref)
+    if not isinstance(ref, Mapping):
+        raise TypeError(f"it is a {type(ref).__name__}")
+    return ref
+
+
+def _text(given: Mapping[str, object], name: str, most_chars: int = MAX_NAME_CHARS) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` is missing or no text")
+    if not 0 < len(value) <= most_chars:
+        raise ValueError(f"`{name}` has {len(value)} characters, 1 to {most_chars} go")
+    return as_plain(value)
+
+
+def _ready_tokens(given: Mapping[str, object]) -> int:
+    value = given.get("ready_tokens", -1)
+    if isinstance(value, bool) or not -1 <= (number := operator.index(value)) <= MAX_INT:  # type: ignore[arg-type]
+        raise ValueError("`ready_tokens` is no number of tokens")
+    return number
 
 
 def check_name(name: str, what: str, code: Code) -> str:
     """Return `name` if the wire can carry it. Raises EngineError(code)."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not _is_text(name):
-        raise EngineError(f"cannot use {name!r:.80} as {what}: give 1 to {MAX_NAME_CHARS} characters", code)
-    return name
-
-
-def _is_text(name: str) -> bool:
     try:
-        name.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
+        if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS:
+            return as_plain(name)
+    except UnicodeEncodeError:
+        pass
+    raise EngineError(f"cannot use {name!r:.80} as {what}: give 1 to {MAX_NAME_CHARS} characters", code)
+
+
+def as_plain(text: str) -> str:
+    """Return a text as msgpack can carry it. Raises UnicodeEncodeError (ValueError) for a lone surrogate."""
+    return str.encode(text).decode()

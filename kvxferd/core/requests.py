@@ -50,6 +50,7 @@ from kvxferd.wire.worker import (
 )
 
 MAX_PREPARED = 1024  # holds taken ahead, per session; each renews a grant for minutes
+MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has more, and is handed on to peers
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
@@ -203,6 +204,10 @@ class Requests:
                     f"{MAX_NAME_CHARS} is the limit",
                     Code.TRANSFER_UNKNOWN,
                 )
+        if not -1 <= ref.ready_tokens <= MAX_READY_TOKENS:
+            raise EngineError(
+                f"cannot use a reference of which {ref.ready_tokens} tokens are ready", Code.TRANSFER_UNKNOWN
+            )
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._moment.endpoint:
             self._moment.settings.trust.check(endpoint)

@@ -40,6 +40,8 @@ MAX_METADATA_BYTES = 2 << 20
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
 # `hello`: a name of the client and a few fields. What a later version adds is ignored, and not large.
 MAX_HELLO_BYTES = 4 << 10
+# `register`: a layout of 128 layers with 6 components is 150 KiB, 8,192 pieces of regions 72 KiB.
+MAX_REGISTER_BYTES = 1 << 20
 # A reference: five names of at most 256 characters (JSON may write one in 12 bytes), and what a later
 # version adds.
 MAX_REF_BYTES = 16 << 10
