@@ -2,6 +2,9 @@
 
 A reader reads the word after the data: unchanged proves the data. So a word is fresh and random
 before anybody hears of its slot, and is overwritten before its slot, or its blocks, are let go.
+
+The page is the daemon's, and comes with `registered`. The movers of a dead daemon may serve its page
+until they are dead too, so the page stays mapped, and its words count, until the next one comes.
 """
 
 from __future__ import annotations
@@ -25,14 +28,52 @@ class Page(Protocol):
     def overwrite(self, slot: int) -> None:
         """Make the word in `slot` another one."""
 
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+
 
 class FenceSlots:
-    """The free slots of one page, longest unused first."""
+    """The free slots of the session's page, longest unused first. Owns every page that it is given."""
 
-    def __init__(self, page: Page, num_slots: int = FENCE_SLOTS) -> None:
-        self._page = page
+    def __init__(self, own: Page, num_slots: int = FENCE_SLOTS) -> None:
+        """`own`: the client's page, for daemons of version 1; in use until a daemon offers another."""
+        self._own = own
+        self._page = own
+        self._offered: Page | None = None
         self._free = deque(range(num_slots))
+        self._taken: set[int] = set()
         self._num_slots = num_slots
+
+    def offer(self, page: Page) -> None:
+        """The daemon of the present connection has made this page: `move` goes to it."""
+        self.lose_offer()
+        self._offered = page
+
+    def lose_offer(self) -> None:
+        """The connection has ended before the session was registered on it."""
+        if self._offered is not None:
+            self._offered.close()
+            self._offered = None
+
+    def move(self) -> None:
+        """Go to the page that was offered, else to the client's own; every taken slot gets a fresh word.
+
+        First the old page's words are overwritten: from then on no read of what an earlier daemon
+        granted counts as delivered, whoever serves that page still.
+        """
+        old, self._page, self._offered = self._page, self._offered or self._own, None
+        for slot in self._taken:
+            old.overwrite(slot)
+        for slot in self._taken:
+            self.refresh(slot)
+        if old not in (self._own, self._page):
+            old.close()
+
+    def close(self) -> None:
+        """Unmap every page. No slot may be taken any more."""
+        self.lose_offer()
+        for page in (self._page, self._own):
+            page.close()
 
     def take(self, what: str) -> int:
         """Return a slot that holds a fresh word. Raises BusyError when all are taken."""
@@ -43,6 +84,7 @@ class FenceSlots:
                 RETRY_AFTER_S,
             )
         slot = self._free.popleft()
+        self._taken.add(slot)
         self.refresh(slot)
         return slot
 
@@ -53,4 +95,5 @@ class FenceSlots:
     def give_back(self, slot: int) -> None:
         """Overwrite the word, then let the slot go."""
         self._page.overwrite(slot)
+        self._taken.discard(slot)
         self._free.append(slot)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
 import sys
-from contextlib import suppress
 from typing import NamedTuple
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it
@@ -32,12 +32,18 @@ def death_watch(accepted: socket.socket, pid: int) -> tuple[int, int]:
     """Return a descriptor that is readable once the worker is dead, and one that keeps it from that.
 
     The kernel's own pidfd of who connected is exact; a pidfd by number may be another process's
-    by now, which only means that the closing socket is noticed first. A worker in another PID
-    namespace has neither: a pipe stands in, whose other end goes with the session.
+    by now, which only means that the closing socket is noticed first. Before Linux 6.5 a worker in
+    another PID namespace, which is not below the daemon's, has neither: a pipe stands in, whose other
+    end goes with the session. Such a session ends with its socket alone, when the last process that
+    holds it closes it.
+
+    Raises ProcessLookupError where whoever connected is dead already, OSError without descriptors.
     """
-    with suppress(OSError):
+    try:
         return int.from_bytes(accepted.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder), -1
-    with suppress(OSError):
-        if pid > 0:
-            return os.pidfd_open(pid), -1
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.EMFILE, errno.ENFILE):
+            raise
+    if pid > 0:
+        return os.pidfd_open(pid), -1
     return os.pipe2(os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """The worker socket: accepts sessions, turns their frames into events, and does effects on them.
 
-A thin shell: it owns sockets, descriptors and mapped fence pages, and decides nothing but whether
+A thin shell: it owns sockets, descriptors and fence pages, and decides nothing but whether
 a descriptor is what it claims to be.
 """
 
@@ -24,7 +24,7 @@ from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId
 from kvxferd.link import Link, close_all
-from kvxferd.memory.fence import FencePage
+from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first, encode
 from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
@@ -51,8 +51,7 @@ class _Connection:
     death: int  # readable once the worker is dead: a pidfd where there is one
     alive: int  # where `death` is a pipe, its other end; else -1
     version: int = 0  # of the protocol, agreed on by hello
-    fence: FencePage | None = None
-    fence_fd: int = -1
+    fence: UnmappedFencePage | None = None
     notices: int = -1  # where movers say Delivered themselves
     early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
@@ -68,7 +67,7 @@ class _Connection:
         self.bring(None)
         if self.fence is not None:
             self.fence.close()
-        own = (fd for fd in (self.fence_fd, self.notices, self.death, self.alive) if fd >= 0)
+        own = (fd for fd in (self.notices, self.death, self.alive) if fd >= 0)
         close_all([*self.early.take(), *self.offered, *self.adopted, *own])
 
     def bring(self, mover: socket.socket | None) -> None:
@@ -154,11 +153,20 @@ class WorkerSocket:
             link.flush()
             link.close()
             return
+        try:
+            death, alive = death_watch(accepted, credentials.pid)
+        except OSError as error:
+            log.warning("worker socket: cannot watch who connects", pid=credentials.pid, error=str(error))
+            link.close()
+            return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, credentials, *death_watch(accepted, credentials.pid))
+        connection = _Connection(session, link, credentials, death, alive)
         self._connections[session] = connection
         self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
-        asyncio.get_running_loop().add_reader(link.fileno(), self._readable, connection)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(link.fileno(), self._readable, connection)
+        if alive < 0:
+            loop.add_reader(death, self._died, connection)
 
     def _may_connect(self, credentials: Credentials) -> bool:
         uids, gids = self._config.allowed_uids, self._config.allowed_gids
@@ -201,6 +209,11 @@ class WorkerSocket:
         except ProtocolError as error:
             self._expel(connection, error)
 
+    def _died(self, connection: _Connection) -> None:
+        """The worker is dead. A process forked from it may hold its socket, and is not the worker."""
+        self._readable(connection)  # its last words
+        self._end(connection)
+
     def _hear(self, connection: _Connection, frame: Frame) -> None:
         if connection.closing or connection.ended:
             close_all(frame.fds)
@@ -240,11 +253,11 @@ class WorkerSocket:
             return None
         if isinstance(message, Hello) and connection.fence is None and len(fds) == 1 + message.notices:
             try:
-                connection.fence = FencePage.map(fds[0])
+                connection.fence = UnmappedFencePage.adopt(fds[0])
             except EngineError as error:
                 close_all(fds)
                 return Refusal(error.code, error.message)
-            connection.fence_fd, connection.notices = fds[0], fds[1] if message.notices else -1
+            connection.notices = fds[1] if message.notices else -1
             return None
         if isinstance(message, Hello):
             raise ProtocolError(
@@ -326,6 +339,8 @@ class WorkerSocket:
         connection.ended = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.link.fileno())
+        if connection.alive < 0:
+            loop.remove_reader(connection.death)
         if connection.writing:
             loop.remove_writer(connection.link.fileno())
         self._on_event(WorkerClosed(connection.session))
@@ -357,10 +372,17 @@ class WorkerSocket:
         return mover, (connection.credentials.pid, death)
 
     def overwrite_fence(self, session: SessionId, slot: int) -> None:
-        """Overwrite a fence word, now."""
+        """Overwrite a fence word, now. Whoever keeps its own page from being written loses its session."""
         connection = self._connections.get(session)
-        if connection is not None and connection.fence is not None:
+        if connection is None or connection.fence is None:
+            return
+        try:
             connection.fence.overwrite(slot)
+        except OSError as error:
+            log.warning(
+                "worker session's fence page cannot be written: closed", session=session, error=str(error)
+            )
+            self._end(connection)
 
     def region_fds(self, session: SessionId) -> tuple[int, ...]:
         """The registration's descriptors, the notices if there are any, then one for the worker's death."""
@@ -373,7 +395,7 @@ class WorkerSocket:
     def fence_fd(self, session: SessionId) -> int:
         """The descriptor of the session's fence page; -1 for a session that is gone."""
         connection = self._connections.get(session)
-        return connection.fence_fd if connection is not None else -1
+        return connection.fence.fd if connection is not None and connection.fence is not None else -1
 
 
 def _is_answered(path: Path) -> bool:

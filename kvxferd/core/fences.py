@@ -43,6 +43,14 @@ class Fences:
         if self._asked.get(said.session) == mover:
             self._places[said.session] = PagePlace(mover, agent, said.address, said.metadata)
 
+    def refused(self, mover: MoverId, session: SessionId) -> bool:
+        """A mover cannot use the page. Return whether it was the one that was asked."""
+        if self._asked.get(session) != mover:
+            return False
+        del self._asked[session]
+        self._places.pop(session, None)
+        return True
+
     def place(self, session: SessionId) -> PagePlace | None:
         """Where the page can be read; None: not yet, or not any more."""
         return self._places.get(session)

@@ -47,7 +47,7 @@ from kvxferd.core.showing import show_engines, show_transfers
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
-from kvxferd.ids import AgentName, BootId, Endpoint, SessionId
+from kvxferd.ids import AgentName, BootId, Endpoint, MoverId, SessionId
 from kvxferd.wire.codec import negotiate
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import (
@@ -56,6 +56,7 @@ from kvxferd.wire.mover import (
     BindRefused,
     Bound,
     FenceMapped,
+    FenceRefused,
     Leaving,
     Proved,
     PullDone,
@@ -308,6 +309,8 @@ class Node:
             case FenceMapped():
                 self.fences.mapped(mover.mover, mover.agent, said)
                 self._something_changed()
+            case FenceRefused():
+                self._fence_refused(mover.mover, said)
             case Attending():
                 self._attends(mover.agent)
             case PullDone():
@@ -318,6 +321,12 @@ class Node:
                 self.movers.kill(mover.mover)
             case _:
                 assert_never(said)
+
+    def _fence_refused(self, mover: MoverId, said: FenceRefused) -> None:
+        """Nobody can read the session's words: it starts anew, and its engine's mover goes on."""
+        if self.fences.refused(mover, said.session) and (session := self.sessions.get(said.session)):
+            text = f"cannot use the session's fence page: {said.message}"
+            self._expel(session, ProtocolError(text, said.code))
 
     def _mover_died(self, event: MoverDied) -> None:
         mover = self.movers.remove(event.mover)

@@ -122,6 +122,15 @@ class Ranks:
                 Code.NOT_ALLOWED,
             )
 
+    def _check_publisher(self, session: Session, engine_id: EngineId) -> None:
+        if not self._registry.may_publish(session.uid, engine_id):
+            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
+            raise EngineError(
+                f"cannot publish for engine {engine_id} as uid {session.uid}: its ranks here are of uid "
+                f"{owners}, and a mover serves the fence pages of its own user alone; attach as that user",
+                Code.NOT_ALLOWED,
+            )
+
     def _register_again(self, session: Session, rank: LocalRank, said: Register) -> None:
         if (said.engine.key, said.engine.rank) != (rank.spec.key, rank.spec.rank):
             raise EngineError(
@@ -149,6 +158,7 @@ class Ranks:
             return
         try:
             self._check_owner(session, said.engine_id)
+            self._check_publisher(session, said.engine_id)
         except EngineError as error:
             self._refuse(session, said.request, error.code, error.message)
             return
@@ -240,12 +250,19 @@ class Ranks:
         self._moment.do(ToWorker(rank.session, registered, pidfd_of=_watched(rank)))
 
     def _serve_fence(self, engine: EngineKey, session: Session) -> None:
-        """Have the session's page, and pages of the engine that nobody serves, registered by a mover."""
+        """Have the session's page registered by a mover of its own user's rank, where there is one.
+
+        Not by another user's, root's included: a resident mover is that user's process, and a page of a
+        client's own making is that client's to spoil.
+        """
         known = self._registry.get(engine)
-        if known is None:
-            return
-        for record in known.ranks.values():
-            if isinstance(record, LocalRank) and record.is_readable and record.mover is not None:
+        for record in known.ranks.values() if known is not None else ():
+            if (
+                isinstance(record, LocalRank)
+                and record.uid == session.uid
+                and record.is_readable
+                and record.mover is not None
+            ):
                 self._fences.share(session.session, record.mover)
                 return
 

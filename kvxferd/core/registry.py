@@ -218,6 +218,14 @@ class Registry:
         owners = self.owners(engine_id)
         return not owners or uid in (0, *owners)
 
+    def may_publish(self, uid: int, engine_id: EngineId) -> bool:
+        """Whether that user may publish for the engine: some rank's mover here serves its fence pages.
+
+        Root as well only where it has a rank: no mover shares pages across users.
+        """
+        owners = self.owners(engine_id)
+        return not owners or uid in owners
+
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer start of the engine is here: no new grants for this one."""
         newest = self._newest.get(key.engine_id)

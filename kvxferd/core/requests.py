@@ -120,12 +120,15 @@ class Requests:
         problem = ""
         if session.engine is None:
             problem = "register or attach first"
-        elif session.rank is None and not self._registry.is_owner(session.uid, session.engine.engine_id):
+        elif session.rank is None and not self._registry.may_publish(session.uid, session.engine.engine_id):
             problem = (
                 f"engine {session.engine.engine_id} is another user's"  # its ranks came after the attach
             )
         elif len(fence_word) != FENCE_WORD_BYTES:
             problem = f"fence slot {said.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
+        elif not any(fence_word):
+            # What a late reader finds where a mover has let go of a page: it must be nobody's word.
+            problem = f"fence slot {said.fence_slot} holds no word; write 16 random bytes there first"
         elif not (0 < len(said.transfer_id) <= MAX_NAME_CHARS):
             problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
         if problem or session.engine is None:

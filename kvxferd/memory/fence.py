@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
-from kvxferd.memory.inspect import check_memfd
+from kvxferd.memory.inspect import check_fence_page
 from kvxferd.memory.mapping import Mapping, map_memfd
 from kvxferd.memory.memfd import SealedMemory
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS, FENCE_WORD_BYTES
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class FencePage:
     """Words of 16 bytes that readers fetch after the data: unchanged proves that the blocks were held.
 
-    Whoever lets go of a transfer's blocks calls `overwrite` first.
+    The client's view: it is mapped. Whoever lets go of a transfer's blocks calls `overwrite` first.
     """
 
     def __init__(self, mapping: Mapping, memory: SealedMemory | None = None) -> None:
@@ -23,7 +26,7 @@ class FencePage:
 
     @classmethod
     def create(cls) -> FencePage:
-        """Make a page to share (the client). `fd` is what goes to the daemon."""
+        """Make a page to share, for a daemon that makes none. `fd` is what goes to it."""
         memory = SealedMemory.create(FENCE_PAGE_BYTES, "kvxferd-fence")
         try:
             return cls(map_memfd(memory.fd, FENCE_PAGE_BYTES), memory)
@@ -33,8 +36,11 @@ class FencePage:
 
     @classmethod
     def map(cls, fd: int) -> FencePage:
-        """Map a page that somebody else made (the daemon). Raises EngineError as `check_memfd` does."""
-        check_memfd(fd, FENCE_PAGE_BYTES)
+        """Map a page that the daemon made; the descriptor stays the caller's.
+
+        Raises EngineError as `check_fence_page` does.
+        """
+        check_fence_page(fd)
         return cls(map_memfd(fd, FENCE_PAGE_BYTES))
 
     @property
@@ -44,14 +50,14 @@ class FencePage:
 
     def write(self, slot: int, word: bytes) -> None:
         """Put a transfer's word in its place. Raises ValueError for a wrong slot or length."""
-        start = self._start(slot)
+        start = _start(slot)
         if len(word) != FENCE_WORD_BYTES:
             raise ValueError(f"cannot write a fence word of {len(word)} bytes: it has {FENCE_WORD_BYTES}")
         self._words[start : start + FENCE_WORD_BYTES] = word
 
     def read(self, slot: int) -> bytes:
         """Return the word that lies there."""
-        start = self._start(slot)
+        start = _start(slot)
         return bytes(self._words[start : start + FENCE_WORD_BYTES])
 
     def overwrite(self, slot: int) -> None:
@@ -65,8 +71,59 @@ class FencePage:
         if self._memory is not None:
             self._memory.close()
 
-    @staticmethod
-    def _start(slot: int) -> int:
-        if not 0 <= slot < FENCE_SLOTS:
-            raise ValueError(f"cannot use fence slot {slot}: there are {FENCE_SLOTS}")
-        return slot * FENCE_WORD_BYTES
+
+class UnmappedFencePage:
+    """The daemon's view of a session's page: read and written through its descriptor, never mapped.
+
+    A client may punch holes into any page that it can write, and touching a hole where memory is
+    exhausted is SIGBUS. The same access by a system call is an OSError (and costs 1 us).
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def create(cls) -> UnmappedFencePage:
+        """Make a page to hand out. Its memory is there, and no seal can be added. Raises OSError."""
+        fd = os.memfd_create("kvxferd-fence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, FENCE_PAGE_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd)
+
+    @classmethod
+    def adopt(cls, fd: int) -> UnmappedFencePage:
+        """Take over a client's own page (protocol version 1).
+
+        Raises EngineError as `check_fence_page` does; then the descriptor is still the caller's.
+        """
+        check_fence_page(fd)
+        return cls(fd)
+
+    def read(self, slot: int) -> bytes:
+        """Return the word that lies there. Raises ValueError for a wrong slot, OSError."""
+        return os.pread(self.fd, FENCE_WORD_BYTES, _start(slot))
+
+    def overwrite(self, slot: int) -> None:
+        """From the return of this call on, no read of the transfer counts as delivered.
+
+        Raises ValueError for a wrong slot, OSError where the client has made its page unwritable.
+        """
+        written = os.pwrite(self.fd, os.urandom(FENCE_WORD_BYTES), _start(slot))
+        if written != FENCE_WORD_BYTES:
+            raise OSError(f"{written} bytes of a fence word were written")
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _start(slot: int) -> int:
+    if not 0 <= slot < FENCE_SLOTS:
+        raise ValueError(f"cannot use fence slot {slot}: there are {FENCE_SLOTS}")
+    return slot * FENCE_WORD_BYTES

@@ -216,14 +216,17 @@ class Bindings:
     # --- fence pages
 
     def map_fence(self, session: SessionId, size_bytes: int, fd: int) -> FenceMapped:
-        """Map and register a fence page. Raises KvxferdError."""
+        """Map and register a fence page, or nothing of it. Raises KvxferdError."""
         if session in self._fences:
             raise EngineError(f"cannot map two fence pages of session {session}", Code.OUT_OF_PLACE)
         check_memfd(fd, size_bytes)
         mapping = map_memfd(fd, size_bytes)
+        with ExitStack() as undoing:
+            undoing.callback(mapping.unmap)
+            span = self._register(_span(mapping), undoing)
+            metadata = self._transport.metadata([span])
+            undoing.pop_all()
         self._fences[session] = mapping
-        self._transport.register(_span(mapping))
-        metadata = self._transport.metadata([_span(mapping)])
         return FenceMapped(session=session, address=mapping.address, metadata=metadata)
 
     def unmap_fence(self, session: SessionId) -> None:

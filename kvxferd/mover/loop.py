@@ -155,7 +155,7 @@ class Mover:
             case wire.MapFence():
                 if len(frame.fds) != 1:
                     raise ProtocolError(f"cannot map a fence page from {len(frame.fds)} descriptors")
-                self._send(self._bindings.map_fence(message.session, message.size_bytes, frame.fds[0]))
+                self._send(self._map_fence(message, frame.fds[0]))
             case wire.UnmapFence():
                 self._bindings.unmap_fence(message.session)
             case wire.Attend():
@@ -193,6 +193,17 @@ class Mover:
         except Exception as error:
             _LOG.exception("cannot bind")
             self._answer = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+
+    def _map_fence(self, message: wire.MapFence, fd: int) -> wire.FenceMapped | wire.FenceRefused:
+        """A page that cannot be used is its session's trouble alone: this mover serves others."""
+        try:
+            return self._bindings.map_fence(message.session, message.size_bytes, fd)
+        except KvxferdError as error:
+            return wire.FenceRefused(session=message.session, code=error.code, message=error.message)
+        except Exception as error:
+            _LOG.exception("cannot map a fence page")
+            text = f"cannot map a fence page: {error!r}"
+            return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
 
     def _heed(self, fd: int) -> None:
         """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it."""

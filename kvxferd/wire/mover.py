@@ -29,7 +29,10 @@ class Bind(Message, frozen=True, tag="bind"):
 
 
 class MapFence(Message, frozen=True, tag="map-fence"):
-    """Map and register a session's fence page. Carries its descriptor. Answered by `FenceMapped`."""
+    """Map and register a session's fence page. Carries its descriptor.
+
+    Answered by `FenceMapped` or `FenceRefused`.
+    """
 
     session: SessionId
     size_bytes: int
@@ -152,6 +155,14 @@ class FenceMapped(Message, frozen=True, tag="fence-mapped"):
     metadata: bytes
 
 
+class FenceRefused(Message, frozen=True, tag="fence-refused"):
+    """The session's fence page cannot be mapped or registered; nothing of it is mapped."""
+
+    session: SessionId
+    code: Code
+    message: str
+
+
 class Attending(Message, frozen=True, tag="attending"):
     """The mover polls."""
 
@@ -210,4 +221,15 @@ ToMover = (
     | AbortPull
     | BlockIds
 )
-FromMover = Up | Bound | BindRefused | Proved | FenceMapped | Attending | PullDone | PullQuiet | Leaving
+FromMover = (
+    Up
+    | Bound
+    | BindRefused
+    | Proved
+    | FenceMapped
+    | FenceRefused
+    | Attending
+    | PullDone
+    | PullQuiet
+    | Leaving
+)

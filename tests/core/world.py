@@ -62,6 +62,7 @@ class Worker:
     slots: Iterator[int] = field(default_factory=itertools.count)
     connected: bool = True
     notices: bool = False  # its mover says Delivered to it
+    spoilt: bool = False  # no mover can map its fence page
 
     def say(self, message: Message, word: bytes = b"") -> None:
         self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
@@ -168,8 +169,13 @@ class Mover:
                 self.bound_with_notices = message.notices
                 self._bind()
             case mv.MapFence():
-                page = self.host.workers[message.session].fence
-                address = self.world.map(self, page)
+                owner = self.host.workers[message.session]
+                if owner.spoilt:
+                    text = "cannot use a memfd that may not be written"
+                    code = Code.REGION_INVALID
+                    self.say(mv.FenceRefused(session=message.session, code=code, message=text))
+                    return
+                address = self.world.map(self, owner.fence)
                 self.say(mv.FenceMapped(session=message.session, address=address, metadata=b"fence"))
             case mv.Attend():
                 self.attended = message.on

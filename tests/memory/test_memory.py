@@ -12,7 +12,10 @@ import pytest
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
+from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
+
+F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
 
 @pytest.fixture
@@ -143,7 +146,60 @@ def test_a_fence_slot_out_of_range_is_refused(slot: int) -> None:
     page.close()
 
 
-def test_a_fence_page_that_is_too_small_is_refused() -> None:
-    with SealedMemory.create(FENCE_PAGE_BYTES - 4096) as small, pytest.raises(EngineError) as raised:
-        FencePage.map(small.fd)
-    assert raised.value.code is Code.REGION_TOO_SMALL
+def made_page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> int:
+    fd = os.memfd_create("page", os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        ({"size": FENCE_PAGE_BYTES - 4096}, Code.REGION_TOO_SMALL),
+        ({"size": FENCE_PAGE_BYTES + 4096}, Code.REGION_INVALID),
+        ({"seals": fcntl.F_SEAL_GROW}, Code.REGION_UNSEALED),
+        ({"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE}, Code.REGION_INVALID),
+        ({"seals": fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE}, Code.REGION_INVALID),
+        ({"size": 2 << 20, "flags": os.MFD_HUGETLB}, Code.REGION_INVALID),
+    ],
+    ids=["small", "large", "unsealed", "sealed against writing", "against later writing", "huge pages"],
+)
+def test_a_fence_page_that_is_none_is_refused(page: dict[str, int], code: Code) -> None:
+    fd = made_page(**page)
+    with pytest.raises(EngineError) as raised:
+        UnmappedFencePage.adopt(fd)
+    assert raised.value.code is code
+    os.close(fd)
+
+
+def test_huge_pages_are_refused_by_what_they_are() -> None:
+    """Not by their size alone: a pool that is exhausted is SIGBUS for whoever touches one."""
+    fd = made_page(2 << 20, flags=os.MFD_HUGETLB)
+    with pytest.raises(EngineError, match="MFD_HUGETLB"):
+        UnmappedFencePage.adopt(fd)
+    os.close(fd)
+
+
+def test_a_page_to_hand_out_has_its_memory_and_can_be_sealed_no_further() -> None:
+    page = UnmappedFencePage.create()
+    assert os.fstat(page.fd).st_blocks * 512 == FENCE_PAGE_BYTES
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(page.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    client = FencePage.map(page.fd)
+    client.write(7, bytes(range(16)))
+    assert page.read(7) == bytes(range(16))
+    page.overwrite(7)
+    assert client.read(7) != bytes(range(16))
+    client.close()
+    page.close()
+    page.close()
+
+
+def test_a_page_that_its_client_seals_later_is_an_error_and_no_signal() -> None:
+    fd = made_page()
+    page = UnmappedFencePage.adopt(fd)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    with pytest.raises(PermissionError):
+        page.overwrite(0)
+    page.close()

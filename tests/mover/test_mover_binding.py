@@ -13,11 +13,12 @@ from rig import Node, Worker, bind
 from kvxferd.errors import Code
 from kvxferd.ids import RegionId, SessionId
 from kvxferd.memory import SealedMemory
-from kvxferd.wire.mover import Bind, BindRefused, Bound, MapFence
+from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence
 from kvxferd.wire.worker import RegionExport
 
 Make = Callable[..., Worker]
 SIZE = 1 << 16
+F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
 
 @pytest.fixture
@@ -110,9 +111,13 @@ async def test_several_regions_of_one_descriptor(node: Node, pidfd: int) -> None
         assert not [name for name in kept if "memfd:kvxferd" in name], "descriptors are closed once mapped"
 
 
-async def test_a_fence_page_that_cannot_be_mapped_ends_the_mover(node: Node) -> None:
-    """The daemon has checked and mapped the page before: there is no answer that says no."""
+async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serves_others(node: Node) -> None:
+    """Its owner may seal it against writing after the daemon has looked at it."""
     mover = await node.pool.take()
-    with SealedMemory.create(SIZE) as memory:
-        mover.send(MapFence(session=SessionId(1), size_bytes=2 * SIZE), (memory.fd,))
-        await node.gone(mover)
+    with SealedMemory.create(SIZE) as bad, SealedMemory.create(SIZE) as good:
+        fcntl.fcntl(bad.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+        mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (bad.fd,))
+        refused = await node.heard(mover, FenceRefused)
+        assert (refused.session, refused.code) == (1, Code.REGION_INVALID)
+        mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (good.fd,))
+        assert (await node.heard(mover, FenceMapped)).session == 1
