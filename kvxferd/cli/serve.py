@@ -13,7 +13,19 @@ from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, l
 from kvxferd.hiding import hidden
 
 with hidden("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
-    from kvxferd.observe.logs import configure_logs
+    from kvxferd.observe.logs import configure_queued_logs
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null as descriptors 0, 1 and 2 where they are closed.
+
+    A socket that got such a number would be sent what libraries print.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+    while fd <= 2:
+        os.set_inheritable(fd, True)
+        fd = os.dup(fd)
+    os.close(fd)
 
 
 def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +61,8 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     """
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     config = load_config(config_path, os.environ, given)
-    configure_logs(config.log)
+    open_standard_streams()
+    configure_queued_logs(config.log)
     # Here, not above: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 

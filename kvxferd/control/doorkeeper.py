@@ -61,4 +61,4 @@ class Doorkeeper:
         if len(self._logged) >= MAX_REMEMBERED:
             self._logged.clear()
         self._logged[address] = now
-        log.warning("peer turned away", address=address, reason=problem)
+        log.warning("peer turned away", limit_by=address, address=address, reason=problem)

@@ -160,14 +160,26 @@ class PeerSocket:
         try:
             self._on_event(RouteSaid(route, PEER_MESSAGES.decode(_only(payload))))
         except ProtocolError as error:
-            log.warning("peer message refused", route=route.hex(), code=error.code, reason=error.message)
+            log.warning(
+                "peer message refused",
+                limit_by=route.hex(),
+                route=route.hex(),
+                code=error.code,
+                reason=error.message,
+            )
             self.answer(route, refuse_undecodable(b"".join(payload), error))
 
     def _answered(self, endpoint: Endpoint, parts: list[bytes]) -> None:
         try:
             self._on_event(PeerSaid(endpoint, PEER_MESSAGES.decode(_only(parts))))
         except ProtocolError as error:
-            log.warning("peer message dropped", endpoint=endpoint, code=error.code, reason=error.message)
+            log.warning(
+                "peer message dropped",
+                limit_by=endpoint,
+                endpoint=endpoint,
+                code=error.code,
+                reason=error.message,
+            )
 
     # --- saying
 
@@ -197,7 +209,7 @@ class PeerSocket:
         try:
             dealer = self._socket(zmq.DEALER, endpoint)
         except zmq.ZMQError as error:
-            log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
+            log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             return None
         try:
             if self._key is not None:
@@ -206,7 +218,7 @@ class PeerSocket:
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
             dealer.connect(address_of(endpoint))
         except zmq.ZMQError as error:
-            log.warning("peer not connected", endpoint=endpoint, reason=error.strerror)
+            log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             dealer.close(linger=0)
             return None
         watched = self._watch(dealer, lambda parts: self._answered(endpoint, parts))

@@ -270,6 +270,7 @@ class WorkerSocket:
     def _expel(self, connection: _Connection, error: KvxferdError) -> None:
         log.warning(
             "worker session closed",
+            limit_by=f"uid {connection.credentials.uid}",
             session=connection.session,
             pid=connection.credentials.pid,
             code=error.code,
@@ -294,13 +295,22 @@ class WorkerSocket:
             connection.link.send(encode(message), fds)
         except ProtocolError as error:
             # Without it the client would wait for ever; without the connection it starts anew.
-            log.error("worker session cannot be told: closed", session=session, reason=error.message)
+            log.error(
+                "worker session cannot be told: closed",
+                limit_by=f"uid {connection.credentials.uid}",
+                session=session,
+                reason=error.message,
+            )
             close_all(fds)
             self._end(connection)
             return
         connection.link.flush()
         if connection.link.queued_bytes > MAX_QUEUED_BYTES:
-            log.warning("worker session reads no events: closed", session=session)
+            log.warning(
+                "worker session reads no events: closed",
+                limit_by=f"uid {connection.credentials.uid}",
+                session=session,
+            )
             self._end(connection)
             return
         self._watch_writable(connection)

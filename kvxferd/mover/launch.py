@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from kvxferd.core.lanes import UcxLine
 from kvxferd.errors import ProtocolError
@@ -22,6 +24,8 @@ from kvxferd.wire.framing import Frame
 
 _LOG = logging.getLogger(__name__)
 
+# What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; no user may ask for more.
+STDERR_PIPE_BYTES = 1 << 20
 END_S = 3.0  # it may be importing the library, which it cannot leave
 
 Said = Ready | Unavailable | Forked | ForkFailed
@@ -49,14 +53,16 @@ class ParentProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._stream = Link(ours)
+            reading, writing = _stderr_pipe()
             try:
-                self._process = _spawn(theirs.fileno(), library, lock_fd, environment)
+                self._process = _spawn(theirs.fileno(), writing, library, lock_fd, environment)
             except BaseException:
                 self._stream.close()
+                os.close(reading)
                 raise
-        assert self._process.stderr is not None
-        self._complaints = Complaints(os.dup(self._process.stderr.fileno()), on_ucx)
-        self._process.stderr.close()
+            finally:
+                os.close(writing)
+        self._complaints = Complaints(reading, on_ucx)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._stream.fileno(), self._read)
         self._loop.add_reader(self._pidfd, self._exited)
@@ -121,8 +127,21 @@ class ParentProcess:
             self._stream.close()
 
 
+def _stderr_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe whose writers lose lines rather than wait for a daemon that is stopped.
+
+    The flag belongs to the pipe's writing end, which the movers alone share. What libraries print through C's
+    stdio, and Python's logging, drop what the pipe does not take.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    with suppress(OSError):  # past the user's share of pipe memory it keeps its 64 KiB
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, STDERR_PIPE_BYTES)
+    return reading, writing
+
+
 def _spawn(
-    control: int, library: str, lock_fd: int | None, environment: Mapping[str, str]
+    control: int, stderr: int, library: str, lock_fd: int | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     # -P: what lies in the daemon's working directory is not imported.
     command = [sys.executable, "-P", "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
@@ -136,7 +155,8 @@ def _spawn(
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=stderr,  # the library logs there too; the daemon's own is not for it
+        stderr=stderr,
         pass_fds=inherited,
         env={**os.environ, **quiet, **environment},
         start_new_session=True,  # a terminal's Ctrl-C is for the daemon, which then ends its movers

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO, assert_never
 
 import structlog
@@ -18,6 +21,10 @@ from kvxferd.core.snapshot import (
     ReleaseRecord,
     TopologyRecord,
 )
+from kvxferd.observe.log_limits import LimitLibraries, LimitLines, LineLimiter
+from kvxferd.observe.log_queue import ErrorStream, LogQueue
+
+STANDARD_ERROR = 2
 
 # Said in the log, by `kvxferd status` and by `/readyz`.
 SLOW_ON_NODE = (
@@ -36,8 +43,43 @@ _LEVELS = {
 
 def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
     """Set up this process's log, that of its libraries included: lines on `stream`, or standard error."""
-    stream = sys.stderr if stream is None else stream
-    json = config.format == "json" or (config.format == "auto" and not stream.isatty())
+    out = sys.stderr if stream is None else stream
+
+    def put(line: str, is_error: bool) -> None:
+        out.write(line + "\n")
+        out.flush()
+
+    _configure(config, put, out.isatty())
+
+
+def configure_queued_logs(config: LogConfig) -> None:
+    """Set up the log of a process that must never wait for its standard error, for as long as it runs.
+
+    `sys.stderr` goes the same way: a traceback at exit must not wait for a pipe either.
+    """
+    is_terminal = os.isatty(STANDARD_ERROR)
+    queue = LogQueue(STANDARD_ERROR)
+    sys.stderr = stream = ErrorStream(queue, is_terminal=is_terminal)
+    render = _configure(config, queue.put, is_terminal)
+    queue.describe = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
+
+    def close() -> None:
+        stream.end_line()
+        queue.close()
+
+    # After the traceback of an exception that nobody caught, before the interpreter ends.
+    atexit.register(close)
+
+
+def set_log_level(level: str) -> None:
+    """Log lines of this level and worse from now on, and those of libraries from warnings on."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]))
+    logging.getLogger().setLevel(max(_LEVELS[level], logging.WARNING))
+
+
+def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool) -> Callable[..., str]:
+    """Have every line given to `put`, with whether it is an error. Return what renders a warning."""
+    json = config.format == "json" or (config.format == "auto" and not is_terminal)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -46,23 +88,63 @@ def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
     final: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
     )
+    limiter = LineLimiter()
     structlog.configure(
-        processors=[*shared, *final],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.level]),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        processors=[LimitLines(limiter), *shared, *final],
+        logger_factory=lambda *args: _LineLogger(put),
         cache_logger_on_first_use=False,
     )
     # asyncio and aiohttp log by the standard library: same form, warnings and worse only.
-    handler = logging.StreamHandler(stream)
+    handler = _LineHandler(put)
+    handler.addFilter(LimitLibraries(limiter))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
         )
     )
-    logging.basicConfig(handlers=[handler], level=max(_LEVELS[config.level], logging.WARNING), force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_log_level(config.level)
+
+    def render(event: str, **fields: object) -> str:
+        line: Any = {"event": event, **fields}
+        for processor in (*shared, *final):
+            line = processor(None, "warning", line)
+        return str(line)
+
+    return render
+
+
+class _LineLogger:
+    """What structlog calls with a rendered line."""
+
+    def __init__(self, put: Callable[[str, bool], None]) -> None:
+        self._put = put
+
+    def debug(self, line: str) -> None:
+        self._put(line, False)
+
+    def error(self, line: str) -> None:
+        self._put(line, True)
+
+    info = warning = warn = msg = log = debug
+    exception = critical = fatal = failure = err = error
+
+
+class _LineHandler(logging.Handler):
+    """The same for the standard library's logging."""
+
+    def __init__(self, put: Callable[[str, bool], None]) -> None:
+        super().__init__()
+        self._put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._put(self.format(record), record.levelno >= logging.ERROR)
+        except Exception:
+            self.handleError(record)
 
 
 def log_record(record: Record) -> None:

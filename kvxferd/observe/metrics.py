@@ -11,6 +11,7 @@ from typing import assert_never
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 import kvxferd
@@ -26,6 +27,7 @@ from kvxferd.core.snapshot import (
     TopologyRecord,
 )
 from kvxferd.observe.gauges import gauges_of
+from kvxferd.observe.log_queue import COUNTS
 
 # From a few blocks read from the same node to a pull that waits for its deadline; about three to a decade.
 PULL_BUCKETS_S = (
@@ -53,6 +55,21 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
         """Yield every gauge of this moment."""
         return gauges_of(self._snapshot())
+
+
+class LogCollector(Collector):
+    """What the log of this process has left out."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield both counters."""
+        yield CounterMetricFamily(
+            "kvxferd_log_lines_dropped",
+            "Log lines for which the queue had no room, or which standard error did not take.",
+            value=COUNTS.dropped,
+        )
+        yield CounterMetricFamily(
+            "kvxferd_log_lines_suppressed", "Log lines over a rate limit.", value=COUNTS.suppressed
+        )
 
 
 class Metrics:
@@ -102,6 +119,7 @@ class Metrics:
         build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
         build.labels(kvxferd.__version__).set(1)
         registry.register(SnapshotCollector(snapshot))
+        registry.register(LogCollector())
         prometheus_client.ProcessCollector(registry=registry)
         self._start_at_zero()
 

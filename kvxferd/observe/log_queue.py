@@ -1,0 +1,244 @@
+"""The queue between whoever logs and standard error: bounded, and emptied by a thread of its own.
+
+A pipe that nobody reads holds 64 KiB; the next write to it blocks for ever. The event loop therefore
+never writes: it appends a line here. Where the reader is too slow the oldest ordinary lines are dropped
+and counted, errors last. At exit what is left has `CLOSE_S`; nothing waits longer than that for a reader.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+# A line has 256 bytes on average, and about as many again as a Python object: 8 MiB in all, which is a
+# minute of 250 pulls a second. A reader that is away for longer than that loses the oldest of them.
+MAX_LINES = 16_384
+MAX_BYTES = 4 << 20
+# Errors have a share of their own, so that a flood of ordinary lines pushes none out.
+MAX_ERROR_LINES = 1_024
+MAX_ERROR_BYTES = 512 << 10
+MAX_LINE_BYTES = 64 << 10  # a long traceback has 16 KiB; journald splits lines at 48 KiB
+# PIPE_BUF: a pipe takes so much whole or not at all, so lines of two writers are never mixed.
+WRITE_BYTES = 4_096
+CLOSE_S = 1.0  # half of it for everything in order, half for the errors and the last lines
+LAST_LINES = 64
+REPORT_S = 10.0  # between two lines that give the number of lines dropped, while the reader stays slow
+
+
+class LogCounts:
+    """What the log of this process has left out, for the metrics."""
+
+    def __init__(self) -> None:
+        self.dropped = 0  # no room in the queue, or standard error took none
+        self.suppressed = 0  # over a rate limit
+
+
+COUNTS = LogCounts()
+
+
+class _Line(NamedTuple):
+    number: int
+    text: bytes
+
+
+class _Lines:
+    """Lines with a limit; the oldest makes room."""
+
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
+        self._max_lines = max_lines
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self.lines: deque[_Line] = deque()
+
+    def add(self, line: _Line) -> int:
+        """Append; return how many were dropped to make room."""
+        self.lines.append(line)
+        self._num_bytes += len(line.text)
+        num_dropped = 0
+        while len(self.lines) > self._max_lines or self._num_bytes > self._max_bytes:
+            self.take()
+            num_dropped += 1
+        return num_dropped
+
+    def take(self) -> bytes:
+        """Remove the oldest."""
+        text = self.lines.popleft().text
+        self._num_bytes -= len(text)
+        return text
+
+    def keep_last(self, num_lines: int) -> int:
+        """Remove all but the last; return how many were removed."""
+        num_dropped = max(0, len(self.lines) - num_lines)
+        for _ in range(num_dropped):
+            self.take()
+        return num_dropped
+
+    @property
+    def is_half_empty(self) -> bool:
+        """Whether the reader keeps up again."""
+        return 2 * len(self.lines) <= self._max_lines and 2 * self._num_bytes <= self._max_bytes
+
+
+class LogQueue:
+    """Lines on their way to a descriptor. `describe` makes the line that gives a number of dropped ones."""
+
+    def __init__(
+        self,
+        fd: int,
+        describe: Callable[[int], str] = "{} log lines dropped".format,
+        counts: LogCounts = COUNTS,
+    ) -> None:
+        self._fd = fd
+        self.describe = describe
+        self._counts = counts
+        # Reentrant: a destructor that writes a warning may run in the middle of `put`.
+        self._changed = threading.Condition(threading.RLock())
+        self._ordinary = _Lines(MAX_LINES, MAX_BYTES)
+        self._errors = _Lines(MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._next_number = 0
+        self._num_unreported = 0  # lines dropped since the last report
+        self._reported_at = 0.0
+        self._is_taken = True  # whether the descriptor took what was written last
+        self._is_closing = False
+        self._ended = threading.Event()
+        # A daemon thread: an exit does not wait for a write that never returns.
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str, is_error: bool = False) -> None:
+        """Append a line, without its newline. Never blocks on the reader; thread-safe."""
+        text = line.encode("utf-8", "backslashreplace")[: MAX_LINE_BYTES - 1] + b"\n"
+        with self._changed:
+            if self._ended.is_set():
+                self._write_at_once(text)
+                return
+            self._next_number += 1
+            lines = self._errors if is_error else self._ordinary
+            self._drop(lines.add(_Line(self._next_number, text)))
+            self._changed.notify()
+
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Write what is left, for at most `limit_s`. Doing it again does nothing."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._ended.wait(limit_s / 2):
+            return
+        with self._changed:
+            self._drop(self._ordinary.keep_last(LAST_LINES))
+        self._ended.wait(limit_s / 2)
+
+    def _drop(self, num_lines: int) -> None:
+        self._num_unreported += num_lines
+        self._counts.dropped += num_lines
+
+    # --- the writer's thread
+
+    def _run(self) -> None:
+        while (text := self._next()) is not None:
+            self._is_taken = self._write(text)
+            if not self._is_taken:
+                with self._changed:
+                    self._drop(text.count(b"\n"))
+        with self._changed:
+            self._ended.set()
+
+    def _next(self) -> bytes | None:
+        """Wait for lines; return some of them, oldest first, or None once the queue is closed and empty."""
+        with self._changed:
+            while not (self._errors.lines or self._ordinary.lines):
+                if self._is_closing and self._num_unreported and self._is_taken:
+                    return self._report()
+                if self._is_closing:
+                    return None
+                self._changed.wait()
+            if self._is_report_due():
+                return self._report()
+            text = self._oldest().take()
+            while (lines := self._oldest()).lines and len(text) + len(lines.lines[0].text) <= WRITE_BYTES:
+                text += lines.take()
+            return text
+
+    def _oldest(self) -> _Lines:
+        if not self._ordinary.lines:
+            return self._errors
+        if not self._errors.lines:
+            return self._ordinary
+        return min(self._errors, self._ordinary, key=lambda lines: lines.lines[0].number)
+
+    def _is_report_due(self) -> bool:
+        if not self._num_unreported or not self._is_taken:  # a report to nobody would be one more
+            return False
+        return self._ordinary.is_half_empty or time.monotonic() - self._reported_at > REPORT_S
+
+    def _report(self) -> bytes:
+        num_dropped, self._num_unreported = self._num_unreported, 0
+        self._reported_at = time.monotonic()
+        return self.describe(num_dropped).encode() + b"\n"
+
+    def _write(self, text: bytes) -> bool:
+        """Write all of it, however long that takes. False: the descriptor takes nothing more."""
+        rest = memoryview(text)
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+            except BlockingIOError:  # somebody who shares it has made it non-blocking
+                poller = select.poll()
+                poller.register(self._fd, select.POLLOUT)
+                poller.poll()
+            except OSError:
+                return False
+        return True
+
+    def _write_at_once(self, text: bytes) -> None:
+        """After `close`: what the descriptor takes without waiting."""
+        poller = select.poll()
+        with suppress(OSError):
+            poller.register(self._fd, select.POLLOUT)
+            if poller.poll(0):
+                os.write(self._fd, text[:WRITE_BYTES])
+
+
+class ErrorStream(io.TextIOBase):
+    """Standard error for whatever prints there by itself: tracebacks, warnings, the command line."""
+
+    def __init__(self, queue: LogQueue, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._queue = queue
+        self._is_terminal = is_terminal
+        self._rest = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """As the queue encodes."""
+        return "utf-8"
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def isatty(self) -> bool:
+        """Whether a person reads it."""
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        """Pass on whole lines; the rest waits for its end."""
+        *lines, rest = (self._rest + text).split("\n")
+        if len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], ""
+        self._rest = rest
+        for line in lines:
+            self._queue.put(line, is_error=True)
+        return len(text)
+
+    def end_line(self) -> None:
+        """Pass on a line that has no end, where there is one."""
+        if self._rest:
+            self.write("\n")

@@ -1,0 +1,201 @@
+"""The log's queue: complete and in order where it is read, bounded and never waited for where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvxferd.observe import log_queue
+from kvxferd.observe.log_queue import ErrorStream, LogCounts, LogQueue
+
+
+class Pipe:
+    """A pipe that a test reads when it wants to."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+
+    def close_reading(self) -> None:
+        os.close(self.reading)
+        self.reading = -1
+
+    def read_all(self) -> list[str]:
+        """Close the writing end and return every line."""
+        os.close(self.writing)
+        self.writing = -1
+        with os.fdopen(os.dup(self.reading)) as file:
+            return file.read().splitlines()
+
+    def close(self) -> None:
+        for fd in (self.reading, self.writing):
+            if fd >= 0:
+                os.close(fd)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    made = Pipe()
+    yield made
+    made.close()
+
+
+def describe(num_dropped: int) -> str:
+    return f"dropped {num_dropped}"
+
+
+def queue_on(pipe: Pipe) -> tuple[LogQueue, LogCounts]:
+    counts = LogCounts()
+    return LogQueue(pipe.writing, describe, counts), counts
+
+
+def test_lines_of_both_kinds_come_out_in_order_and_whole(pipe: Pipe) -> None:
+    queue, counts = queue_on(pipe)
+    lines = [f"line {number} {'x' * (number % 5000)}" for number in range(2_000)]
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.extend(_read_until_end(pipe.reading)))
+    reader.start()
+    for number, line in enumerate(lines):
+        queue.put(line, is_error=number % 7 == 0)
+    queue.close(60)
+    os.close(pipe.writing)
+    pipe.writing = -1
+    reader.join(60)
+    assert read == lines
+    assert counts.dropped == 0
+
+
+def _read_until_end(fd: int) -> list[str]:
+    with os.fdopen(os.dup(fd)) as file:
+        return file.read().splitlines()
+
+
+def test_a_pipe_that_nobody_reads_costs_the_oldest_lines_and_never_a_wait(pipe: Pipe) -> None:
+    queue, counts = queue_on(pipe)
+    for number in range(3 * log_queue.MAX_LINES):
+        queue.put(f"{number:0200d}")
+    for number in range(10):
+        queue.put(f"error {number}", is_error=True)
+    assert counts.dropped > 0
+    assert len(queue._ordinary.lines) <= log_queue.MAX_LINES
+    assert sum(len(line.text) for line in queue._ordinary.lines) <= log_queue.MAX_BYTES
+    queue.close(0.1)
+    dropped = counts.dropped
+    # Its reader comes back: what was in the pipe, the number, the errors, the last lines.
+    left: list[str] = []
+    reader = threading.Thread(target=lambda: left.extend(_read_until_end(pipe.reading)))
+    reader.start()
+    assert queue._ended.wait(60)
+    os.close(pipe.writing)
+    pipe.writing = -1
+    reader.join(60)
+    assert f"dropped {dropped}" in left
+    assert [line for line in left if line.startswith("error")] == [f"error {n}" for n in range(10)]
+    last = [f"{number:0200d}" for number in range(3 * log_queue.MAX_LINES)][-log_queue.LAST_LINES :]
+    assert [line for line in left if line in last] == last
+    assert len(left) + dropped == 3 * log_queue.MAX_LINES + 10 + 1
+
+
+def test_a_flood_of_errors_is_bounded_too(pipe: Pipe) -> None:
+    queue, counts = queue_on(pipe)
+    for number in range(3 * log_queue.MAX_ERROR_LINES):
+        queue.put(f"{number:01000d}", is_error=True)
+    assert len(queue._errors.lines) <= log_queue.MAX_ERROR_LINES
+    assert counts.dropped > 0
+    pipe.close_reading()
+    queue.close(60)
+
+
+def test_a_reader_that_has_gone_is_counted(pipe: Pipe) -> None:
+    queue, counts = queue_on(pipe)
+    pipe.close_reading()
+    for _ in range(100):
+        queue.put("to nobody")
+    queue.close(60)
+    assert counts.dropped >= 100
+
+
+def test_a_long_line_is_cut(pipe: Pipe) -> None:
+    queue, _ = queue_on(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.extend(_read_until_end(pipe.reading)))
+    reader.start()
+    queue.put("x" * (2 * log_queue.MAX_LINE_BYTES))
+    queue.close(60)
+    os.close(pipe.writing)
+    pipe.writing = -1
+    reader.join(60)
+    assert [len(line) for line in read] == [log_queue.MAX_LINE_BYTES - 1]
+
+
+def test_what_is_logged_after_the_end_is_written_at_once_or_not_at_all(pipe: Pipe) -> None:
+    queue, _ = queue_on(pipe)
+    queue.close(60)
+    queue.put("late")
+    os.set_blocking(pipe.writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe.writing, b"-" * 4095 + b"\n")
+    os.set_blocking(pipe.writing, True)
+    queue.put("later")
+    lines = pipe.read_all()
+    assert lines[0] == "late"
+    assert "later" not in lines
+
+
+def test_what_prints_to_standard_error_is_passed_on_by_the_line(pipe: Pipe) -> None:
+    queue, _ = queue_on(pipe)
+    stream = ErrorStream(queue, is_terminal=False)
+    print("one", "two", file=stream)
+    print("no", end="", file=stream)
+    stream.write(" end\nlast")
+    stream.end_line()
+    queue.close(60)
+    assert pipe.read_all() == ["one two", "no end", "last"]
+
+
+def test_a_process_with_a_full_pipe_ends(pipe: Pipe) -> None:
+    """With a traceback that nobody caught, more lines than the pipe holds, and nobody who reads."""
+    code = (
+        "import structlog\n"
+        "from kvxferd.config import LogConfig\n"
+        "from kvxferd.observe.logs import configure_queued_logs\n"
+        "configure_queued_logs(LogConfig(format='json'))\n"
+        "log = structlog.get_logger()\n"
+        "for number in range(10_000): log.info('pull', number=number, filling='x' * 100)\n"
+        "print('all logged', flush=True)\n"
+        "raise RuntimeError('lost')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=pipe.writing)
+    try:
+        assert process.wait(60) == 1
+        assert process.stdout is not None
+        assert process.stdout.read() == b"all logged\n"
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
+    code = (
+        "import structlog\n"
+        "from kvxferd.config import LogConfig\n"
+        "from kvxferd.observe.logs import configure_queued_logs\n"
+        "configure_queued_logs(LogConfig(format='json'))\n"
+        "structlog.get_logger().info('before')\n"
+        "raise RuntimeError('lost')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert '"event": "before"' in lines[0]
+    assert lines[-1] == "RuntimeError: lost"
