@@ -49,6 +49,7 @@ from kvxferd.core.events import (
     MoverSaid,
     MoverTaken,
     MoverUnavailable,
+    PidfdNotSent,
     Tick,
 )
 from kvxferd.core.node import Node
@@ -336,7 +337,13 @@ class Daemon:
 
     def _to_worker(self, effect: ToWorker) -> None:
         handle = self._handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
-        fds = (os.dup(handle.pidfd),) if handle is not None else ()
+        try:
+            fds = (os.dup(handle.pidfd),) if handle is not None else ()
+        except OSError as error:
+            assert effect.pidfd_of is not None
+            log.warning("cannot send a mover's pidfd", session=effect.session, reason=error.strerror)
+            self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
+            return
         self._workers.send(effect.session, effect.message, fds)
 
     def _to_mover(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:

@@ -228,6 +228,8 @@ class Station:
 
     def _hear(self, session: SessionId, message: Message) -> None:
         self.outcomes[type(message).__name__] += 1
+        if isinstance(message, wk.MoverOffered):
+            self._later(ev.WorkerSaid(session, wk.MoverAcknowledged(number=message.number)))
         if isinstance(message, wk.Released) and (session, message.transfer_id) in self._slot_of:
             self._slots[session].append(self._slot_of.pop((session, message.transfer_id)))
         self.on_worker_message(session, message)

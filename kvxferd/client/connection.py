@@ -309,6 +309,8 @@ class Connection:
         brings_mover = isinstance(message, worker.MoverChanged) or (
             isinstance(message, worker.Registered) and enrolment.is_rank
         )
+        if enrolment.version >= worker.FIRST_WITH_OFFERS:
+            brings_mover = isinstance(message, worker.MoverOffered)
         wanted = 1 if brings_mover and not enrolment.is_resident else 0
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")

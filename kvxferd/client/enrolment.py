@@ -39,6 +39,7 @@ class Enrolment:
         self._mapped: set[int] = set()  # epochs whose movers may still map the memory
         self._unproven = False  # memory was offered, and no mover's pidfd came back
         self.boot = BootId("")  # of the daemon at the other end
+        self.version = 1  # of the protocol that it speaks
         self._launch: Launch | None = None
         self._own: list[ResidentMover] = []  # those that are not quiet yet
         self._unwatched: list[ResidentMover] = []
@@ -99,7 +100,8 @@ class Enrolment:
     def _offered(self, exports: Exports) -> tuple[int, ...]:
         """Return what goes along with the memory's description."""
         if exports.placement != "resident":
-            self._unproven = True
+            # From then on no mover gets the memory before its pidfd is watched here.
+            self._unproven = self.version < worker.FIRST_WITH_OFFERS
             return exports.fds
         return (*exports.fds, self._start_mover(exports))
 
@@ -120,13 +122,18 @@ class Enrolment:
             self._unproven = False
             self._mapped.add(epoch)
 
-    def refused(self, message: worker.Refused) -> bool:
+    def acknowledged(self, epoch: int) -> None:
+        """A mover of this connection may have the memory, and is watched."""
+        self._mapped.add(epoch)
+
+    def refused(self, message: worker.Refused, epoch: int) -> bool:
         """The daemon said no: nothing is mapped. Returns whether a caller waits to hear it.
 
         If one does, the member that never was is forgotten, or the memory stays out.
         """
         self._check(message.request)
         self._unproven = False
+        self._mapped.discard(epoch)
         self.end_movers()
         if not self.awaited:
             return False
@@ -147,6 +154,11 @@ class Enrolment:
     def is_rank(self) -> bool:
         """Whether the session has memory, and so a mover."""
         return isinstance(self.member, RankMember)
+
+    @property
+    def is_offered_movers(self) -> bool:
+        """Whether the daemon offers movers of its own, and waits until they are watched."""
+        return self.version >= worker.FIRST_WITH_OFFERS and self.is_rank and not self.is_resident
 
     @property
     def is_resident(self) -> bool:

@@ -301,6 +301,8 @@ class Session:
                 self._refused(message)
             case worker.MoverChanged():
                 self.enrolment.handed_over()  # a pidfd is the connection's business
+            case worker.MoverOffered():
+                self._offered(message)
             case worker.MoverWanted():
                 self._require(Standing.READY, message)
                 if brought := self.enrolment.bring_mover():
@@ -353,10 +355,18 @@ class Session:
                 f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
             )
         self.standing, self._patience = Standing.OPEN, None
-        self.version = message.version
+        self.version = self.enrolment.version = message.version
         self.enrolment.boot = BootId(message.boot_id)
         self._lease_s = message.lease_s
         self._ask_if_wanted(now + REJOIN_S if self.enrolment.done_before else None)
+
+    def _offered(self, message: worker.MoverOffered) -> None:
+        """The connection watches the mover already: it may have the memory."""
+        can_be = self.standing in (Standing.JOINING, Standing.READY)
+        if not can_be or self.enrolment.tenancy is Tenancy.GONE or not self.enrolment.is_offered_movers:
+            raise ProtocolError("the daemon offered a mover that nobody asked for", Code.OUT_OF_PLACE)
+        self.enrolment.acknowledged(self.epoch)
+        self._outbox.say(worker.MoverAcknowledged(number=message.number))
 
     def _registered(self, message: worker.Registered, now: float) -> None:
         self._require(Standing.JOINING, message)
@@ -375,7 +385,7 @@ class Session:
         self._require(Standing.JOINING, message)
         known = self.enrolment.is_done(self.epoch)
         self.standing, self._patience = Standing.READY if known else Standing.OPEN, None
-        heard = self.enrolment.refused(message)
+        heard = self.enrolment.refused(message, self.epoch)
         self._leave_if_proven()
         if not heard and self.enrolment.tenancy is Tenancy.HELD:
             raise KvxferdError(message.message, message.code)

@@ -11,7 +11,10 @@ from kvxferd.wire.common import Message
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
-    """Send a frame to a session. `pidfd_of`: attach that mover's pidfd."""
+    """Send a frame to a session. `pidfd_of`: attach that mover's pidfd.
+
+    Where it cannot be attached the frame is not sent, and `PidfdNotSent` follows.
+    """
 
     session: SessionId
     message: Message

@@ -85,6 +85,14 @@ class MoverDied:
 
 
 @dataclass(frozen=True, slots=True)
+class PidfdNotSent:
+    """The frame to the session that was to carry this mover's pidfd was not sent: no descriptor is left."""
+
+    session: SessionId
+    mover: MoverId
+
+
+@dataclass(frozen=True, slots=True)
 class PeerSaid:
     """A message on the connection that this node opened to a peer."""
 
@@ -145,6 +153,7 @@ Event = (
     | MoverSaid
     | LanesSeen
     | MoverDied
+    | PidfdNotSent
     | PeerSaid
     | RouteSaid
     | DrainAsked

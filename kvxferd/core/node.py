@@ -18,6 +18,7 @@ from kvxferd.core.events import (
     MoverUnavailable,
     PeerDropAsked,
     PeerSaid,
+    PidfdNotSent,
     PullCancelAsked,
     RouteSaid,
     Tick,
@@ -82,7 +83,18 @@ from kvxferd.wire.peer import (
     TransferReleased,
 )
 from kvxferd.wire.versions import for_version_1
-from kvxferd.wire.worker import Attach, Farewell, Hello, NewMover, Publish, Ready, Register, Resume, Suspend
+from kvxferd.wire.worker import (
+    Attach,
+    Farewell,
+    Hello,
+    MoverAcknowledged,
+    NewMover,
+    Publish,
+    Ready,
+    Register,
+    Resume,
+    Suspend,
+)
 
 
 class Node:
@@ -217,6 +229,9 @@ class Node:
                     self.ranks.lanes_seen(self.sessions.get(seen.session), seen.mover, event.lanes)
             case MoverDied():
                 self._mover_died(event)
+            case PidfdNotSent():
+                if session := self.sessions.get(event.session):
+                    self.ranks.pidfd_not_sent(session, event.mover)
             case PeerSaid():
                 self._peer_said(event.endpoint, event.message)
             case RouteSaid():
@@ -267,6 +282,8 @@ class Node:
                 self.ranks.resume(session, said, event.problem)
             case NewMover():
                 self.ranks.new_mover(session)
+            case MoverAcknowledged():
+                self.ranks.mover_acknowledged(session, said)
             case _:
                 self.requests.hear(session, said, event.fence_word)
                 if isinstance(said, Publish | Ready) and session.engine is not None:

@@ -15,7 +15,7 @@ from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
@@ -23,9 +23,12 @@ from kvxferd.wire.common import Refusal
 from kvxferd.wire.limits import MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
+    FIRST_WITH_OFFERS,
     Attach,
     Farewell,
+    MoverAcknowledged,
     MoverChanged,
+    MoverOffered,
     MoverWanted,
     Refused,
     RegionExport,
@@ -35,6 +38,11 @@ from kvxferd.wire.worker import (
     Suspended,
 )
 
+# The client's thread answers within milliseconds, unless something holds the interpreter's lock: the capture
+# of a CUDA graph has taken seconds. A worker that is stopped for longer loses a mover, then its session.
+OFFER_S = 10.0
+MAX_UNACKNOWLEDGED = 3
+OFFER_AGAIN_S = 0.5  # where the daemon has no descriptor left for the pidfd
 REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
 
 
@@ -148,7 +156,7 @@ class Ranks:
             )
         rank.request = said.request
         if rank.answered:
-            self._answer(rank)
+            self._answer(session, rank)
 
     def attach(self, session: Session, said: Attach) -> None:
         """Let the session publish for an engine."""
@@ -184,8 +192,75 @@ class Ranks:
             return
         rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
         self._placements.mover_taken(rank)
+        if mover.resident or session.version < FIRST_WITH_OFFERS:
+            self._bind(session, mover.mover, rank)
+            return
+        session.num_offers += 1
+        rank.offered = session.num_offers
+        self._offer(session, mover.mover, rank)
+
+    def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+        """Have the worker watch the mover. Before it does, the mover gets no memory and no pull.
+
+        Otherwise the worker could lose this daemon without ever hearing of the mover, find every
+        mover that it knows dead, and take its memory for quiet while this one writes.
+        """
+        offered = MoverOffered(number=rank.offered)
+        self._moment.do(ToWorker(session.session, offered, pidfd_of=mover))
+        self._moment.after(("offer", session.session), OFFER_S, lambda: self._unacknowledged(session, rank))
+
+    def mover_acknowledged(self, session: Session, said: MoverAcknowledged) -> None:
+        """The worker watches the mover. Late ones and second ones say nothing new.
+
+        Raises ProtocolError for a number that was never offered.
+        """
+        if not 0 < said.number <= session.num_offers:
+            raise ProtocolError(f"mover {said.number} was never offered to this session", Code.OUT_OF_PLACE)
+        rank = session.rank
+        if rank is None or rank.offered != said.number or rank.mover is None:
+            return
+        self._end_offer(rank)
+        rank.num_unacknowledged = 0
+        if rank.state is RankState.MAPPING:
+            self._bind(session, rank.mover, rank)
+
+    def _end_offer(self, rank: LocalRank) -> None:
+        rank.offered = 0
+        self._moment.timers.stop(("offer", rank.session))
+
+    def _unacknowledged(self, session: Session, rank: LocalRank) -> None:
+        assert rank.mover is not None
+        rank.num_unacknowledged += 1
+        if rank.num_unacknowledged < MAX_UNACKNOWLEDGED:
+            self._movers.kill(rank.mover)
+            return
+        text = (
+            f"cannot bind a mover: {rank.num_unacknowledged} were offered, and none was acknowledged within "
+            f"{OFFER_S:g} s; let the client's thread run, and connect again"
+        )
+        self._close(session, Farewell(code=Code.DEADLINE, message=text))
+
+    def _close(self, session: Session, farewell: Farewell) -> None:
+        self._moment.do(ToWorker(session.session, farewell))
+        self._moment.do(CloseWorker(session.session))
+
+    def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
+        """The worker has not been told of its mover: it is told again, or gets another."""
+        rank = session.rank
+        if rank is None or rank.mover != mover:
+            return
+        if rank.offered:
+            again = ("offer", session.session)
+            self._moment.after(again, OFFER_AGAIN_S, lambda: self._offer(session, mover, rank))
+            return
+        # Of version 1: the mover has the memory already, and the worker judges by the movers that it knows.
+        self._movers.kill(mover)
+        text = "cannot send a mover's pidfd: this daemon has no descriptor left; connect again"
+        self._close(session, Farewell(code=Code.BUSY, message=text))
+
+    def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
         bind = Bind(regions=rank.exports, notices=session.notices)
-        self._moment.do(BindMover(mover.mover, rank.session, bind))
+        self._moment.do(BindMover(mover, rank.session, bind))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """No mover can be had: the registration is refused, or the rank given up."""
@@ -195,7 +270,9 @@ class Ranks:
     def is_binding(self, session: Session, mover: MoverId) -> bool:
         """Whether the session's rank waits for what this mover says of its `Bind`."""
         rank = session.rank
-        return rank is not None and rank.mover == mover and rank.state is RankState.MAPPING
+        if rank is None or rank.mover != mover or rank.offered:
+            return False
+        return rank.state is RankState.MAPPING
 
     def bound(self, session: Session, said: Bound) -> None:
         """The rank's memory is mapped and registered with NIXL."""
@@ -236,18 +313,20 @@ class Ranks:
 
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
         rank.state = RankState.READY
-        self._answer(rank)
+        self._answer(session, rank)
         self._serve_fence(rank.spec.key, session)
         self._pulls.post_waiting(rank)
 
-    def _answer(self, rank: LocalRank) -> None:
+    def _answer(self, session: Session, rank: LocalRank) -> None:
+        # From version 2 on the worker has it already, and of a resident mover it knows by itself.
+        watched = None if rank.resident or session.version >= FIRST_WITH_OFFERS else rank.mover
         if rank.answered:
-            self._moment.do(ToWorker(rank.session, MoverChanged(), pidfd_of=_watched(rank)))
+            self._moment.do(ToWorker(rank.session, MoverChanged(), pidfd_of=watched))
             return
         rank.answered = True
         home = rank.spec.home or self._moment.endpoint
         registered = Registered(request=rank.request, endpoint=home)
-        self._moment.do(ToWorker(rank.session, registered, pidfd_of=_watched(rank)))
+        self._moment.do(ToWorker(rank.session, registered, pidfd_of=watched))
 
     def _serve_fence(self, engine: EngineKey, session: Session) -> None:
         """Have the session's page registered by a mover of its own user's rank, where there is one.
@@ -278,8 +357,7 @@ class Ranks:
         if rank is None:
             return
         if rank.answered:
-            self._moment.do(ToWorker(session.session, Farewell(code=refusal.code, message=refusal.message)))
-            self._moment.do(CloseWorker(session.session))
+            self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
         self._refuse(session, rank.request, refusal.code, refusal.message, refusal.retry_after_s)
         self._drop(session, rank)
@@ -298,6 +376,7 @@ class Ranks:
         if not self._registry.is_home(rank.spec):
             self._member.leave(rank)
         rank.mover, rank.agent = None, None
+        self._end_offer(rank)
         if rank.state is RankState.SUSPENDING:
             return
         rank.state = RankState.MAPPING
@@ -327,6 +406,7 @@ class Ranks:
         self._source.rank_lost(rank.spec.key, Code.SUSPENDED)
         self._pulls.refuse_held(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
         self._moment.timers.stop(("rebind", session.session))
+        self._end_offer(rank)
         rank.state = RankState.SUSPENDING
         if rank.mover is not None:
             self._movers.kill(rank.mover)
@@ -369,17 +449,13 @@ class Ranks:
         self._pulls.rank_gone(rank)
         self._registry.remove(rank)
         self._moment.timers.stop(("rebind", session.session))
+        self._end_offer(rank)
         if not self._registry.is_home(rank.spec):
             self._member.leave(rank)
         if rank.mover is not None:
             self._movers.kill(rank.mover)
         rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
         session.rank = None
-
-
-def _watched(rank: LocalRank) -> MoverId | None:
-    """The mover whose pidfd the worker gets; of a resident one it knows by itself when it has ended."""
-    return None if rank.resident else rank.mover
 
 
 def _check_problem(problem: Refusal | None) -> None:

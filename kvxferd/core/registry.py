@@ -62,6 +62,8 @@ class LocalRank:
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping
     mover: MoverId | None = None
+    offered: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
+    num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()

@@ -33,6 +33,7 @@ from kvxferd.wire.worker import (
     ClientMessage,
     Failed,
     Hello,
+    MoverAcknowledged,
     NewMover,
     Noticed,
     Prepare,
@@ -108,7 +109,7 @@ class Requests:
                     self._pulls.noticed(session.rank, said.tickets)
             case Abandon():
                 self._abandon(session, said.ref)
-            case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover():
+            case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover() | MoverAcknowledged():
                 raise ProtocolError(f"cannot take {type(said).__name__} here", Code.OUT_OF_PLACE)
             case _:
                 assert_never(said)

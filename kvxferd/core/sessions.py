@@ -23,6 +23,7 @@ class Session:
     notices: bool = False  # its rank's mover says Delivered to it itself
     rank: LocalRank | None = None
     attached: EngineKey | None = None
+    num_offers: int = 0  # of movers, each with a number of its own
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
     prepared: dict[TransferRef, Hold] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.wire.common import BlockIds, Descriptors, Message, TransferRef, Versions
 
 WORKER_VERSIONS = Versions(1, 2)
+FIRST_WITH_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
 
 class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -146,6 +147,12 @@ class NewMover(Message, frozen=True, tag="new-mover"):
     """Another resident mover, after `MoverWanted`. Carries one descriptor: its socket."""
 
 
+class MoverAcknowledged(Message, frozen=True, tag="mover-acknowledged"):
+    """From version 2 on: the client watches the pidfd of `MoverOffered`. The mover may have the memory."""
+
+    number: int
+
+
 # --- daemon to client
 
 
@@ -158,10 +165,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Registered(Message, frozen=True, tag="registered"):
-    """The rank is readable. Carries one descriptor: a pidfd of the rank's mover.
+    """The rank is readable. In version 1 it carries one descriptor: a pidfd of the rank's mover.
 
-    When that pidfd becomes readable, nothing writes the rank's memory any more.
-    An `Attach` or a `Resume` is answered by the same message; the former carries no descriptor.
+    An `Attach` or a `Resume` is answered by the same message; the former carries no mover.
     """
 
     request: int
@@ -169,7 +175,16 @@ class Registered(Message, frozen=True, tag="registered"):
 
 
 class MoverChanged(Message, frozen=True, tag="mover-changed"):
-    """The rank's mover was replaced. Carries a pidfd of the new one."""
+    """The rank's mover was replaced. In version 1 it carries a pidfd of the new one."""
+
+
+class MoverOffered(Message, frozen=True, tag="mover-offered"):
+    """From version 2 on: a mover for the rank. Carries its pidfd, which is readable once it is dead.
+
+    The mover gets neither memory nor pulls before `MoverAcknowledged` of this number.
+    """
+
+    number: int  # of the session's offers, from 1 on
 
 
 class MoverWanted(Message, frozen=True, tag="mover-wanted"):
@@ -254,11 +269,13 @@ ClientMessage = (
     | Suspend
     | Resume
     | NewMover
+    | MoverAcknowledged
 )
 DaemonMessage = (
     Welcome
     | Registered
     | MoverChanged
+    | MoverOffered
     | MoverWanted
     | Refused
     | Delivered

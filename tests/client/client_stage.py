@@ -96,25 +96,25 @@ class Stage:
         self.stack.callback(self.mover.close)
         return self.mover
 
-    def client(self, lease_s: float = 30.0) -> Client:
+    def client(self, lease_s: float = 30.0, version: int = 1) -> Client:
         """A client that is greeted; `side` is the daemon's end."""
         connecting = self.calling(connect, self.daemon.path, timeout_s=WAIT_S)
         self.side = self.daemon.accept()
-        self.side.greet(lease_s)
+        self.side.greet(lease_s, version)
         client = connecting.result(WAIT_S)
         self.stack.callback(client.close)
         return client
 
-    def rank(self, lease_s: float = 30.0) -> RankHandle:
+    def rank(self, lease_s: float = 30.0, version: int = 1) -> RankHandle:
         """A rank that is registered."""
-        client = self.client(lease_s)
+        client = self.client(lease_s, version)
         registering = self.calling(client.register, SPEC, LAYOUT, {REGION: self.memory}, WAIT_S)
         self.side.register(self.new_mover())
         return registering.result(WAIT_S)
 
-    def rejoin(self, lease_s: float = 30.0) -> DaemonSide:
+    def rejoin(self, lease_s: float = 30.0, version: int = 1) -> DaemonSide:
         """Take the rank that comes back by itself, with a new mover."""
         self.side = self.daemon.accept()
-        self.side.greet(lease_s)
+        self.side.greet(lease_s, version)
         self.side.register(self.new_mover())
         return self.side

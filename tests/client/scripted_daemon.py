@@ -66,6 +66,7 @@ class DaemonSide:
         self._decoder = FrameDecoder()
         self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
         self.version = 1
+        self.num_offers = 0
         self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
 
     def receive(self) -> tuple[Message, tuple[int, ...]]:
@@ -136,8 +137,18 @@ class DaemonSide:
 
     def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:
         register = self.expect(worker.Register)
+        if self.version >= worker.FIRST_WITH_OFFERS:
+            self.offer(mover)
+            self.say(worker.Registered(request=register.request, endpoint=endpoint))
+            return register
         self.say(worker.Registered(request=register.request, endpoint=endpoint), mover.pidfd)
         return register
+
+    def offer(self, mover: Mover) -> None:
+        """Return once the client watches the mover."""
+        self.num_offers += 1
+        self.say(worker.MoverOffered(number=self.num_offers), mover.pidfd)
+        assert self.expect(worker.MoverAcknowledged).number == self.num_offers
 
 
 class Mover:

@@ -37,6 +37,7 @@ WITH_DESCRIPTORS = {
     worker.NewMover,
     worker.Registered,
     worker.MoverChanged,
+    worker.MoverOffered,
     mover.Bind,
     mover.MapFence,
 }

@@ -63,6 +63,8 @@ class Worker:
     connected: bool = True
     notices: bool = False  # its mover says Delivered to it
     spoilt: bool = False  # no mover can map its fence page
+    acknowledges: bool = True  # it watches each mover that it is offered
+    pidfds: list[tuple[type[Message], MoverId]] = field(default_factory=list)  # and what brought them
 
     def say(self, message: Message, word: bytes = b"") -> None:
         self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
@@ -151,6 +153,7 @@ class Mover:
     hold: bool = False
     mute: bool = False  # answers nothing: frozen
     bound_with_notices: bool = False
+    is_bound: bool = False
     plans: dict[str, Expander] = field(default_factory=dict)
     remotes: set[AgentName] = field(default_factory=set)
     base: int = 0
@@ -205,6 +208,7 @@ class Mover:
                 self.assembly.add(message)
 
     def _bind(self) -> None:
+        self.is_bound = True
         layout = self.worker.layout
         assert layout is not None
         self.base = self.world.map(self, self.worker.memory)
@@ -303,6 +307,7 @@ class World:
         self.cut: set[tuple[str, str]] = set()
         self.hold_network = False
         self.keys: dict[str, str] = {}  # the CURVE key of each host that has one
+        self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
         self.notices = False  # workers that connect from now on are told Delivered by their movers
@@ -399,9 +404,16 @@ class World:
 
     def _do(self, host: Host, effect: fx.Effect) -> None:
         match effect:
+            case fx.ToWorker() if effect.pidfd_of is not None and host.name in self.without_descriptors:
+                self._later(host, ev.PidfdNotSent(effect.session, effect.pidfd_of))
             case fx.ToWorker():
                 if (worker := host.workers.get(effect.session)) and worker.connected:
                     worker.inbox.append(effect.message)
+                    if effect.pidfd_of is not None:
+                        worker.pidfds.append((type(effect.message), effect.pidfd_of))
+                    if isinstance(effect.message, wk.MoverOffered) and worker.acknowledges:
+                        watched = wk.MoverAcknowledged(number=effect.message.number)
+                        self._run_later(lambda: worker.say(watched) if worker.connected else None)
             case fx.CloseWorker():
                 self._later(host, ev.WorkerClosed(effect.session))
                 host.workers[effect.session].connected = False
@@ -439,13 +451,16 @@ class World:
                 pass
 
     def _give_mover(self, host: Host, session: SessionId) -> None:
-        if not host.give_movers:
-            return
+        if host.give_movers:
+            mover = self.mover(host, host.workers[session])
+            self._later(host, ev.MoverTaken(session, mover.mover, mover.agent, "simulated"))
+
+    def mover(self, host: Host, worker: Worker) -> Mover:
+        """A mover that the host's node has not been told of."""
         number = MoverId(next(self._numbers))
         agent = AgentName(f"{host.node.moment.boot}/{number}")
-        mover = Mover(self, host, number, agent, host.workers[session])
-        host.movers[number] = mover
-        self._later(host, ev.MoverTaken(session, number, agent, "simulated"))
+        host.movers[number] = Mover(self, host, number, agent, worker)
+        return host.movers[number]
 
     def _later(self, host: Host, event: ev.Event) -> None:
         self._run_later(lambda: self.feed(host, event))

@@ -309,6 +309,9 @@ class Host:
 
     def _act(self, effect: fx.Effect) -> None:
         match effect:
+            case fx.ToWorker() if isinstance(effect.message, wk.MoverOffered):
+                watched = wk.MoverAcknowledged(number=effect.message.number)
+                self._local.append(ev.WorkerSaid(effect.session, watched))
             case fx.ToWorker():
                 self._heard(self.workers[effect.session], effect.message)
             case fx.CloseWorker():

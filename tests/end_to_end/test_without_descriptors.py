@@ -1,0 +1,30 @@
+"""A daemon that has no descriptor left for a mover's pidfd gives that mover nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+from fleet import Fleet, mappers_of, wait_until
+from test_transfers import publish, pull_and_check, spec_of
+
+NONE_LEFT = 3  # every new descriptor would have a higher number
+
+
+def test_a_mover_that_no_worker_can_watch_gets_no_memory(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    inode = sink.memory_inode()
+    movers = daemon.movers()
+    (bound,) = [pid for pid in mappers_of(inode) if pid in movers]
+    limits = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, limits[1]))
+    os.kill(bound, signal.SIGKILL)
+    wait_until(lambda: "cannot send a mover's pidfd" in daemon.log.read_text(), "the offer has failed")
+    assert not [pid for pid in mappers_of(inode) if pid in daemon.movers()]
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: [pid for pid in mappers_of(inode) if pid in daemon.movers()], "offered again")
+    pull_and_check([sink], publish([source], 2), 2)
