@@ -98,18 +98,18 @@ class Outbox:
         self._now.clear()
         self._queue.clear()
 
-    def next(self, ready: bool, epoch: int, now: float) -> Outgoing | None:
+    def next(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
         while ready and not self._now and self._queue:
-            self._now.extend(self._expand(self._queue.popleft(), epoch, now))
+            self._now.extend(self._expand(self._queue.popleft(), epoch, version, now))
         return self._now.popleft() if self._now else None
 
-    def _expand(self, item: Item, epoch: int, now: float) -> Iterable[Outgoing]:
+    def _expand(self, item: Item, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
         match item:
             case SendPull(number):
                 request: worker.Pull | worker.Publish | None = self._pulls.send(number, epoch, now)
             case SendPublish(transfer_id):
-                request = self._publishes.send(transfer_id, now)
+                request = self._publishes.send(transfer_id, now, version)
             case _:
                 return [Outgoing(item)]
         return [] if request is None else self._in_parts(request)

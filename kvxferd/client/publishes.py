@@ -9,13 +9,15 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvxferd.client.blocks import Packed
 from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence import FenceSlots
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import TransferId
+from kvxferd.ids import Incarnation, TransferId
 from kvxferd.wire import worker
+from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 
 # A restarted daemon may hear a scheduler's replay before any of its ranks is back.
@@ -37,9 +39,17 @@ class Publish:
     num_tokens: int
     num_readers: int
     ends_at: float  # of its lease, as long as nobody has renewed it
+    incarnations: RankIncarnations  # as the session knew them when `publish` was called
     withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
     held: bool = False  # its blocks are being written: no daemon has heard of it
+
+
+class _Ready(NamedTuple):
+    """What this rank has said `ready` to."""
+
+    at: float
+    incarnation: Incarnation  # of the memory that was written
 
 
 class Publishes:
@@ -49,7 +59,7 @@ class Publishes:
         self._fence = fence
         self._emit = emit
         self._live: dict[TransferId, Publish] = {}
-        self._ready: OrderedDict[TransferId, float] = OrderedDict()
+        self._ready: OrderedDict[TransferId, _Ready] = OrderedDict()
         self._again: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
 
     def __len__(self) -> int:
@@ -59,7 +69,13 @@ class Publishes:
         return transfer_id in self._live
 
     def add(
-        self, transfer_id: TransferId, blocks: Packed, num_tokens: int, num_readers: int, ends_at: float
+        self,
+        transfer_id: TransferId,
+        blocks: Packed,
+        num_tokens: int,
+        num_readers: int,
+        ends_at: float,
+        incarnations: RankIncarnations,
     ) -> Publish:
         """Take a transfer; its fence word is written. Raises EngineError(transfer-exists), BusyError."""
         if transfer_id in self._live:
@@ -68,11 +84,12 @@ class Publishes:
                 Code.TRANSFER_EXISTS,
             )
         slot = self._fence.take(f"publish {transfer_id}")
-        publish = Publish(transfer_id, secrets.token_hex(16), slot, blocks, num_tokens, num_readers, ends_at)
+        nonce = secrets.token_hex(16)
+        publish = Publish(transfer_id, nonce, slot, blocks, num_tokens, num_readers, ends_at, incarnations)
         self._live[transfer_id] = publish
         return publish
 
-    def send(self, transfer_id: TransferId, now: float) -> worker.Publish | None:
+    def send(self, transfer_id: TransferId, now: float, version: int) -> worker.Publish | None:
         """Return what to send, with what remains of the lease; None if the transfer is over."""
         publish = self._live.get(transfer_id)
         if publish is None:
@@ -88,6 +105,7 @@ class Publishes:
             fence_slot=publish.slot,
             num_readers=publish.num_readers,
             lease_s=publish.ends_at - now,
+            incarnations=publish.incarnations if version > 1 else (),
         )
 
     def let_go(self, publish: Publish) -> bool:
@@ -122,15 +140,17 @@ class Publishes:
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_here(transfer_id, Code.UNPUBLISHED)
 
-    def ready(self, transfer_id: TransferId, now: float) -> None:
+    def ready(self, transfer_id: TransferId, now: float, incarnation: Incarnation) -> None:
         """Remember it, to say it again to the next daemon."""
-        self._ready[transfer_id] = now
+        self._ready[transfer_id] = _Ready(now, incarnation)
         self._ready.move_to_end(transfer_id)
         if len(self._ready) > MAX_READY:
             self._ready.popitem(last=False)
 
-    def replay(self, now: float, lease_s: float) -> tuple[list[TransferId], list[TransferId]]:
-        """Return the transfers to publish again and those to say `ready` to again.
+    def replay(
+        self, now: float, lease_s: float
+    ) -> tuple[list[TransferId], list[tuple[TransferId, Incarnation]]]:
+        """Return the transfers to publish again and those to say `ready` to again, with what was written.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A ready
         for another session's transfer is not said again once a default lease has passed: that
@@ -141,10 +161,11 @@ class Publishes:
         for publish in self._live.values():
             publish.replayed = True
             self._fence.refresh(publish.slot)
-        for transfer_id in [t for t, said in self._ready.items() if now >= said + lease_s]:
+        for transfer_id in [t for t, said in self._ready.items() if now >= said.at + lease_s]:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
-        return [t for t, p in self._live.items() if not p.held], list(self._ready)
+        readies = [(t, said.incarnation) for t, said in self._ready.items()]
+        return [t for t, p in self._live.items() if not p.held], readies
 
     def released(self, transfer_id: TransferId, why: Code) -> None:
         """The daemon's word; also for transfers that another session of this engine published."""

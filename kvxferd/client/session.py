@@ -14,7 +14,8 @@ from kvxferd.client.enrolment import Enrolment, Tenancy
 from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
 from kvxferd.client.exports import Exports
 from kvxferd.client.fence import FenceSlots
-from kvxferd.client.membership import Member
+from kvxferd.client.incarnations import KnownIncarnations
+from kvxferd.client.membership import Member, RankMember
 from kvxferd.client.movers import Launch
 from kvxferd.client.ordering import Completion, Held
 from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
@@ -23,7 +24,7 @@ from kvxferd.client.pulls import Pulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.standing import Standing
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import BootId, Endpoint, Ticket, TransferId
+from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.wire import common, worker
 from kvxferd.wire.common import Message, Refusal
 
@@ -44,6 +45,7 @@ class Session:
         self.enrolment = Enrolment()
         self._pulls = Pulls(emit)
         self._publishes = Publishes(fence, emit)
+        self._known = KnownIncarnations()
         self._outbox = Outbox(self._pulls, self._publishes)
         self._held = Held()
         self._emit = emit
@@ -140,7 +142,7 @@ class Session:
 
     def next_outgoing(self, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
-        return self._outbox.next(self.standing is Standing.READY, self.epoch, now)
+        return self._outbox.next(self.standing is Standing.READY, self.epoch, self.version, now)
 
     # --- being a rank or a publisher
 
@@ -148,6 +150,9 @@ class Session:
         """Ask to be a rank or a publisher. Raises EngineError as `Enrolment.begin` does."""
         self._check_alive()
         self.enrolment.begin(member, launch)
+        self._known = KnownIncarnations()
+        if isinstance(member, RankMember) and member.exports is not None:
+            self._known.map_own(member.engine.rank, member.exports.incarnation)
         self._ask_if_wanted(None)
 
     def suspend(self) -> None:
@@ -171,6 +176,8 @@ class Session:
         if self.enrolment.tenancy is not Tenancy.GONE:
             raise EngineError("cannot resume a rank before its Suspended", Code.OUT_OF_PLACE)
         self.enrolment.come_back(exports)
+        assert isinstance(self.enrolment.member, RankMember)
+        self._known.map_own(self.enrolment.member.engine.rank, exports.incarnation)
         if self.standing is Standing.READY:
             self.standing = Standing.JOINING
             asked = self.enrolment.ask_to_resume()
@@ -186,6 +193,7 @@ class Session:
 
     def _leave_if_proven(self) -> None:
         if self.enrolment.tenancy is Tenancy.LEAVING and self.enrolment.proven_gone:
+            self._publishes.release_all(Code.SUSPENDED)  # whichever way led here: its bytes go
             self.enrolment.left()
             self._emit(Suspended())
 
@@ -205,8 +213,15 @@ class Session:
         """Take a transfer to publish, which the daemon hears of `after`. Raises EngineError, BusyError."""
         what = f"publish {transfer_id}"
         self._check_in_use(what)
+        if not self._known.all and self.version > 1:
+            raise EngineError(
+                f"cannot {what}: no rank of {self.enrolment.member} has been registered; register its ranks "
+                "first",
+                Code.ENGINE_INCOMPLETE,
+            )
         ends_at = now + (self._lease_s if lease_s is None else lease_s)
-        publish = self._publishes.add(transfer_id, blocks, num_tokens, num_readers, ends_at)
+        known = self._known.all
+        publish = self._publishes.add(transfer_id, blocks, num_tokens, num_readers, ends_at, known)
         if after is not None:
             publish.held = True
             self._held.hold(after, lambda: self._written(publish), lambda w: self._publishes.fail(publish, w))
@@ -228,16 +243,23 @@ class Session:
     def ready(self, transfer_id: TransferId, now: float, after: Completion | None = None) -> None:
         """This rank has finished writing a transfer, or will have `after`."""
         self._check_in_use(f"say that {transfer_id} is ready")
+        written = self._known.own
         if after is not None:
             # Work that fails is never ready: the publisher's lease ends the transfer.
-            self._held.hold(after, lambda: self._say_ready(transfer_id, now), lambda why: None)
+            self._held.hold(after, lambda: self._say_ready(transfer_id, now, written), lambda why: None)
             return
-        self._say_ready(transfer_id, now)
+        self._say_ready(transfer_id, now, written)
 
-    def _say_ready(self, transfer_id: TransferId, now: float) -> None:
-        self._publishes.ready(transfer_id, now)
+    def _say_ready(self, transfer_id: TransferId, now: float, written: Incarnation) -> None:
+        if written != self._known.own or self.enrolment.tenancy is not Tenancy.HELD:
+            return  # the rank has slept since, and the bytes are gone
+        self._publishes.ready(transfer_id, now, written)
         if self.standing is Standing.READY:  # else it goes with the replay
-            self._outbox.queue(worker.Ready(transfer_id=transfer_id))
+            self._outbox.queue(self._ready_message(transfer_id, written))
+
+    def _ready_message(self, transfer_id: TransferId, written: Incarnation) -> worker.Ready:
+        incarnation = written if self.version > 1 else Incarnation("")
+        return worker.Ready(transfer_id=transfer_id, incarnation=incarnation)
 
     def unpublish(self, transfer_id: TransferId) -> None:
         """Give a transfer up. One that is over already says nothing new."""
@@ -297,6 +319,8 @@ class Session:
                 self._welcomed(message, now)
             case worker.Registered():
                 self._registered(message, now)
+            case worker.EngineRanks():
+                self._known.report(message.ranks)
             case worker.Refused():
                 self._refused(message)
             case worker.MoverChanged():
@@ -377,9 +401,20 @@ class Session:
             self._publishes.release_all(Code.SUSPENDED)
             self._outbox.queue(worker.Suspend())
             return
+        if self.version < 2 and not self._writes_alone:
+            # Version 1 cannot name the other ranks' memory, and one of them may have slept meanwhile.
+            self._publishes.release_all(Code.RANK_LOST)
         transfers, ready = self._publishes.replay(now, self._lease_s)
         again: list[Item] = [SendPublish(one) for one in transfers]
-        self._outbox.replay([*again, *(worker.Ready(transfer_id=one) for one in ready)])
+        self._outbox.replay([*again, *(self._ready_message(*one) for one in ready)])
+
+    @property
+    def _writes_alone(self) -> bool:
+        """Whether what this session publishes is this rank's word for this rank's memory."""
+        member = self.enrolment.member
+        if not isinstance(member, RankMember):
+            return False
+        return not member.engine.publish_implies_ready or len(member.engine.ranks()) == 1
 
     def _refused(self, message: worker.Refused) -> None:
         self._require(Standing.JOINING, message)

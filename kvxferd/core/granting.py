@@ -206,7 +206,8 @@ class Granting:
                 Code.OUT_OF_PLACE,
                 f"{what}: grant {question.grant[:80]} is on another transfer; choose a new name",
             )
-        if any(engine.ranks[r].incarnation != inc for r, inc in transfer.incarnations.items()):
+        if engine.mapped_anew(transfer.incarnations) is not None:
+            self._source.release(transfer, Code.RANK_LOST)
             return _Obstacle(
                 Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
             )

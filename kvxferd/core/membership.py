@@ -16,7 +16,7 @@ from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Rank, TransferId
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Incarnation, Rank, TransferId
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import (
@@ -122,8 +122,10 @@ class Member:
             lambda answer: None,
         )
 
-    def ready(self, rank: LocalRank, transfer_id: TransferId) -> None:
-        """The rank has finished writing: the home must know."""
+    def ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
+        """The rank has finished writing in that mapping of its memory: the home must know."""
+        if rank.is_asleep:
+            return  # the bytes are gone, and the home ends what it knew of them as the rank leaves
         spec = rank.spec
         self._peers.ask(
             spec.home,
@@ -133,6 +135,7 @@ class Member:
                 generation=spec.generation,
                 rank=spec.rank,
                 transfer_id=transfer_id,
+                incarnation=incarnation,
                 secret=self._secret_for(spec.home),
             ),
             self._moment.settings.acknowledge_for_s,
@@ -243,6 +246,8 @@ class Home:
         self._replaced(present, record)
         self._members[record.agent] = record
         self._beat(record, route)
+        if present is None or present.incarnation != record.incarnation:
+            self._source.rank_mapped(record)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change()
 
@@ -429,7 +434,7 @@ class Home:
         present = self._present(engine, said.rank)
         if present is None:
             return  # its mover was replaced, or this daemon restarted: asked again once it has joined
-        if not self._is_owner(present, route, said, key):
+        if not self._is_owner(present, route, said, key) or not self._is_named(engine, route, said):
             return
         heard = (present.boot, said.request)
         if heard not in self._heard_ready:
@@ -439,9 +444,26 @@ class Home:
                 2 * self._moment.settings.acknowledge_for_s,
                 lambda: self._heard_ready.discard(heard),
             )
-            self._source.ready(engine, said.rank, said.transfer_id)
+            self._source.ready(present, said.incarnation, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_ready((engine, said.transfer_id))
+
+    def _is_named(self, engine: EngineKey, route: bytes, said: RankReady) -> bool:
+        """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.
+
+        Its rank may have slept, and joined again, while this was under way.
+        """
+        transfer = self._source.transfers.live.get((engine, said.transfer_id))
+        if said.incarnation or transfer is None or said.rank in transfer.incarnations:
+            return True
+        refused = PeerRefused(
+            request=said.request,
+            code=Code.BAD_VERSION,
+            message=f"cannot take rank {said.rank} as ready with transfer {said.transfer_id[:80]}: neither "
+            "this message nor the publish names the incarnation of its memory; upgrade that node's kvxferd",
+        )
+        self._moment.do(ToRoute(route, refused))
+        return False
 
     def ask_attend(self, agent: AgentName, on: bool, on_answer: Callable[[bool], None]) -> None:
         """Ask the member whose mover this is. `on_answer` hears whether it polls."""

@@ -38,6 +38,7 @@ from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.peers import Peers
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.questions import Questions
+from kvxferd.core.rank_reports import RankReports
 from kvxferd.core.ranks import Ranks
 from kvxferd.core.registry import Registry
 from kvxferd.core.requests import Requests
@@ -123,7 +124,10 @@ class Node:
         self.routes = Routes()
         self.peers = Peers(self.moment, self.questions, layouts)
         self.attendance = Attendance(self.moment, self._ask_attend)
-        self.source = Source(self.moment, self.registry, self.attendance, self.fences, self.questions)
+        self.reports = RankReports(self.moment, self.registry)
+        self.source = Source(
+            self.moment, self.registry, self.attendance, self.fences, self.questions, self.reports
+        )
         self.granting = Granting(self.moment, self.registry, self.source, self.attendance, self.fences)
         self.handshakes = Handshakes(self.moment, self.registry)
         self.home = Home(
@@ -139,7 +143,14 @@ class Node:
         self.holds = Holds(self.moment, self.peers, self.movers)
         self.pulls = Pulls(self.moment, self.holds, self.movers)
         self.ranks = Ranks(
-            self.moment, self.registry, self.movers, self.fences, self.member, self.source, self.pulls
+            self.moment,
+            self.registry,
+            self.movers,
+            self.fences,
+            self.member,
+            self.source,
+            self.pulls,
+            self.reports,
         )
         self.requests = Requests(
             self.moment, self.registry, self.source, self.holds, self.pulls, self.peers, self.member

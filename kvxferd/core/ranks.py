@@ -12,15 +12,16 @@ from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
+from kvxferd.core.rank_reports import RankReports
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
+from kvxferd.ids import EngineId, EngineKey, Incarnation, MoverId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_REGIONS
+from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
     FIRST_WITH_OFFERS,
@@ -58,6 +59,7 @@ class Ranks:
         member: Member,
         source: Source,
         pulls: Pulls,
+        reports: RankReports,
     ) -> None:
         self._moment = moment
         self._registry = registry
@@ -66,6 +68,7 @@ class Ranks:
         self._member = member
         self._source = source
         self._pulls = pulls
+        self._reports = reports
         self._placements = Placements(moment)
 
     # --- a worker asks
@@ -101,6 +104,8 @@ class Ranks:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return
         session.rank = rank
+        self._source.rank_mapped(rank)
+        self._reports.add(session, spec.key)
         self._moment.do(AdoptRegions(session.session))
         self._moment.do(NeedMover(session.session, rank.resident))
 
@@ -172,6 +177,7 @@ class Ranks:
             return
         session.attached = EngineKey(said.engine_id, said.generation)
         self._serve_fence(session.attached, session)
+        self._reports.add(session, session.attached)
         registered = Registered(request=said.request, endpoint=self._moment.endpoint)
         self._moment.do(ToWorker(session.session, registered))
 
@@ -403,7 +409,7 @@ class Ranks:
         rank = session.rank
         if rank is None or rank.state in (RankState.SUSPENDING, RankState.SUSPENDED):
             return
-        self._source.rank_lost(rank.spec.key, Code.SUSPENDED)
+        self._source.rank_sleeps(rank)
         self._pulls.refuse_held(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
@@ -426,12 +432,14 @@ class Ranks:
             if rank is None or rank.state is not RankState.SUSPENDED:
                 raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
             _check_exports(rank.layout, said.regions)
+            _check_is_new(rank, said.incarnation)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message)
             return
         rank.exports, rank.incarnation, rank.request = said.regions, said.incarnation, said.request
         rank.resident = said.placement == "resident"
         rank.state, rank.answered = RankState.MAPPING, False
+        self._source.rank_mapped(rank)
         self._moment.do(AdoptRegions(session.session))
         self._moment.do(NeedMover(session.session, rank.resident))
 
@@ -443,10 +451,13 @@ class Ranks:
         if session.rank is not None:
             self._drop(session, session.rank)
         self._fences.session_gone(session.session)
+        if session.attached is not None:
+            self._reports.remove(session, session.attached)
 
     def _drop(self, session: Session, rank: LocalRank) -> None:
         self._source.rank_lost(rank.spec.key, Code.RANK_LOST)
         self._pulls.rank_gone(rank)
+        self._reports.remove(session, rank.spec.key)
         self._registry.remove(rank)
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
@@ -461,6 +472,16 @@ class Ranks:
 def _check_problem(problem: Refusal | None) -> None:
     if problem is not None:
         raise EngineError(problem.message, problem.code)
+
+
+def _check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
+    """What was published of the memory that slept must not seem to be in what came back."""
+    if incarnation == rank.incarnation or not 0 < len(incarnation) <= MAX_NAME_CHARS:
+        raise EngineError(
+            f"cannot resume rank {rank.spec.rank} of engine {rank.spec.key} as incarnation "
+            f"{incarnation[:80]!r}: give a new random one, of {MAX_NAME_CHARS} characters at most",
+            Code.REGION_INVALID,
+        )
 
 
 def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:

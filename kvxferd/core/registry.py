@@ -23,7 +23,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.plan import BlockRules, Plan, TransferTopology, block_rules, check_engine, check_same_engine
-from kvxferd.wire.common import Binding, Placement, RankManifest, RegionAddress
+from kvxferd.wire.common import Binding, Placement, RankIncarnations, RankManifest, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
 
@@ -89,6 +89,11 @@ class LocalRank:
         """Whether peers may read it."""
         return self.state is RankState.READY
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its worker has taken its memory back: what was in it is gone."""
+        return self.state in (RankState.SUSPENDING, RankState.SUSPENDED)
+
     def manifest(self) -> RankManifest:
         """What a reader needs; only for a rank that has been bound."""
         assert self.agent is not None
@@ -135,6 +140,11 @@ class MemberRank:
         """A member joins only ranks that are bound."""
         return True
 
+    @property
+    def is_asleep(self) -> bool:
+        """A member takes a rank back before that sleeps."""
+        return False
+
     def manifest(self) -> RankManifest:
         """What a reader needs."""
         return self.joined
@@ -150,6 +160,7 @@ class LocalEngine:
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
     _rules: tuple[BlockRules, ...] = ()  # different ones among the ranks'; worked out when asked for
+    _named: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
 
     @property
     def key(self) -> EngineKey:
@@ -178,6 +189,27 @@ class LocalEngine:
         return [
             r for r in self.spec.ranks() if (record := self.ranks.get(r)) is None or not record.is_readable
         ]
+
+    def shared(self, named: RankIncarnations) -> Mapping[Rank, Incarnation]:
+        """Return what a publish names, of this engine's ranks. One object for all that name the same:
+
+        thousands of transfers of 64 ranks would else keep 5 KiB each.
+        """
+        if self._named[0] != named:
+            shape = frozenset(self.spec.ranks())
+            self._named = (named, {rank: inc for rank, inc in named if rank in shape})
+        return self._named[1]
+
+    def mapped_anew(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
+        """Return a rank whose memory is not the mapping that is named there; None where there is none.
+
+        Ranks that are absent are not judged: a daemon that has restarted does not know them yet.
+        """
+        for rank, incarnation in incarnations.items():
+            record = self.ranks.get(rank)
+            if record is not None and (record.incarnation != incarnation or record.is_asleep):
+                return rank
+        return None
 
     @property
     def is_complete(self) -> bool:

@@ -137,18 +137,22 @@ class Requests:
             refused = PublishRefused(transfer_id=said.transfer_id, code=Code.OUT_OF_PLACE, message=text)
             self._moment.do(ToWorker(session.session, refused))
             return
-        self._source.publish(session.session, session.engine, session.own_rank, said, blocks, fence_word)
+        self._source.publish(session, session.engine, said, blocks, fence_word)
 
     def _ready(self, session: Session, said: Ready) -> None:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
-        if len(said.transfer_id) > MAX_NAME_CHARS:
-            return  # no publish can have that name
+        if len(said.transfer_id) > MAX_NAME_CHARS or len(said.incarnation) > MAX_NAME_CHARS:
+            return  # no publish can have that name, no rank that incarnation
+        if session.version >= 2 and not said.incarnation:
+            raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
+        # A client of version 1 forgets at `suspend` what it was to repeat: what it sends is of this mapping.
+        incarnation = said.incarnation or rank.incarnation
         if self._registry.is_home(rank.spec):
-            self._source.ready(rank.spec.key, rank.spec.rank, said.transfer_id)
+            self._source.ready(rank, incarnation, said.transfer_id)
         else:
-            self._member.ready(rank, said.transfer_id)
+            self._member.ready(rank, incarnation, said.transfer_id)
 
     # --- the sink's side
 

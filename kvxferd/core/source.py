@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import Observed, OverwriteFence, ToWorker
 from kvxferd.core.fences import Fences
 from kvxferd.core.limits import check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import Questions
-from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, Registry
+from kvxferd.core.rank_reports import RankReports
+from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, RankRecord, Registry
+from kvxferd.core.sessions import Session
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.transfers import Transfer, TransferKey, Transfers
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import EngineKey, GrantId, GroupName, Rank, SessionId, TransferId
+from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks_by
+from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.worker import Publish, PublishRefused, Released
 
@@ -29,28 +34,29 @@ class Source:
         attendance: Attendance,
         fences: Fences,
         questions: Questions,
+        reports: RankReports,
     ) -> None:
         self._moment = moment
         self._registry = registry
         self._attendance = attendance
         self._fences = fences
         self._questions = questions
+        self._reports = reports
         self.transfers = Transfers()
 
     # --- what workers say
 
     def publish(
         self,
-        session: SessionId,
+        session: Session,
         engine: EngineKey,
-        rank: Rank | None,
         said: Publish,
         blocks: dict[GroupName, PackedBlocks],
         fence_word: bytes,
     ) -> None:
-        """Start a transfer's life, or refuse it. `rank`: the publisher's own, None for a scheduler."""
+        """Start a transfer's life, or refuse it."""
         try:
-            transfer = self._admit(session, engine, rank, said, blocks, fence_word)
+            transfer = self._admit(session, engine, said, blocks, fence_word)
         except KvxferdError as error:
             refused = PublishRefused(
                 transfer_id=said.transfer_id,
@@ -58,27 +64,27 @@ class Source:
                 message=error.message,
                 retry_after_s=error.retry_after_s,
             )
-            self._moment.do(ToWorker(session, refused))
+            self._moment.do(ToWorker(session.session, refused))
             return
         self.transfers.add(transfer)
         self._watch_lease(transfer)
 
     def _admit(
         self,
-        session: SessionId,
+        session: Session,
         engine_key: EngineKey,
-        rank: Rank | None,
         said: Publish,
         blocks: dict[GroupName, PackedBlocks],
         fence_word: bytes,
     ) -> Transfer:
-        engine = self._registry.get(engine_key)
+        engine, rank = self._registry.get(engine_key), session.own_rank
         self._check_publisher(engine_key, engine, said)
-        self._check_slot(session, said)
+        self._check_slot(session.session, said)
         limit = self._moment.settings.limits.max_transfers_per_engine
         full = f"publish transfer {said.transfer_id}: engine {engine_key} has {limit} that are not released"
         check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
         assert engine is not None
+        incarnations = self._bound_to(session, engine, said)
         for rules in [engine.ranks[rank].rules] if rank is not None else engine.rules:
             check_blocks_by(rules, blocks, said.num_tokens)
         now = self._moment.now
@@ -87,7 +93,7 @@ class Source:
             engine=engine_key,
             transfer_id=said.transfer_id,
             nonce=said.nonce,
-            session=session,
+            session=session.session,
             fence_slot=said.fence_slot,
             fence_word=fence_word,
             blocks=blocks,
@@ -96,8 +102,50 @@ class Source:
             published_at=now,
             lease_until=now + lease_s,
             ready={rank} if rank is not None else set(),
-            incarnations={r: record.incarnation for r, record in engine.ranks.items()},
+            incarnations=incarnations,
         )
+
+    def _bound_to(self, session: Session, engine: LocalEngine, said: Publish) -> Mapping[Rank, Incarnation]:
+        """Return the mappings that hold the transfer's bytes, as its publisher knew them when it was called.
+
+        Never as they are now: the call may be older than this daemon, and a rank may have slept since.
+        """
+        what = f"cannot publish transfer {said.transfer_id}"
+        shape = engine.spec.ranks()
+        named = said.incarnations
+        if session.version < 2:
+            named = ((session.rank.spec.rank, session.rank.incarnation),) if session.rank else ()
+        if len(named) > len(shape) or any(len(incarnation) > MAX_NAME_CHARS for _, incarnation in named):
+            raise EngineError(
+                f"{what}: it names {len(named)} incarnations of {len(shape)} ranks; name each rank's once, "
+                f"of {MAX_NAME_CHARS} characters at most",
+                Code.RANK_INVALID,
+            )
+        incarnations = engine.shared(named)
+        if (rank := engine.mapped_anew(incarnations)) is not None:
+            self._moment.do(OverwriteFence(session.session, said.fence_slot))
+            raise EngineError(
+                f"{what}: rank {rank} of engine {engine.key} sleeps, or its memory was mapped anew since "
+                "`publish` was called, so the bytes are gone; publish what it computes from here on",
+                Code.RANK_LOST,
+            )
+        own = [] if session.own_rank is None else [session.own_rank]
+        needed = shape if engine.spec.publish_implies_ready else own
+        unknown = [rank for rank in needed if rank not in incarnations]
+        if unknown and session.version < 2:
+            raise EngineError(
+                f"{what}: this client speaks version 1 of the protocol, which cannot name the memory of the "
+                f"engine's {len(shape)} ranks; upgrade the engine's kvxferd",
+                Code.BAD_VERSION,
+            )
+        if unknown or (session.version >= 2 and not incarnations):
+            ranks = ", ".join(map(str, unknown)) or "any"
+            raise EngineError(
+                f"{what}: its publisher did not know rank {ranks} of engine {engine.key} when `publish` was "
+                "called; publish once all ranks are registered",
+                Code.TRANSFER_NOT_READY,
+            )
+        return incarnations
 
     def _check_publisher(self, key: EngineKey, engine: LocalEngine | None, said: Publish) -> None:
         what = f"cannot publish transfer {said.transfer_id}"
@@ -135,16 +183,24 @@ class Source:
                 Code.OUT_OF_PLACE,
             )
 
-    def ready(self, engine: EngineKey, rank: Rank, transfer_id: TransferId) -> None:
-        """A rank has finished writing. It may say so before the publish arrives."""
+    def ready(self, record: RankRecord, incarnation: Incarnation, transfer_id: TransferId) -> None:
+        """A rank has finished writing in that mapping of its memory, maybe before the publish arrives.
+
+        Where it is not the mapping that it has now, or that was published, the bytes are gone.
+        """
+        engine, rank = record.spec.key, record.spec.rank
         key: TransferKey = (engine, transfer_id)
+        is_there = incarnation in ("", record.incarnation) and not record.is_asleep
         if transfer := self.transfers.live.get(key):
-            transfer.ready.add(rank)
+            if not (is_there and transfer.set_ready(rank, incarnation)):
+                self.release(transfer, Code.RANK_LOST)
+            return
+        if not is_there:
             return
         limit = self._moment.settings.limits.max_transfers_per_engine
         if not self.transfers.has_room_for_ready(engine, limit):
             return  # an engine that says ready and never publishes; its transfers stay unready
-        self.transfers.early_ready.setdefault(key, set()).add(rank)
+        self.transfers.early_ready.setdefault(key, {})[rank] = incarnation
         self._moment.after(
             ("early-ready", key),
             self._moment.settings.lease_s,
@@ -171,6 +227,20 @@ class Source:
         """A rank's memory is gone or has another mapping: what the engine published is void."""
         for transfer in self.transfers.of_engine(engine):
             self.release(transfer, why)
+
+    def rank_mapped(self, record: RankRecord) -> None:
+        """A rank has come, maybe back: what was published of another mapping of its memory is void."""
+        key, rank, incarnation = record.spec.key, record.spec.rank, record.incarnation
+        for transfer in self.transfers.of_engine(key):
+            if transfer.incarnations.get(rank, incarnation) != incarnation:
+                self.release(transfer, Code.RANK_LOST)
+        self.transfers.end_early_ready(key, rank, incarnation)
+        self._reports.mapped(key, rank, incarnation)
+
+    def rank_sleeps(self, record: RankRecord) -> None:
+        """Its worker takes the rank's memory back."""
+        self.rank_lost(record.spec.key, Code.SUSPENDED)
+        self.transfers.end_early_ready(record.spec.key, record.spec.rank)
 
     # --- the lease
 

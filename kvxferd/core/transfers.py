@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -54,9 +55,24 @@ class Transfer:
     published_at: float
     lease_until: float
     ready: set[Rank]
-    incarnations: dict[Rank, Incarnation]  # of the ranks' mappings, as they were at the publish
+    # Of the mappings that hold its bytes: as the publisher knew them, else as each rank's `ready` named them.
+    # Shared among transfers: replaced, never changed.
+    incarnations: Mapping[Rank, Incarnation]
     grants: dict[GrantId, Grant] = field(default_factory=dict)
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
+
+    def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
+        """Take note that a rank has written its bytes; False where it was another mapping of its memory.
+
+        A member's daemon of version 1 names no mapping (""): then the publisher must have.
+        """
+        known = self.incarnations.get(rank)
+        if known is None and incarnation:
+            self.incarnations = {**self.incarnations, rank: incarnation}
+        elif known is None or incarnation not in ("", known):
+            return False
+        self.ready.add(rank)
+        return True
 
     @property
     def held_until(self) -> float:
@@ -113,7 +129,8 @@ class Transfers:
     def __init__(self) -> None:
         self.live: dict[TransferKey, Transfer] = {}
         self.tombstones: dict[TransferKey, Tombstone] = {}
-        self.early_ready: dict[TransferKey, set[Rank]] = {}  # said before the publish arrived
+        # Received before the publish arrived; each holds for the mapping that it names.
+        self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
         self.granted: dict[GrantId, Transfer] = {}
         self._of_session: dict[SessionId, dict[TransferKey, None]] = {}
         self._in_slot: dict[tuple[SessionId, int], Transfer] = {}
@@ -125,7 +142,8 @@ class Transfers:
         assert key not in self.live
         self.live[key] = transfer
         self.tombstones.pop(key, None)
-        transfer.ready |= self.early_ready.pop(key, set())
+        for rank, incarnation in self.early_ready.pop(key, {}).items():
+            transfer.set_ready(rank, incarnation)
         self._of_session.setdefault(transfer.session, {})[key] = None
         self._in_slot[transfer.session, transfer.fence_slot] = transfer
         self._of_engine.setdefault(transfer.engine, {})[key] = None
@@ -172,6 +190,12 @@ class Transfers:
     def forget_early_ready(self, key: TransferKey) -> None:
         """The publish never came."""
         self.early_ready.pop(key, None)
+
+    def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
+        """What the rank had written is gone, except in its present mapping."""
+        for key, ranks in self.early_ready.items():
+            if key[0] == engine and rank in ranks and ranks[rank] != present:
+                del ranks[rank]
 
     def of_session(self, session: SessionId) -> list[Transfer]:
         """The live transfers that a session published."""

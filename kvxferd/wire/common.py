@@ -26,6 +26,10 @@ class Message(
     """Base of everything that is sent: a msgpack map whose key ``t`` names the type."""
 
 
+# Which mapping of its memory each rank of an engine has: what a publish is bound to.
+RankIncarnations = tuple[tuple[Rank, Incarnation], ...]
+
+
 class Versions(msgspec.Struct, frozen=True, array_like=True):
     """The protocol versions a side can speak, both ends included."""
 

@@ -18,6 +18,7 @@ from kvxferd.ids import (
     Generation,
     GrantId,
     GroupName,
+    Incarnation,
     Rank,
     TransferId,
 )
@@ -193,6 +194,7 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     generation: Generation
     rank: Rank
     transfer_id: TransferId
+    incarnation: Incarnation = Incarnation("")  # version 2: of the mapping that was written
     secret: str = ""  # as in `JoinRank`
 
 

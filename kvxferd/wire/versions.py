@@ -8,6 +8,7 @@ import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.wire.common import Message
+from kvxferd.wire.peer import RankReady
 
 M = TypeVar("M", bound=Message)
 
@@ -16,8 +17,14 @@ M = TypeVar("M", bound=Message)
 STAND_INS: dict[Code, Code] = {}
 
 
+# Fields that came with version 2, at the default that is not sent.
+NEW_FIELDS: dict[type[Message], dict[str, object]] = {RankReady: {"incarnation": ""}}
+
+
 def for_version_1(message: M) -> M:
-    """Return the message with a code that version 1 knows; itself, nearly always."""
+    """Return the message with the codes and fields that version 1 knows; itself, nearly always."""
+    if (plain := NEW_FIELDS.get(type(message))) is not None:
+        message = msgspec.structs.replace(message, **plain)
     stand_in = STAND_INS.get(getattr(message, "code", None) or getattr(message, "why", None))  # type: ignore[arg-type]
     if stand_in is None:
         return message

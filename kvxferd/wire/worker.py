@@ -7,7 +7,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.wire.common import BlockIds, Descriptors, Message, TransferRef, Versions
+from kvxferd.wire.common import BlockIds, Descriptors, Message, RankIncarnations, TransferRef, Versions
 
 WORKER_VERSIONS = Versions(1, 2)
 FIRST_WITH_OFFERS = 2  # the first version in which a mover is offered before it has the memory
@@ -77,12 +77,15 @@ class Publish(Message, frozen=True, tag="publish"):
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
+    # Version 2: of the ranks that the session knew when `publish` was called, not when this is sent.
+    incarnations: RankIncarnations = ()
 
 
 class Ready(Message, frozen=True, tag="ready"):
     """This rank has finished writing the transfer's blocks."""
 
     transfer_id: TransferId
+    incarnation: Incarnation = Incarnation("")  # version 2: of the mapping that was written
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
@@ -172,6 +175,16 @@ class Registered(Message, frozen=True, tag="registered"):
 
     request: int
     endpoint: str  # of the engine's home; goes into references
+
+
+class EngineRanks(Message, frozen=True, tag="engine-ranks"):
+    """Ranks of the session's engine and their incarnations, as far as they are new. Version 2.
+
+    Sent before `registered`, and whenever a rank comes or is mapped anew. A rank that leaves is not
+    reported: what was published of its memory stays bound to that memory.
+    """
+
+    ranks: RankIncarnations
 
 
 class MoverChanged(Message, frozen=True, tag="mover-changed"):
@@ -274,6 +287,7 @@ ClientMessage = (
 DaemonMessage = (
     Welcome
     | Registered
+    | EngineRanks
     | MoverChanged
     | MoverOffered
     | MoverWanted

@@ -16,6 +16,7 @@ from scripted_daemon import ENDPOINT, WAIT_S
 
 from kvxferd.client import Delivered, Disconnected, Failed, Released
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Rank
 from kvxferd.wire import worker
 
 NUM_THREADS, EACH = 8, 50
@@ -96,20 +97,22 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
 
 
 def test_a_publisher_comes_back_too(stage: Stage) -> None:
-    client = stage.client()
+    client = stage.client(version=2)
     attaching = stage.calling(client.attach, "prefill-0", "g7")
     attach = stage.side.expect(worker.Attach)
+    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
     stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
     scheduler = attaching.result(WAIT_S)
     scheduler.publish("req-1", blocks(), num_tokens=48)
     stage.daemon.stop()
     stage.daemon.start()
     side = stage.daemon.accept()
-    side.greet()
+    side.greet(version=2)
     again = side.expect(worker.Attach)
     assert (again.engine_id, again.generation) == ("prefill-0", "g7")
     side.say(worker.Registered(request=again.request, endpoint=ENDPOINT))
-    assert side.expect(worker.Publish).transfer_id == "req-1"
+    replayed = side.expect(worker.Publish)
+    assert (replayed.transfer_id, replayed.incarnations) == ("req-1", ((Rank(0, 0), "first"),))
 
 
 def test_a_process_that_forgets_to_close_ends_all_the_same(stage: Stage) -> None:

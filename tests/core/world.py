@@ -28,6 +28,7 @@ from kvxferd.ids import (
     Generation,
     Incarnation,
     MoverId,
+    Rank,
     RegionId,
     SessionId,
 )
@@ -37,7 +38,7 @@ from kvxferd.plan import Expander, decode_plan
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RegionAddress, TransferRef
+from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef, Versions
 from kvxferd.wire.ids_stream import IdsAssembly
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 
@@ -65,8 +66,26 @@ class Worker:
     spoilt: bool = False  # no mover can map its fence page
     acknowledges: bool = True  # it watches each mover that it is offered
     pidfds: list[tuple[type[Message], MoverId]] = field(default_factory=list)  # and what brought them
+    incarnation: str = ""  # of the present mapping
+    versions: Versions = wk.WORKER_VERSIONS  # that it speaks
 
-    def say(self, message: Message, word: bytes = b"") -> None:
+    @property
+    def known(self) -> RankIncarnations:
+        """What its daemons have reported of the engine's ranks, the rank's own included."""
+        known: dict[Rank, Incarnation] = {}
+        for report in self.heard(wk.EngineRanks):
+            known |= dict(report.ranks)
+        return tuple(known.items())
+
+    def say(self, message: Message, word: bytes = b"", *, as_is: bool = False) -> None:
+        """Send a message, with the incarnations that a client of this version names, unless `as_is`."""
+        match message:
+            case wk.Register() | wk.Resume():
+                self.incarnation = message.incarnation
+            case wk.Publish(incarnations=()) if not as_is and self.versions.newest > 1:
+                message = msgspec.structs.replace(message, incarnations=self.known)
+            case wk.Ready(incarnation="") if not as_is and self.versions.newest > 1:
+                message = msgspec.structs.replace(message, incarnation=self.incarnation)
         self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
 
     def heard(self, kind: type[Message]) -> list[Message]:
@@ -332,7 +351,8 @@ class World:
         return self.hosts[name]
 
     def connect(self, host: Host) -> Worker:
-        worker = Worker(self, host, SessionId(next(self._numbers)), notices=self.notices)
+        session = SessionId(next(self._numbers))
+        worker = Worker(self, host, session, notices=self.notices, versions=self.versions)
         host.workers[worker.session] = worker
         self.feed(host, ev.WorkerOpened(worker.session, 1, 0))
         worker.say(wk.Hello(versions=self.versions, client="test", notices=self.notices))
