@@ -103,6 +103,9 @@ class Raw:
                 self.heard.append(DAEMON_MESSAGES.decode(frame.payload))
                 for fd in frame.fds:
                     os.close(fd)
+        if self.heard and isinstance(self.heard[0], worker.EngineRanks):  # comes when it comes
+            self.heard.pop(0)
+            return self.next()
         return self.heard.pop(0) if self.heard else None
 
     def farewell(self) -> worker.Farewell:
