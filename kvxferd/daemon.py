@@ -32,6 +32,7 @@ from kvxferd.core.effects import (
     Effect,
     ForgetPeer,
     KillMover,
+    MakeFence,
     NeedMover,
     Observed,
     OverwriteFence,
@@ -299,6 +300,8 @@ class Daemon:
                 self._workers.close(effect.session)
             case AdoptRegions():
                 self._workers.adopt_regions(effect.session)
+            case MakeFence():
+                self._workers.make_fence(effect.session)
             case OverwriteFence():
                 self._workers.overwrite_fence(effect.session, effect.slot)
             case NeedMover():
@@ -336,6 +339,9 @@ class Daemon:
         task.add_done_callback(self._tasks.discard)
 
     def _to_worker(self, effect: ToWorker) -> None:
+        if effect.with_fence:
+            self._workers.send_with_fence(effect.session, effect.message)
+            return
         handle = self._handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
         try:
             fds = (os.dup(handle.pidfd),) if handle is not None else ()

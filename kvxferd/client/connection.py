@@ -21,7 +21,7 @@ from kvxferd.client.movers import MoverWatch, all_quiet
 from kvxferd.client.notices import Notices
 from kvxferd.client.session import Session
 from kvxferd.client.standing import FINAL
-from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.link import Link, close_all
 from kvxferd.memory import FencePage
@@ -62,7 +62,8 @@ class Connection:
         self.mailbox = Mailbox()
         self._given_back.callback(self.mailbox.close)
         page = FencePage.create()
-        self._given_back.callback(page.close)
+        fence = FenceSlots(page)
+        self._given_back.callback(fence.close)
         self._notices = Notices()
         self._given_back.callback(self._notices.close)
         self._events = select.epoll()  # readable while the mailbox or the notices are
@@ -70,7 +71,7 @@ class Connection:
         for source in (self.mailbox, self._notices):
             self._events.register(source.fileno(), select.EPOLLIN)
         hello = (page.fd, self._notices.far_end)
-        self.session = Session(name, FenceSlots(page), hello, self.mailbox.put)
+        self.session = Session(name, fence, hello, self.mailbox.put)
         self.trouble: OSError | None = None  # why the daemon was not reached just now
         self._selector = selectors.DefaultSelector()
         self._given_back.callback(self._selector.close)
@@ -295,8 +296,13 @@ class Connection:
         except ProtocolError:
             close_all(frame.fds)
             raise
+        fds = frame.fds
+        if self.session.brings_fence(message):
+            page, fds = self._map_page(fds), fds[1:]
+            with self.lock:
+                self.session.offer_fence(page)
         # The pidfd first: the session may only believe in movers that are watched.
-        for pidfd in frame.fds:
+        for pidfd in fds:
             self._watch(pidfd)
         with self.lock:
             self._take_notices()
@@ -312,8 +318,19 @@ class Connection:
         if enrolment.version >= worker.FIRST_WITH_OFFERS:
             brings_mover = isinstance(message, worker.MoverOffered)
         wanted = 1 if brings_mover and not enrolment.is_resident else 0
+        wanted += self.session.brings_fence(message)
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
+
+    def _map_page(self, fds: tuple[int, ...]) -> FencePage:
+        """Map the first descriptor, the daemon's fence page; of the others nothing is kept if it is none."""
+        try:
+            page = FencePage.map(fds[0])
+        except EngineError as error:
+            close_all(fds)
+            raise ProtocolError(f"the daemon's fence page is none: {error.message}") from error
+        os.close(fds[0])
+        return page
 
     def _watch(self, pidfd: int) -> None:
         try:

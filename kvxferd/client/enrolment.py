@@ -33,6 +33,7 @@ class Enrolment:
         self.tenancy = Tenancy.HELD
         self.refusal: Refusal | None = None  # the answer to the caller that waits
         self.awaited = False  # a caller waits for the answer
+        self.expects_fence = False  # what was asked last is answered with a fence page (version 2)
         self.done_before = False  # from then on the client asks by itself after a loss
         self._request = 0
         self._done_in = 0  # the epoch in which the daemon last said yes
@@ -87,6 +88,7 @@ class Enrolment:
     def ask(self) -> Outgoing:
         """Return `Register` or `Attach`. Only when `wanted`."""
         self._request += 1
+        self.expects_fence = True
         member = self.member
         if not isinstance(member, RankMember):
             assert member is not None
@@ -239,6 +241,7 @@ class Enrolment:
         assert isinstance(self.member, RankMember)
         assert self.member.exports is not None
         self._request += 1
+        self.expects_fence = False  # the session has its page
         exports = self.member.exports
         resume = worker.Resume(
             request=self._request,

@@ -136,6 +136,7 @@ class Publishes:
 
     def lose(self) -> None:
         """The daemon is gone: what was to be unpublished is over now; the rest waits for the next."""
+        self._fence.lose_offer()
         self._again.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_here(transfer_id, Code.UNPUBLISHED)
@@ -146,6 +147,10 @@ class Publishes:
         self._ready.move_to_end(transfer_id)
         if len(self._ready) > MAX_READY:
             self._ready.popitem(last=False)
+
+    def move_words(self) -> None:
+        """A daemon has taken the session: the words go to the page that it reads, before anything is sent."""
+        self._fence.move()
 
     def replay(
         self, now: float, lease_s: float

@@ -13,7 +13,7 @@ from kvxferd.client.blocks import Packed
 from kvxferd.client.enrolment import Enrolment, Tenancy
 from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
 from kvxferd.client.exports import Exports
-from kvxferd.client.fence import FenceSlots
+from kvxferd.client.fence import FenceSlots, Page
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.membership import Member, RankMember
 from kvxferd.client.movers import Launch
@@ -44,6 +44,7 @@ class Session:
         self.version = 1  # of the worker protocol, as the present daemon chose
         self.enrolment = Enrolment()
         self._pulls = Pulls(emit)
+        self._fence = fence
         self._publishes = Publishes(fence, emit)
         self._known = KnownIncarnations()
         self._outbox = Outbox(self._pulls, self._publishes)
@@ -312,6 +313,15 @@ class Session:
 
     # --- what the daemon says
 
+    def brings_fence(self, message: worker.DaemonMessage) -> bool:
+        """Whether the session's new fence page comes with the message; it is offered before `feed`."""
+        makes_pages = self.version >= worker.FIRST_WITH_FENCE_PAGES
+        return makes_pages and isinstance(message, worker.Registered) and self.enrolment.expects_fence
+
+    def offer_fence(self, page: Page) -> None:
+        """Take the page that came with the message that is fed next."""
+        self._fence.offer(page)
+
     def feed(self, message: worker.DaemonMessage, now: float) -> None:
         """Take a message. Raises KvxferdError when the connection must end; its code says why."""
         match message:
@@ -395,6 +405,8 @@ class Session:
     def _registered(self, message: worker.Registered, now: float) -> None:
         self._require(Standing.JOINING, message)
         self.enrolment.accepted(message.request, self.epoch)
+        if self.enrolment.expects_fence:
+            self._publishes.move_words()
         self.standing, self._patience = Standing.READY, None
         self._endpoint = Endpoint(message.endpoint)
         if self.enrolment.tenancy is Tenancy.LEAVING:

@@ -19,7 +19,6 @@ import structlog
 
 from kvxferd.config import WorkerConfig
 from kvxferd.control.callers import Credentials, credentials_of, death_watch
-from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import mover_socket, take_offer
 from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
@@ -31,7 +30,16 @@ from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS
-from kvxferd.wire.worker import Farewell, Hello, NewMover, Publish, Register, Resume, Suspended
+from kvxferd.wire.worker import (
+    FIRST_WITH_FENCE_PAGES,
+    Farewell,
+    Hello,
+    NewMover,
+    Publish,
+    Register,
+    Resume,
+    Suspended,
+)
 
 log = structlog.get_logger()
 
@@ -39,7 +47,6 @@ log = structlog.get_logger()
 MAX_QUEUED_BYTES = 32 << 20
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2
-LAST_TURNS = 64  # of a dead worker: a process forked from it may go on sending
 FAREWELL_S = 0.5  # how long a closed session may take to read why
 
 
@@ -49,19 +56,17 @@ class _Connection:
 
     session: SessionId
     link: Link
-    inbox: Inbox
     credentials: Credentials
     death: int  # readable once the worker is dead: a pidfd where there is one
     alive: int  # where `death` is a pipe, its other end; else -1
     version: int = 0  # of the protocol, agreed on by hello
+    greeted: bool = False
     fence: UnmappedFencePage | None = None
     notices: int = -1  # where movers say Delivered themselves
     early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
     mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
-    is_dead: bool = False  # its worker is, and what it had sent is being taken
-    has_more: bool = False  # frames wait for the session's next turn, and its socket is not read
     writing: bool = False
     closing: bool = False  # takes no more frames; what is queued still goes out
     ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
@@ -69,7 +74,6 @@ class _Connection:
     def release(self) -> None:
         """Close everything."""
         self.link.close()
-        self.inbox.close()
         self.bring(None)
         if self.fence is not None:
             self.fence.close()
@@ -166,7 +170,7 @@ class WorkerSocket:
             link.close()
             return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, Inbox(link), credentials, death, alive)
+        connection = _Connection(session, link, credentials, death, alive)
         self._connections[session] = connection
         self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
         loop = asyncio.get_running_loop()
@@ -199,50 +203,26 @@ class WorkerSocket:
     # --- hearing
 
     def _readable(self, connection: _Connection) -> None:
-        if connection.ended or connection.is_dead:
-            return
         try:
-            has_more = connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
+            frames = connection.link.receive()
+            if frames is None:
+                self._end(connection)
+                return
+            while frames:
+                frame = frames.pop(0)
+                try:
+                    self._hear(connection, frame)
+                except BaseException:
+                    for left in frames:
+                        close_all(left.fds)
+                    raise
         except ProtocolError as error:
             self._expel(connection, error)
-            return
-        if connection.inbox.ended:
-            self._end(connection)
-        elif not connection.ended:
-            self._wait_for(connection, has_more)
-
-    def _wait_for(self, connection: _Connection, has_more: bool) -> None:
-        """Have the session's next turn come: behind everybody else's, or when something arrives."""
-        loop = asyncio.get_running_loop()
-        if has_more:
-            loop.call_soon(self._readable, connection)
-        if has_more != connection.has_more:
-            connection.has_more = has_more
-            if has_more:
-                loop.remove_reader(connection.link.fileno())
-            else:
-                loop.add_reader(connection.link.fileno(), self._readable, connection)
 
     def _died(self, connection: _Connection) -> None:
         """The worker is dead. A process forked from it may hold its socket, and is not the worker."""
-        loop = asyncio.get_running_loop()
-        connection.is_dead = True
-        loop.remove_reader(connection.death)
-        loop.remove_reader(connection.link.fileno())
-        self._hear_out(connection, LAST_TURNS)
-
-    def _hear_out(self, connection: _Connection, num_turns: int) -> None:
-        """Take what a dead worker had sent, in turns too, then end its session."""
-        if connection.ended:
-            return
-        try:
-            connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
-        except ProtocolError as error:
-            self._expel(connection, error)
-        if num_turns and connection.inbox.num_taken and not connection.inbox.ended:
-            asyncio.get_running_loop().call_soon(self._hear_out, connection, num_turns - 1)
-        else:
-            self._end(connection)
+        self._readable(connection)  # its last words
+        self._end(connection)
 
     def _hear(self, connection: _Connection, frame: Frame) -> None:
         if connection.closing or connection.ended:
@@ -281,20 +261,27 @@ class WorkerSocket:
             except EngineError as error:
                 raise ProtocolError(error.message) from error
             return None
-        if isinstance(message, Hello) and connection.fence is None and len(fds) == 1 + message.notices:
+        if isinstance(message, Hello):
+            return self._take_hello(connection, message, fds)
+        if fds:
+            raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
+        return None
+
+    def _take_hello(self, connection: _Connection, message: Hello, fds: tuple[int, ...]) -> Refusal | None:
+        if connection.greeted or len(fds) != 1 + message.notices:
+            raise ProtocolError(
+                "cannot take hello: it comes once, with the fence page, and the notices where it has any"
+            )
+        connection.greeted = True
+        if connection.version >= FIRST_WITH_FENCE_PAGES:
+            close_all(fds[:1])  # for a daemon of version 1; from this one the client gets its page
+        else:
             try:
                 connection.fence = UnmappedFencePage.adopt(fds[0])
             except EngineError as error:
                 close_all(fds)
                 return Refusal(error.code, error.message)
-            connection.notices = fds[1] if message.notices else -1
-            return None
-        if isinstance(message, Hello):
-            raise ProtocolError(
-                "cannot take hello: it comes once, with the fence page, and the notices where it has any"
-            )
-        if fds:
-            raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
+        connection.notices = fds[1] if message.notices else -1
         return None
 
     def _expel(self, connection: _Connection, error: KvxferdError) -> None:
@@ -410,6 +397,30 @@ class WorkerSocket:
         death = os.dup(connection.death) if connection.alive < 0 else -1
         mover, connection.mover = connection.mover, None
         return mover, (connection.credentials.pid, death)
+
+    def make_fence(self, session: SessionId) -> None:
+        """Make the session's fence page, unless it has one. A session that cannot have one is closed."""
+        connection = self._connections.get(session)
+        if connection is None or connection.fence is not None:
+            return
+        try:
+            connection.fence = UnmappedFencePage.create()
+        except OSError as error:
+            text = f"cannot make a fence page: {error.strerror}; try again later"
+            self._expel(connection, KvxferdError(text, Code.BUSY))
+
+    def send_with_fence(self, session: SessionId, message: Message) -> None:
+        """Queue a frame that carries the session's fence page. A session that cannot have it is closed."""
+        connection = self._connections.get(session)
+        if connection is None or connection.fence is None:
+            return  # its page could not be made: it is being closed
+        try:
+            page = os.dup(connection.fence.fd)
+        except OSError as error:
+            text = f"cannot hand out a fence page: {error.strerror}; try again later"
+            self._expel(connection, KvxferdError(text, Code.BUSY))
+            return
+        self.send(session, message, (page,))
 
     def overwrite_fence(self, session: SessionId, slot: int) -> None:
         """Overwrite a fence word, now. Whoever keeps its own page from being written loses its session."""

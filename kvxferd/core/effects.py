@@ -11,14 +11,16 @@ from kvxferd.wire.common import Message
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
-    """Send a frame to a session. `pidfd_of`: attach that mover's pidfd.
+    """Send a frame to a session. `with_fence`: attach its fence page. `pidfd_of`: attach that mover's pidfd.
 
-    Where it cannot be attached the frame is not sent, and `PidfdNotSent` follows.
+    Where a pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where a page
+    cannot, the session is closed.
     """
 
     session: SessionId
     message: Message
     pidfd_of: MoverId | None = None
+    with_fence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class CloseWorker:
 @dataclass(frozen=True, slots=True)
 class AdoptRegions:
     """The descriptors of the session's last `Register` or `Resume` are its rank's memory now."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class MakeFence:
+    """Make the session's fence page, where it has none; one that cannot be made ends the session."""
 
     session: SessionId
 
@@ -120,6 +129,7 @@ Effect = (
     ToWorker
     | CloseWorker
     | AdoptRegions
+    | MakeFence
     | OverwriteFence
     | NeedMover
     | KillMover

@@ -85,6 +85,7 @@ from kvxferd.wire.peer import (
 )
 from kvxferd.wire.versions import for_version_1
 from kvxferd.wire.worker import (
+    FIRST_WITH_FENCE_PAGES,
     Attach,
     Farewell,
     Hello,
@@ -354,7 +355,9 @@ class Node:
         """Nobody can read the session's words: it starts anew, and its engine's mover goes on."""
         if self.fences.refused(mover, said.session) and (session := self.sessions.get(said.session)):
             text = f"cannot use the session's fence page: {said.message}"
-            self._expel(session, ProtocolError(text, said.code))
+            # A page of this daemon's making is no fault of the client's: it may try again.
+            code = said.code if session.version < FIRST_WITH_FENCE_PAGES else Code.MOVER_LOST
+            self._expel(session, ProtocolError(text, code))
 
     def _mover_died(self, event: MoverDied) -> None:
         mover = self.movers.remove(event.mover)

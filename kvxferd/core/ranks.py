@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, NeedMover, ToWorker
+from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, MakeFence, NeedMover, ToWorker
 from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.limits import RETRY_LATER_S, check_count
@@ -24,6 +24,7 @@ from kvxferd.wire.common import Refusal
 from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
+    FIRST_WITH_FENCE_PAGES,
     FIRST_WITH_OFFERS,
     Attach,
     Farewell,
@@ -106,8 +107,16 @@ class Ranks:
         session.rank = rank
         self._source.rank_mapped(rank)
         self._reports.add(session, spec.key)
+        rank.brings_fence = self._make_fence(session)
         self._moment.do(AdoptRegions(session.session))
         self._moment.do(NeedMover(session.session, rank.resident))
+
+    def _make_fence(self, session: Session) -> bool:
+        """Have the page made that the answer carries; a client of version 1 has brought its own."""
+        if session.version < FIRST_WITH_FENCE_PAGES:
+            return False
+        self._moment.do(MakeFence(session.session))
+        return True
 
     def _check_admission(self, session: Session) -> None:
         if session.attached is not None:
@@ -176,10 +185,11 @@ class Ranks:
             self._refuse(session, said.request, error.code, error.message)
             return
         session.attached = EngineKey(said.engine_id, said.generation)
+        brings_fence = self._make_fence(session)
         self._serve_fence(session.attached, session)
         self._reports.add(session, session.attached)
         registered = Registered(request=said.request, endpoint=self._moment.endpoint)
-        self._moment.do(ToWorker(session.session, registered))
+        self._moment.do(ToWorker(session.session, registered, with_fence=brings_fence))
 
     def _refuse(
         self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
@@ -332,7 +342,8 @@ class Ranks:
         rank.answered = True
         home = rank.spec.home or self._moment.endpoint
         registered = Registered(request=rank.request, endpoint=home)
-        self._moment.do(ToWorker(rank.session, registered, pidfd_of=watched))
+        effect = ToWorker(rank.session, registered, pidfd_of=watched, with_fence=rank.brings_fence)
+        self._moment.do(effect)
 
     def _serve_fence(self, engine: EngineKey, session: Session) -> None:
         """Have the session's page registered by a mover of its own user's rank, where there is one.
@@ -438,7 +449,7 @@ class Ranks:
             return
         rank.exports, rank.incarnation, rank.request = said.regions, said.incarnation, said.request
         rank.resident = said.placement == "resident"
-        rank.state, rank.answered = RankState.MAPPING, False
+        rank.state, rank.answered, rank.brings_fence = RankState.MAPPING, False, False
         self._source.rank_mapped(rank)
         self._moment.do(AdoptRegions(session.session))
         self._moment.do(NeedMover(session.session, rank.resident))

@@ -61,6 +61,7 @@ class LocalRank:
     resident: bool = False  # its movers are threads of the worker
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping
+    brings_fence: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
     offered: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged

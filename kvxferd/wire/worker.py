@@ -10,6 +10,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.wire.common import BlockIds, Descriptors, Message, RankIncarnations, TransferRef, Versions
 
 WORKER_VERSIONS = Versions(1, 2)
+FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
 FIRST_WITH_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
 
@@ -34,7 +35,10 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
-    """First frame. Carries the session's fence page, a sealed memfd; with `notices`, a socket behind it.
+    """First frame. Carries a fence page, a sealed memfd; with `notices`, a socket behind it.
+
+    The page is the session's in version 1. From version 2 on the daemon makes the session's, and closes
+    this one: it comes for daemons of version 1.
 
     Into that socket the rank's mover writes each `Delivered` itself, a packet each, and the daemon
     does not send it. Without, or while the socket takes no more, the daemon does.
@@ -170,7 +174,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class Registered(Message, frozen=True, tag="registered"):
     """The rank is readable. In version 1 it carries one descriptor: a pidfd of the rank's mover.
 
-    An `Attach` or a `Resume` is answered by the same message; the former carries no mover.
+    An `Attach` or a `Resume` is answered by the same message; the former carries no mover. From version
+    2 on the answer to `Register` and to `Attach` carries one descriptor: the session's fence page.
     """
 
     request: int

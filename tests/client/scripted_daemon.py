@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import schema_0_1
 
+from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
@@ -67,6 +68,7 @@ class DaemonSide:
         self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
         self.version = 1
         self.num_offers = 0
+        self.page: UnmappedFencePage | None = None  # that this side made
         self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
 
     def receive(self) -> tuple[Message, tuple[int, ...]]:
@@ -117,9 +119,17 @@ class DaemonSide:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
+        if self.page is not None:
+            self.page.close()
 
     def word(self, slot: int) -> bytes:
-        """What the client's fence page holds there now; the page came with its Hello."""
+        """What the session's fence page holds there now; in version 1 the page came with its Hello."""
+        if self.page is not None:
+            return self.page.read(slot)
+        return self.own_word(slot)
+
+    def own_word(self, slot: int) -> bytes:
+        """What the page holds that came with the client's Hello."""
         return os.pread(self.fds[0], FENCE_WORD_BYTES, slot * FENCE_WORD_BYTES)
 
     def notice(self, raw: bytes) -> None:
@@ -139,10 +149,18 @@ class DaemonSide:
         register = self.expect(worker.Register)
         if self.version >= worker.FIRST_WITH_OFFERS:
             self.offer(mover)
-            self.say(worker.Registered(request=register.request, endpoint=endpoint))
+            self.say_registered(register.request, endpoint)
             return register
         self.say(worker.Registered(request=register.request, endpoint=endpoint), mover.pidfd)
         return register
+
+    def say_registered(self, request: int, endpoint: str = ENDPOINT) -> None:
+        """Answer `register` or `attach`: in version 2, with the fence page that is made here."""
+        fds = ()
+        if self.version >= worker.FIRST_WITH_FENCE_PAGES:
+            self.page = self.page or UnmappedFencePage.create()
+            fds = (self.page.fd,)
+        self.say(worker.Registered(request=request, endpoint=endpoint), *fds)
 
     def offer(self, mover: Mover) -> None:
         """Return once the client watches the mover."""

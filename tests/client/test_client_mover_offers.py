@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from client_stage import LAYOUT, REF, REGION, SPEC, Stage, blocks, one_event
-from scripted_daemon import ENDPOINT, WAIT_S, until
+from scripted_daemon import WAIT_S, until
 
 from kvxferd.client import Failed, PullTicket, Quiesced, RankHandle, Suspended
 from kvxferd.errors import Code, KvxferdError
@@ -88,7 +88,7 @@ def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
     client = stage.client(version=2)
     attaching = stage.calling(client.attach, "decode-0", "g1", WAIT_S)
     attach = stage.side.expect(worker.Attach)
-    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    stage.side.say_registered(attach.request)
     attaching.result(WAIT_S)
     stage.side.say(worker.MoverOffered(number=1), stage.new_mover().pidfd)
     with pytest.raises(ConnectionError):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from client_stage import REF, Stage, blocks, events_of
-from scripted_daemon import ENDPOINT, WAIT_S
+from scripted_daemon import WAIT_S
 
 from kvxferd.client import Delivered, Disconnected, Failed, Released
 from kvxferd.errors import Code, KvxferdError
@@ -101,7 +101,7 @@ def test_a_publisher_comes_back_too(stage: Stage) -> None:
     attaching = stage.calling(client.attach, "prefill-0", "g7")
     attach = stage.side.expect(worker.Attach)
     stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    stage.side.say_registered(attach.request)
     scheduler = attaching.result(WAIT_S)
     scheduler.publish("req-1", blocks(), num_tokens=48)
     stage.daemon.stop()
@@ -110,7 +110,7 @@ def test_a_publisher_comes_back_too(stage: Stage) -> None:
     side.greet(version=2)
     again = side.expect(worker.Attach)
     assert (again.engine_id, again.generation) == ("prefill-0", "g7")
-    side.say(worker.Registered(request=again.request, endpoint=ENDPOINT))
+    side.say_registered(again.request)
     replayed = side.expect(worker.Publish)
     assert (replayed.transfer_id, replayed.incarnations) == ("req-1", ((Rank(0, 0), "first"),))
 

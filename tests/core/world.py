@@ -467,7 +467,7 @@ class World:
                 host.records.append(effect.record)
             case fx.ForgetPeer():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
-            case fx.AdoptRegions():
+            case fx.AdoptRegions() | fx.MakeFence():
                 pass
 
     def _give_mover(self, host: Host, session: SessionId) -> None:

@@ -103,10 +103,13 @@ class Raw:
                 self.heard.append(DAEMON_MESSAGES.decode(frame.payload))
                 for fd in frame.fds:
                     os.close(fd)
-        if self.heard and isinstance(self.heard[0], worker.EngineRanks):  # comes when it comes
-            self.heard.pop(0)
-            return self.next()
         return self.heard.pop(0) if self.heard else None
+
+    def answer(self) -> Message | None:
+        """The next message that is no mover's; those are acknowledged."""
+        while isinstance(message := self.next(), worker.MoverOffered):
+            self.say(worker.MoverAcknowledged(number=message.number))
+        return message
 
     def farewell(self) -> worker.Farewell:
         """What the daemon says before it closes."""
@@ -193,7 +196,7 @@ def register(
         ),
         *fds,
     )
-    return raw.next()
+    return raw.answer()
 
 
 def memfd(size: int, sealed: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from pathlib import Path
 
 from fleet import DaemonUnderTest, Fleet
 from other_user import NOBODY, needs_root, open_directory, run_as
@@ -69,6 +70,16 @@ def test_a_page_that_its_movers_cannot_map_ends_its_session_and_no_mover(fleet: 
     bad.fence.close()
     pull_and_check([sink], publish([source], 1), 1)
     assert _movers_of_ranks(daemon) == movers
+
+
+def test_the_daemon_maps_neither_pages_nor_regions(fleet: Fleet):
+    """What a process has not mapped cannot end it by SIGBUS."""
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    assert "memfd:" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
 
 
 def _movers_of_ranks(daemon: DaemonUnderTest) -> list[str]:

@@ -336,7 +336,7 @@ class Host:
                     self._to_mover(self.movers[effect.mover], effect.message)
             case fx.ToPeer() | fx.ToRoute():
                 self._sent.append(encode(effect.message))
-            case fx.AdoptRegions() | fx.ForgetPeer() | fx.Observed():
+            case fx.AdoptRegions() | fx.MakeFence() | fx.ForgetPeer() | fx.Observed():
                 pass
 
     def _answer(self, mover: int, message: mv.FromMover) -> None:

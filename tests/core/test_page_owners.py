@@ -9,6 +9,7 @@ from world import IDS, SINK_IDS, TOKENS, World, mover_of, spec_of
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Versions
 
 
 @pytest.fixture
@@ -44,15 +45,22 @@ def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     assert "1000" in refused.message
 
 
-def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
+@pytest.mark.parametrize(
+    ("versions", "code"),
+    [(Versions(1, 1), Code.REGION_INVALID), (Versions(1, 2), Code.MOVER_LOST)],
+    ids=["the client's own", "the daemon's"],
+)
+def test_a_page_that_no_mover_can_use_ends_its_session_alone(world, versions, code):
     host = world.host("p")
     (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
     mover = mover_of(rank)
+    world.versions = versions
     bad = world.connect(host)
+    world.versions = wk.WORKER_VERSIONS
     bad.spoilt = True
     attach(bad)
     (farewell,) = bad.heard(wk.Farewell)
-    assert farewell.code is Code.REGION_INVALID
+    assert farewell.code is code
     assert "fence page" in farewell.message
     assert not bad.connected
     assert mover.alive
