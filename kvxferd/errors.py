@@ -77,6 +77,7 @@ class Code(StrEnum):
     TRANSPORT = "transport"
     PEER_UNREACHABLE = "peer-unreachable"
     DAEMON_LOST = "daemon-lost"
+    SOURCE_STALLED = "source-stalled"
     DRAINING = "draining"
     BUSY = "busy"
     INTERNAL = "internal"

@@ -180,6 +180,14 @@ class Pulls:
             self._noticed.append(message.ticket)
         self.delivered(message)
 
+    def interrupted(self, message: worker.PullsInterrupted) -> worker.PullsResumed:
+        """Return which of these pulls are to be read again. Only after what their mover had to say."""
+        tickets = set(message.tickets)
+        live = (number for number in tickets if (pull := self._known(number)) and pull.phase is Phase.SENT)
+        return worker.PullsResumed(
+            tickets=tuple(sorted(live)), arrived=tuple(sorted(tickets.intersection(self._noticed)))
+        )
+
     def take_noticed(self) -> tuple[Ticket, ...]:
         """Return the last pulls that a mover said Delivered of, and forget them."""
         tickets = tuple(self._noticed)

@@ -347,6 +347,9 @@ class Session:
                 self._pulls.failed(message)
             case worker.Quiesced():
                 self._pulls.quiesced(message)
+            case worker.PullsInterrupted():
+                self._require(Standing.READY, message)
+                self._outbox.queue(self._pulls.interrupted(message))
             case worker.Released():
                 self._publishes.released(message.transfer_id, message.why)
             case worker.PublishRefused():

@@ -42,6 +42,11 @@ class Attendance:
         attendant = self._attendants.get(agent)
         return attendant is not None and attendant.confirmed
 
+    def is_held(self, agent: AgentName) -> bool:
+        """Whether somebody reads from the agent, or may."""
+        attendant = self._attendants.get(agent)
+        return attendant is not None and bool(attendant.holders)
+
     def confirmed(self, agent: AgentName) -> None:
         """The agent's mover polls."""
         if attendant := self._attendants.get(agent):

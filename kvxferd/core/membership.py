@@ -100,11 +100,11 @@ class Member:
         elif rank.state is RankState.JOINING:
             self._beat_later(rank)  # the first answer is still out
 
-    def leave(self, rank: LocalRank) -> None:
-        """The rank is gone, or has no mover now."""
+    def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
+        """The rank is gone, or has no mover now. `former`: the agent that its home knows, if another."""
         self._moment.timers.stop(("heartbeat", rank.session))
         self._moment.timers.stop(("rejoin", rank.session))
-        agent, spec = rank.agent, rank.spec
+        agent, spec = former or rank.agent, rank.spec
         if agent is None:
             return
         self._peers.ask(

@@ -11,6 +11,9 @@ from kvxferd.ids import AgentName, Digest, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
 from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 
+# A retired mover's other pulls have this long to end, and so have those who read from it. What does not
+# end is read again by the next mover. Blocks in doubt wait as long; a pull takes well below a second.
+RETIRED_S = 10.0
 STUCK_S = 2.0  # a resident mover that was told to end is gone within milliseconds, or is stuck
 
 
@@ -25,6 +28,7 @@ class Mover:
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
     resident: bool = False  # a thread of the worker: told to end, never killed
+    retired: bool = False  # it ends when what it runs has ended; another serves its rank
     dying: bool = False
     told_at: float = 0.0  # when a dying one was told
     left: bool = False  # it serves nobody any more
@@ -33,9 +37,12 @@ class Mover:
 class Movers:
     """Gives each mover what it lacks, once."""
 
-    def __init__(self, moment: Moment, on_leaving: Callable[[Mover], None]) -> None:
+    def __init__(
+        self, moment: Moment, on_leaving: Callable[[Mover], None], is_needed: Callable[[Mover], bool]
+    ) -> None:
         self._moment = moment
         self._on_leaving = on_leaving  # a mover serves nobody any more, dead or not
+        self._is_needed = is_needed  # whether a pull of a retired mover runs, or somebody reads from it
         self._movers: dict[MoverId, Mover] = {}
         self._by_agent: dict[AgentName, MoverId] = {}
 
@@ -48,6 +55,11 @@ class Movers:
         """The mover, if it lives."""
         return self._movers.get(mover)
 
+    def works(self, mover: MoverId) -> bool:
+        """Whether it takes new pulls: it lives, and is neither retired nor told to end."""
+        known = self._movers.get(mover)
+        return known is not None and not known.retired and not known.dying
+
     def of_agent(self, agent: AgentName) -> Mover | None:
         """The mover whose agent this is, if it lives here."""
         mover = self._by_agent.get(agent)
@@ -56,6 +68,7 @@ class Movers:
     def remove(self, mover: MoverId) -> Mover | None:
         """The mover is dead."""
         known = self._movers.pop(mover, None)
+        self._moment.timers.stop(("retired", mover))
         if known is not None:
             del self._by_agent[known.agent]
         return known
@@ -63,6 +76,45 @@ class Movers:
     def has_any(self, session: SessionId) -> bool:
         """Whether a mover of the session is not dead yet: it may still reach the rank's memory."""
         return any(mover.session == session for mover in self._movers.values())
+
+    def retire(self, mover: MoverId) -> None:
+        """Give it nothing new, and have it killed when what it runs has ended, `RETIRED_S` from now at last.
+
+        One retired mover a rank: each holds the rank's memory, on a GPU in a context of its own.
+        """
+        known = self._movers.get(mover)
+        if known is None or known.dying or known.retired:
+            return
+        self.end_retired(known.session)
+        known.retired = True
+        self._moment.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
+        self._leave_soon(known)
+
+    def reconsider(self, mover: MoverId | None) -> None:
+        """Kill a retired mover that nobody needs any more."""
+        known = self._movers.get(mover) if mover is not None else None
+        if known is not None and known.retired and known.left and not self._is_needed(known):
+            self.kill(known.mover)
+
+    def end_retired(self, session: SessionId) -> bool:
+        """Kill what the session has of retired movers; return whether any lives still."""
+        retired = [m for m in self._movers.values() if m.session == session and m.retired]
+        for known in retired:
+            self.kill(known.mover)
+        return bool(retired)
+
+    def kill_all(self, session: SessionId) -> None:
+        """Kill every mover of the session."""
+        for known in [m for m in self._movers.values() if m.session == session]:
+            self.kill(known.mover)
+
+    def _leave_soon(self, mover: Mover) -> None:
+        # Not from within whatever wants it gone, but before the next event.
+        def leave() -> None:
+            self._on_leaving(mover)
+            self.reconsider(mover.mover)
+
+        self._moment.after(("mover-leaves", mover.mover), 0.0, leave)
 
     def num_stuck(self, session: SessionId) -> int:
         """How many resident movers of the session were told to end long ago and have not."""
@@ -79,10 +131,10 @@ class Movers:
         if known is None or known.dying:
             return
         known.dying, known.told_at = True, self._moment.now
+        self._moment.timers.stop(("retired", mover))
         self._moment.do(KillMover(mover))
         if known.resident:
-            # Not from within whatever wants it dead, but before the next event.
-            self._moment.after(("mover-leaves", mover), 0.0, lambda: self._on_leaving(known))
+            self._leave_soon(known)
 
     def load_plan(self, mover: MoverId, plan: Plan) -> None:
         """Make sure that the mover knows the plan."""

@@ -118,7 +118,7 @@ class Node:
         )
         self.sessions: dict[SessionId, Session] = {}
         self.registry = Registry(endpoint)
-        self.movers = Movers(self.moment, self._mover_leaves)
+        self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
         layouts = Layouts()
@@ -363,10 +363,11 @@ class Node:
         mover = self.movers.remove(event.mover)
         if mover is None:
             return
+        self._mover_leaves(mover)  # first: what is read again goes to the next one
         self.pulls.mover_died(mover.mover)
-        self._mover_leaves(mover)
+        self.attendance.forget(mover.agent)
         if session := self.sessions.get(mover.session):
-            self.ranks.mover_died(session)
+            self.ranks.mover_died(session, mover)
         self._something_changed()
 
     def _mover_leaves(self, mover: Mover) -> None:
@@ -375,13 +376,19 @@ class Node:
             return
         mover.left = True
         self.fences.mover_gone(mover.mover)
-        self.attendance.forget(mover.agent)
+        if not mover.retired:  # else those who read from it go on, and it polls for them
+            self.attendance.forget(mover.agent)
         self.member.mover_gone(mover.agent)
-        self.ranks.mover_left(self.sessions.get(mover.session), mover.mover)
+        self.ranks.mover_left(self.sessions.get(mover.session), mover)
+
+    def _is_needed(self, mover: Mover) -> bool:
+        """Whether a retired mover has work left: pulls that run, or readers."""
+        return self.pulls.runs_on(mover.mover) or self.attendance.is_held(mover.agent)
 
     def _ask_attend(self, agent: AgentName, on: bool) -> None:
         if mover := self.movers.of_agent(agent):
             self.moment.do(ToMover(mover.mover, Attend(on=on)))
+            self.movers.reconsider(mover.mover)
             return
 
         def answered(attends: bool) -> None:

@@ -78,6 +78,8 @@ class Pull:
     posted: float | None = None
     outcome: PullOutcome | None = None
     retried: bool = False
+    num_movers_lost: int = 0  # movers that died while they had it
+    awaits_worker: bool = False  # whether its last mover delivered it, only the worker knows
     arrived: bool = False  # the worker has its mover's word that it is delivered
     former: Hold | None = None  # of the first try, until the second has one
     phases_s: dict[str, float] = field(default_factory=dict)

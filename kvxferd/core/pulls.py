@@ -10,21 +10,26 @@ from kvxferd.core.limits import Load
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.pull import Phase, Pull, Signal
-from kvxferd.core.registry import LocalRank
+from kvxferd.core.registry import LocalRank, RankState
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
+from kvxferd.core.stalls import Stalls
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import AgentName, GroupName, MoverId, PullId, Ticket
+from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.ids_stream import split_ids
 from kvxferd.wire.mover import AbortPull, FencePlace, PullOutcome, Source, StartPull
-from kvxferd.wire.worker import Delivered, Failed, Quiesced
+from kvxferd.wire.worker import Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 
 # A retry that has less time than this would end at the deadline, in doubt instead of safely failed.
 RETRY_ROOM_S = 0.25
 # Where the source cannot be asked again within this, it is gone for now, and the engine should know.
 RETRY_WITHIN_S = 2.0
+# A pull that ends each mover that reads it must not go through all that the node can make. Its own mover and
+# the next may both be killed for the sake of others' blocks.
+MAX_MOVERS_LOST = 2
+FIRST_THAT_RESUMES = 2  # version of the worker protocol
 
 
 class Pulls:
@@ -37,6 +42,7 @@ class Pulls:
         self._pulls: dict[PullId, Pull] = {}
         self._last = 0
         self._load = Load(moment.settings.limits)
+        self.stalls = Stalls(moment)
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -88,7 +94,8 @@ class Pulls:
         """Give a held pull to its rank's mover; without one it waits for the next bind."""
         hold = pull.hold
         assert hold.plan is not None and hold.granted is not None
-        if pull.rank.mover is None or not pull.rank.is_readable:
+        mover = pull.rank.mover
+        if mover is None or not pull.rank.is_readable or pull.awaits_worker or not self._movers.works(mover):
             return
         try:
             check_request(hold.plan, pull.blocks, hold.granted.blocks, pull.num_tokens)
@@ -99,10 +106,10 @@ class Pulls:
             self._deliver(pull, PullOutcome(delivered=True))
             return
         pull.move(Signal.POST)
-        pull.mover = pull.rank.mover
+        pull.mover = mover
         pull.posted = self._moment.now
         self._holds.preload(hold)
-        self._send(pull.mover, pull)
+        self._send(mover, pull)
 
     def post_waiting(self, rank: LocalRank) -> None:
         """The rank has a mover again: post what waited for it."""
@@ -153,6 +160,9 @@ class Pulls:
             self._fail(pull, Signal.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
         elif pull.can(Signal.FAULT):
             self._fail(pull, Signal.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
+            if not outcome.quiet_follows:
+                self._moment.timers.stop(("quiesce", pull.pull))
+                self._retire(pull, mover)
         if outcome.agent is not None and outcome.code is Code.TRANSPORT:
             self._distrust(pull.hold, mover, outcome.agent)
 
@@ -172,15 +182,19 @@ class Pulls:
         transfer without a reader.
         """
         pull.move(Signal.RETRY)
-        pull.retried, pull.mover, pull.former = True, None, pull.hold
+        pull.retried, pull.mover = True, None
         if outcome.agent is not None:
             self._distrust(pull.hold, mover, outcome.agent)
+        self._hold_anew(pull, outcome.code or Code.TRANSPORT, outcome.message)
+        self._movers.reconsider(mover)
+
+    def _hold_anew(self, pull: Pull, code: Code, message: str) -> None:
         left_s = pull.deadline - self._moment.now
-        pull.hold = self._holds.take(pull.rank, pull.ref, left_s)
+        pull.former, pull.hold = pull.hold, self._holds.take(pull.rank, pull.ref, left_s)
         self._moment.after(
             ("retry", pull.pull),
             min(RETRY_WITHIN_S, left_s - RETRY_ROOM_S / 2),
-            lambda: self._refuse(pull, outcome.code or Code.TRANSPORT, outcome.message),
+            lambda: self._refuse(pull, code, message),
         )
         self._holds.when_settled(pull.hold, lambda: self._settled(pull))
 
@@ -197,17 +211,62 @@ class Pulls:
             self._fail(pull, Signal.FINISH, Code.TRANSPORT, "")
 
     def mover_died(self, mover: MoverId) -> None:
-        """Nothing that it posted can write any more."""
+        """Nothing that it posted can write any more: what has time left is read again by the next one."""
+        interrupted: dict[SessionId, list[Ticket]] = {}
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
             if pull.arrived:
                 self._deliver(pull, PullOutcome(delivered=True, told=True))
+            elif not self._can_move_on(pull):
+                self._fail(pull, Signal.FINISH, Code.MOVER_LOST, _mover_lost(pull))
+            else:
+                self._move_on(pull)
+                if pull.awaits_worker:
+                    interrupted.setdefault(pull.rank.session, []).append(pull.ticket)
+        for session, tickets in interrupted.items():
+            self._moment.do(ToWorker(session, PullsInterrupted(tickets=tuple(tickets))))
+
+    def _can_move_on(self, pull: Pull) -> bool:
+        rank = pull.rank
+        return (
+            pull.can(Signal.RETRY)
+            and pull.num_movers_lost < MAX_MOVERS_LOST
+            and pull.deadline - self._moment.now > RETRY_ROOM_S
+            and rank.state not in (RankState.SUSPENDING, RankState.SUSPENDED)
+            and (not rank.notices or rank.version >= FIRST_THAT_RESUMES)
+        )
+
+    def _move_on(self, pull: Pull) -> None:
+        """Have the pull wait for its rank's next mover.
+
+        Where movers speak to the worker themselves, this one may have said Delivered, and the engine
+        may use the blocks: only the worker knows.
+        """
+        pull.move(Signal.RETRY)
+        pull.num_movers_lost += 1
+        pull.mover, pull.awaits_worker = None, pull.rank.notices
+        if pull.hold.state is HoldState.HELD:
+            self.post(pull)
+        else:
+            self._hold_anew(pull, Code.MOVER_LOST, _mover_lost(pull))
+
+    def resumed(self, rank: LocalRank, said: PullsResumed) -> None:
+        """The worker says which of its interrupted pulls have not ended for it."""
+        again, arrived = set(said.tickets), set(said.arrived)
+        for pull in [p for p in self._pulls.values() if p.rank is rank and p.awaits_worker]:
+            pull.awaits_worker = False
+            if pull.phase is not Phase.HOLDING:
                 continue
-            self._fail(
-                pull,
-                Signal.FINISH,
-                Code.MOVER_LOST,
-                f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again",
-            )
+            if pull.ticket in arrived:
+                self._deliver(pull, PullOutcome(delivered=True, told=True))
+            elif pull.ticket not in again:
+                self._refuse(pull, Code.MOVER_LOST, _mover_lost(pull))
+            elif pull.hold.state is HoldState.HELD:
+                self.post(pull)
+
+    def runs_on(self, mover: MoverId) -> bool:
+        """Whether a pull of that mover has not ended, other than in doubt."""
+        running = (Phase.POSTED, Phase.STOPPING)
+        return any(pull.mover == mover and pull.phase in running for pull in self._pulls.values())
 
     def _deliver(self, pull: Pull, outcome: PullOutcome) -> None:
         if pull.move(Signal.DELIVER) is Phase.QUIET:
@@ -257,8 +316,15 @@ class Pulls:
         mover = pull.mover
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.after(
-            ("quiesce", pull.pull), self._moment.settings.quiesce_s, lambda: self._movers.kill(mover)
+            ("quiesce", pull.pull), self._moment.settings.quiesce_s, lambda: self._retire(pull, mover)
         )
+        self._movers.reconsider(mover)
+
+    def _retire(self, pull: Pull, mover: MoverId) -> None:
+        """Only the mover's death ends the doubt. Its other pulls end first; another takes what is new."""
+        if self._movers.works(mover):
+            self.stalls.note(pull.ref)
+        self._movers.retire(mover)
 
     def _quiesced(self, pull: Pull) -> None:
         self._tell(pull, Quiesced(ticket=pull.ticket))
@@ -271,13 +337,17 @@ class Pulls:
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
         self._let_go_of_former(pull)
+        self._movers.reconsider(pull.mover)
 
     def noticed(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
         """The worker has these bytes, by its mover's word, which has not come here or never will."""
-        for pull in self._pulls.values():
+        known = set(tickets)
+        for pull in [p for p in self._pulls.values() if p.rank is rank and p.ticket in known]:
             # To an engine that was told of a failure, it was no delivery.
-            if pull.rank is rank and pull.ticket in tickets and pull.phase in (Phase.POSTED, Phase.STOPPING):
+            if pull.phase in (Phase.POSTED, Phase.STOPPING):
                 pull.arrived = True
+            elif pull.awaits_worker and pull.phase is Phase.HOLDING:
+                self._deliver(pull, PullOutcome(delivered=True, told=True))
 
     # --- stopping
 
@@ -368,7 +438,7 @@ class Pulls:
             runs=known.runs,
             total_s=ended - pull.received,
             phases_s=pull.phases_s,
-            retried=pull.retried,
+            retried=pull.retried or pull.num_movers_lost > 0,
         )
         self._moment.do(Observed(record))
 
@@ -397,3 +467,7 @@ class Pulls:
             assert (pull.mover is None) == (pull.phase is Phase.HOLDING), f"pull {pull.pull}: {pull.phase}"
             if pull.phase is not Phase.IN_DOUBT:
                 assert ("deadline", pull.pull) in self._moment.timers, f"pull {pull.pull} has no deadline"
+
+
+def _mover_lost(pull: Pull) -> str:
+    return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"

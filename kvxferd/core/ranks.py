@@ -99,6 +99,8 @@ class Ranks:
                 uid=session.uid,
                 pid=session.pid,
                 resident=said.placement == "resident",
+                notices=session.notices,
+                version=session.version,
             )
             self._registry.claim(rank)
         except KvxferdError as error:
@@ -380,17 +382,26 @@ class Ranks:
         self._drop(session, rank)
 
     def bind_refused(self, session: Session, refusal: Refusal) -> None:
-        """The mover cannot map or register the rank's memory."""
+        """The mover cannot map or register the rank's memory.
+
+        Beside a retired mover that may be for want of room: a GPU's memory need not hold a second
+        context. Then the retired one ends at once, and its pulls are read again by the next.
+        """
+        rank = session.rank
+        if rank is not None and rank.mover is not None and self._movers.end_retired(session.session):
+            self._movers.kill(rank.mover)
+            return
         self._give_up(session, refusal)
 
     # --- the mover goes
 
-    def mover_left(self, session: Session | None, mover: MoverId) -> None:
+    def mover_left(self, session: Session | None, mover: Mover) -> None:
         """Another mover is found for a rank that still wants one."""
         rank = session.rank if session is not None else None
-        if session is None or rank is None or rank.mover != mover:
+        if session is None or rank is None or rank.mover != mover.mover:
             return
-        if not self._registry.is_home(rank.spec):
+        # From a retired mover readers go on to read: the home hears of the next, unless this one dies first.
+        if not mover.retired and not self._registry.is_home(rank.spec):
             self._member.leave(rank)
         rank.mover, rank.agent = None, None
         self._end_offer(rank)
@@ -399,13 +410,18 @@ class Ranks:
         rank.state = RankState.MAPPING
         # Only the worker can start a resident one.
         need = ToWorker(rank.session, MoverWanted()) if rank.resident else NeedMover(rank.session)
-        self._moment.after(("rebind", session.session), REBIND_AFTER_S, lambda: self._moment.do(need))
+        delay_s = 0.0 if mover.retired else REBIND_AFTER_S
+        self._moment.after(("rebind", session.session), delay_s, lambda: self._moment.do(need))
 
-    def mover_died(self, session: Session) -> None:
+    def mover_died(self, session: Session, mover: Mover) -> None:
         """A mover of the session does not reach the rank's memory any more."""
         rank = session.rank
-        if rank is not None and rank.state is RankState.SUSPENDING:
+        if rank is None:
+            return
+        if rank.state is RankState.SUSPENDING:
             self._suspended_if_quiet(rank)
+        elif mover.retired and rank.state is RankState.MAPPING and not self._registry.is_home(rank.spec):
+            self._member.leave(rank, mover.agent)
 
     def new_mover(self, session: Session) -> None:
         """The worker has started another resident mover. One that came too late ends with its socket."""
@@ -425,8 +441,7 @@ class Ranks:
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
         rank.state = RankState.SUSPENDING
-        if rank.mover is not None:
-            self._movers.kill(rank.mover)
+        self._movers.kill_all(session.session)
         self._suspended_if_quiet(rank)
 
     def _suspended_if_quiet(self, rank: LocalRank) -> None:
@@ -474,8 +489,7 @@ class Ranks:
         self._end_offer(rank)
         if not self._registry.is_home(rank.spec):
             self._member.leave(rank)
-        if rank.mover is not None:
-            self._movers.kill(rank.mover)
+        self._movers.kill_all(session.session)
         rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
         session.rank = None
 

@@ -59,6 +59,8 @@ class LocalRank:
     uid: int = 0  # the worker's user
     pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
+    notices: bool = False  # its movers say Delivered to the worker themselves
+    version: int = 1  # of the worker's protocol
     state: RankState = RankState.MAPPING
     answered: bool = False  # Registered was sent for the present mapping
     brings_fence: bool = False  # that Registered carries the session's fence page

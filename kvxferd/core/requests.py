@@ -39,6 +39,7 @@ from kvxferd.wire.worker import (
     Prepare,
     Publish,
     PublishRefused,
+    PullsResumed,
     Ready,
     Register,
     Resume,
@@ -107,6 +108,9 @@ class Requests:
             case Noticed():
                 if session.rank is not None:
                     self._pulls.noticed(session.rank, said.tickets)
+            case PullsResumed():
+                if session.rank is not None:
+                    self._pulls.resumed(session.rank, said)
             case Abandon():
                 self._abandon(session, said.ref)
             case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover() | MoverAcknowledged():
@@ -200,6 +204,7 @@ class Requests:
             raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
         ref = self._clean(said.ref)
         check_blocks_by(rank.rules, blocks, said.num_tokens)
+        self._pulls.stalls.check(ref, what)
         self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
         return rank, ref
 

@@ -121,6 +121,7 @@ class Pull:
             delivered=fault is None,
             started=self.started,
             finished=not self.flights and not self.in_doubt,
+            quiet_follows=not self.in_doubt,
             code=fault.code if fault else None,
             message=fault.message if fault else "",
             agent=fault.agent if fault else None,

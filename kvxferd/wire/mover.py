@@ -175,6 +175,7 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     delivered: bool
     started: bool = True  # False: no handle was ever posted; the mover's word
     finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiet` follows
+    quiet_follows: bool = True  # False: it never will, only the mover's death ends the doubt
     code: Code | None = None
     message: str = ""
     agent: AgentName | None = None  # the remote agent that failed

@@ -14,7 +14,7 @@ M = TypeVar("M", bound=Message)
 
 # A side decodes only the codes that it knows. Each code that came with version 2, and which of
 # version 1 says most of the same.
-STAND_INS: dict[Code, Code] = {}
+STAND_INS: dict[Code, Code] = {Code.SOURCE_STALLED: Code.BUSY}
 
 
 # Fields that came with version 2, at the default that is not sent.

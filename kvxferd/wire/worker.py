@@ -131,6 +131,13 @@ class Noticed(Message, frozen=True, tag="noticed"):
     tickets: tuple[Ticket, ...]
 
 
+class PullsResumed(Message, frozen=True, tag="pulls-resumed"):
+    """Answers `PullsInterrupted`: which of those pulls are to be read again, and which a mover delivered."""
+
+    tickets: tuple[Ticket, ...]
+    arrived: tuple[Ticket, ...] = ()
+
+
 class Abandon(Message, frozen=True, tag="abandon"):
     """This rank's engine will not read the transfer any more, on any rank."""
 
@@ -243,6 +250,15 @@ class Quiesced(Message, frozen=True, tag="quiesced"):
     ticket: Ticket
 
 
+class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
+    """From version 2 on: the mover of these pulls is dead. It may have said Delivered, and nobody else knows.
+
+    None is read again before `PullsResumed` names it: the engine may use delivered blocks already.
+    """
+
+    tickets: tuple[Ticket, ...]
+
+
 class Released(Message, frozen=True, tag="released"):
     """The transfer is over: its blocks are the engine's again. Sent once to the publisher and each rank."""
 
@@ -283,6 +299,7 @@ ClientMessage = (
     | Pull
     | Cancel
     | Noticed
+    | PullsResumed
     | Abandon
     | Suspend
     | Resume
@@ -300,6 +317,7 @@ DaemonMessage = (
     | Delivered
     | Failed
     | Quiesced
+    | PullsInterrupted
     | Released
     | PublishRefused
     | Suspended

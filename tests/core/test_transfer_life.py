@@ -183,8 +183,9 @@ def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)
     mover.hold = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
     mover.die()
-    assert sink.ended(ticket).code is Code.MOVER_LOST
+    assert sink.ended(ticket).code is Code.CANCELLED
     assert not source.heard(wk.Released)
     other = world.engine(world.hosts["d"], "decode-2")[0]
     assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)

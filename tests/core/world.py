@@ -65,6 +65,7 @@ class Worker:
     notices: bool = False  # its mover says Delivered to it
     spoilt: bool = False  # no mover can map its fence page
     acknowledges: bool = True  # it watches each mover that it is offered
+    refuses_binds: Callable[[], bool] = lambda: False  # whether its memory cannot be mapped once more
     pidfds: list[tuple[type[Message], MoverId]] = field(default_factory=list)  # and what brought them
     incarnation: str = ""  # of the present mapping
     versions: Versions = wk.WORKER_VERSIONS  # that it speaks
@@ -125,6 +126,14 @@ class Worker:
         found = [m for m in self.inbox if isinstance(m, wk.Delivered | wk.Failed) and m.ticket == ticket]
         assert len(found) <= 1, found
         return found[0] if found else None
+
+    def resume_pulls(self, tickets: tuple[int, ...]) -> None:
+        """Answer for pulls whose mover died, as a client does."""
+        ended = {ticket: self.ended(ticket) for ticket in tickets}
+        again = tuple(ticket for ticket, event in ended.items() if event is None)
+        delivered = tuple(t for t, event in ended.items() if isinstance(event, wk.Delivered))
+        if self.connected:
+            self.say(wk.PullsResumed(tickets=again, arrived=delivered))
 
     def close(self) -> None:
         self.connected = False
@@ -227,6 +236,9 @@ class Mover:
                 self.assembly.add(message)
 
     def _bind(self) -> None:
+        if self.worker.refuses_binds():
+            self.say(mv.BindRefused(code=Code.DEVICE_ERROR, message="no room"))
+            return
         self.is_bound = True
         layout = self.worker.layout
         assert layout is not None
@@ -434,6 +446,9 @@ class World:
                     if isinstance(effect.message, wk.MoverOffered) and worker.acknowledges:
                         watched = wk.MoverAcknowledged(number=effect.message.number)
                         self._run_later(lambda: worker.say(watched) if worker.connected else None)
+                    if isinstance(effect.message, wk.PullsInterrupted):
+                        tickets = effect.message.tickets
+                        self._run_later(lambda: worker.resume_pulls(tickets))
             case fx.CloseWorker():
                 self._later(host, ev.WorkerClosed(effect.session))
                 host.workers[effect.session].connected = False
@@ -552,5 +567,5 @@ def spec_of(
 
 
 def mover_of(worker: Worker) -> Mover:
-    """The mover that serves a rank now."""
-    return next(m for m in worker.host.movers.values() if m.worker is worker and m.alive)
+    """The mover that serves a rank now: the newest, as a retired one may live still."""
+    return [m for m in worker.host.movers.values() if m.worker is worker and m.alive][-1]

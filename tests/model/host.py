@@ -312,6 +312,10 @@ class Host:
             case fx.ToWorker() if isinstance(effect.message, wk.MoverOffered):
                 watched = wk.MoverAcknowledged(number=effect.message.number)
                 self._local.append(ev.WorkerSaid(effect.session, watched))
+            case fx.ToWorker() if isinstance(effect.message, wk.PullsInterrupted):
+                worker = self.workers[effect.session]
+                if worker.alive:
+                    self._local.append(ev.WorkerSaid(effect.session, resumed(worker, effect.message)))
             case fx.ToWorker():
                 self._heard(self.workers[effect.session], effect.message)
             case fx.CloseWorker():
@@ -416,3 +420,10 @@ def endpoint_of(name: str) -> str:
 def word_of(number: int) -> bytes:
     """A transfer's fence word."""
     return bytes([number]) * 16
+
+
+def resumed(worker: Worker, message: wk.PullsInterrupted) -> wk.PullsResumed:
+    """What a client answers for pulls whose mover died."""
+    again = tuple(ticket for ticket in message.tickets if ticket not in worker.ended)
+    delivered = tuple(t for t in message.tickets if t in worker.noticed and worker.ended[t] == "delivered")
+    return wk.PullsResumed(tickets=again, arrived=delivered)
