@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import marshal
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -105,6 +105,10 @@ class _Walk:
         self.out.append(item.__func__.__qualname__)
         self.walk(item.__self__)
 
+    def builtin(self, item: types.BuiltinMethodType) -> None:
+        self.out.append(item.__name__)
+        self.walk(item.__self__)
+
     def counter(self, item: Any) -> None:
         self.out.append(repr(item))
 
@@ -141,9 +145,11 @@ _BY_TYPE: dict[type, Callable[[_Walk, Any], None]] = {
     set: _Walk.set,
     frozenset: _Walk.set,
     dict: _Walk.dict,
+    OrderedDict: _Walk.dict,
     Timers: _Walk.timers,
     types.FunctionType: _Walk.function,
     types.MethodType: _Walk.method,
+    types.BuiltinMethodType: _Walk.builtin,
     itertools.count: _Walk.counter,
 }
 

@@ -28,8 +28,11 @@ BLOCK_TOKENS = 4
 NUM_BLOCKS = 2  # of one transfer
 TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 PAGE = 1 << 30  # where a fence page lies
+# By whose connection a message comes, as the node sees it that gets it.
+THEIRS, OURS = b"?", b"!"
 OVERWRITTEN = bytes(16)
 Step = tuple[Any, ...]
+Reach = tuple[tuple[int, ...], dict[int, bytes]]  # blocks, and the fence words by their address
 
 
 @dataclass
@@ -88,17 +91,25 @@ class Host:
         self.workers: dict[int, Worker] = {}
         self.movers: dict[int, Mover] = {}
         self.deaths = 0
+        self.is_up = True
+        self.era = 0  # counts this node's daemons
         self._sent: list[bytes] = []
         self._local: deque[ev.Event] = deque()
-        self.node = Node(
-            boot=f"boot-{name}",
-            endpoint=endpoint_of(name),
+        self.node = self._start_node()
+        self._start_workers()
+        self._settle()
+
+    def _start_node(self) -> Node:
+        return Node(
+            boot=f"boot-{self.name}-{self.era}",
+            endpoint=endpoint_of(self.name),
             settings=SETTINGS,
             new_token=lambda: f"{next(self.tokens):032x}",
         )
-        for tp_rank in range(1 if name == "source" else scenario.readers):
+
+    def _start_workers(self) -> None:
+        for tp_rank in range(1 if self.name == "source" else self.scenario.readers):
             self._start_worker(tp_rank)
-        self._settle()
 
     def _start_worker(self, tp_rank: int) -> None:
         size = 1 if self.name == "source" else self.scenario.readers
@@ -141,6 +152,13 @@ class Host:
         at = {at for at, order, name in timers._heap if timers._live.get(name, (None,))[0] == order}
         return sorted(moment - self.now for moment in at if moment > self.now)
 
+    def reach(self) -> dict[str, Reach]:
+        """What each mover lets others read."""
+        worker = self.workers[1]
+        words = {PAGE + 16 * slot: word for slot, word in worker.words.items()}
+        memory = tuple(worker.memory)
+        return {mover.agent: (memory, words) for mover in self.movers.values() if mover.alive}
+
     def leftovers(self) -> list[str]:
         """What a node without work would not remember."""
         node = self.node
@@ -170,11 +188,13 @@ class Host:
             self._feed(self._local.popleft())
 
     def _do_peer(self, payload: bytes) -> None:
-        message = PEER_MESSAGES.decode(payload)
-        if self.name == "source":
-            self._feed(ev.RouteSaid(b"sink", message))
-        else:
-            self._feed(ev.PeerSaid(endpoint_of("source"), message))
+        """A message: the first byte says by whose connection it came, the second of which of its daemons."""
+        message = PEER_MESSAGES.decode(payload[2:])
+        other = "sink" if self.name == "source" else "source"
+        if payload[:1] == THEIRS:
+            self._feed(ev.RouteSaid(b"%s/%d" % (other.encode(), payload[1]), message))
+        elif payload[1] == self.era:
+            self._feed(ev.PeerSaid(endpoint_of(other), message))
 
     def _do_clock(self, seconds: float) -> None:
         self.now += seconds
@@ -246,7 +266,7 @@ class Host:
                 mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
             )
         elif word == job.fence.word or self.scenario.blind:
-            if self.scenario.notices:
+            if self.scenario.notices or self.scenario.clients:
                 job.told = True
                 self._notice(mover.worker, job.ticket)
             else:
@@ -338,8 +358,11 @@ class Host:
             case fx.ToMover():
                 if effect.mover in self.movers and self.movers[effect.mover].alive:
                     self._to_mover(self.movers[effect.mover], effect.message)
-            case fx.ToPeer() | fx.ToRoute():
-                self._sent.append(encode(effect.message))
+            case fx.ToPeer():
+                self._sent.append(THEIRS + bytes([self.era]) + encode(effect.message))
+            case fx.ToRoute():
+                era = int(effect.route.rpartition(b"/")[2])
+                self._sent.append(OURS + bytes([era]) + encode(effect.message))
             case fx.AdoptRegions() | fx.MakeFence() | fx.ForgetPeer() | fx.Observed():
                 pass
 

@@ -18,6 +18,7 @@ SETTINGS = Settings(
     quiesce_s=2.0,
     attend_linger_s=1.0,
     tombstone_s=16.0,
+    member_heartbeat_s=4.0,
 )
 
 
@@ -40,7 +41,29 @@ class Scenario:
     doubt: bool = False  # movers may say that they do not know whether a read has ended
     notices: bool = False  # movers tell their worker what is delivered, and then their daemon
     cold: bool = False  # with the handshake; else it is over when the exploration starts
+    clients: bool = False  # processes hold the real client session, and a scheduler publishes
+    lag: bool = False  # what the scheduler and its daemon send each other arrives later, in order
+    ready: bool = False  # ranks say `ready`; else the engine's publish implies it
+    again: bool = False  # the last transfer is pulled once more
+    spans: bool = False  # the source's second rank is on the sink's node, and joins its home
+    sleeps: int = 0  # how often each of the source engine's ranks may be suspended
+    crashes: tuple[int, int] = (0, 0)  # how often the source's and the sink's daemon may die
     blind: bool = False  # movers believe every fence word: to show that the check can fail
+
+    @property
+    def pulls(self) -> int:
+        """How many a process's reading rank asks for, one after another."""
+        return self.transfers + self.again
+
+    @property
+    def before(self) -> tuple[tuple[str, tuple[object, ...]], ...]:
+        """What is done before the exploration starts, on which host.
+
+        An engine over two nodes cannot be seen to agree when to write: its blocks are written first.
+        """
+        if not self.spans:
+            return ()
+        return (("source", ("ready", 0, 1)),) if self.ready else (("source", ("publish", 1)),)
 
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.settings().items())

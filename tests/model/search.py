@@ -11,11 +11,27 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from model.host import Step
+from kvxferd.wire.codec import PEER_MESSAGES
+from model.host import OURS, Step
 from model.scenario import Scenario
 from model.states import Broken, States, View
 
+MAX_SHOWN = 100  # of the last steps
 MAX_CALM = 2000  # steps after which whatever is not over never will be
+# What happens when all is well: nobody asks for anything new.
+CALM_STEPS = {
+    "slice",
+    "fence",
+    "hear",
+    "tick",
+    "quiet",
+    "report",
+    "perish",
+    "start",
+    "connect",
+    "send",
+    "read",
+}
 
 
 class State(NamedTuple):
@@ -71,7 +87,7 @@ class Search:
             try:
                 self._expand(state, waiting)
             except Broken as broken:
-                raise Broken(broken.text, self._trace(state)) from broken
+                raise Broken(broken.text, [*self._trace(state), *broken.trace]) from broken
             if max_states is not None and len(self._came) >= max_states:
                 self.found.complete = False
                 break
@@ -84,11 +100,31 @@ class Search:
     def _first(self) -> State:
         scenario = self._scenario
         state = State(0, 0, (), scenario.drops, scenario.duplicates, scenario.clocks)
+        if scenario.clients:
+            return self._begun(state)
         if not self._scenario.cold:
             state = self._took(state, "sink", ("pull", 1, 1))
             for _ in range(4):  # greeted, and the engine learnt: a grant is asked for
                 state = self._arrived(state, state.network[0], keep=False)
         return state
+
+    def _begun(self, state: State) -> State:
+        """Every process has joined its daemon, and members their home."""
+        for name, step in (("source", ("begin",)), ("sink", ("begin",)), *self._scenario.before):
+            state = self._took(state, name, step)
+            while (after := self._quietly(state)) is not None:
+                state = after
+        return state
+
+    def _quietly(self, state: State) -> State | None:
+        """Return what follows once a message has arrived; None where none is under way."""
+        if state.network:
+            return self._arrived(state, state.network[0], keep=False)
+        for name in self._hosts:
+            for step in self._local_steps(state, name):
+                if step[0] in ("send", "read"):
+                    return self._took(state, name, step)
+        return None
 
     def _expand(self, state: State, waiting: list[State]) -> None:
         can_move = False
@@ -109,6 +145,8 @@ class Search:
             for step in self._local_steps(state, name):
                 yield (name, *step), self._took(state, name, step)
         for number in dict.fromkeys(state.network):
+            if not self._view(state, self._messages[number][0]).is_up:
+                continue  # it waits for a daemon
             label = self._messages[number][0], number
             yield ("arrives", *label), self._arrived(state, number, keep=False)
             if state.duplicates:
@@ -127,11 +165,12 @@ class Search:
     def _local_steps(self, state: State, name: str) -> Iterator[Step]:
         view = self._view(state, name)
         yield from view.steps
-        source = self._view(state, "source")
         for step, agent, place in view.reads:
             content: object = None
-            if agent in source.agents:
-                content = source.memory[place] if step[0] == "slice" else dict(source.words)[place]
+            for host in self._hosts:
+                if agent in (reach := self._view(state, host).reach):
+                    memory, words = reach[agent]
+                    content = memory[place] if step[0] == "slice" else words.get(place)
             yield (*step, content)
         if view.due:
             yield ("tick",)
@@ -143,11 +182,18 @@ class Search:
         is_source = name == "source"
         number, sent = self._hosts[name].take(state.source if is_source else state.sink, step)
         after = state._replace(source=number) if is_source else state._replace(sink=number)
+        if step[0] == "crash":
+            after = after._replace(network=self._surviving(after.network, name))
         if sent:
             to = "sink" if is_source else "source"
             network = tuple(sorted([*state.network, *(self._number(to, payload) for payload in sent)]))
             after = after._replace(network=network)
         return after
+
+    def _surviving(self, network: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """The messages that a daemon's death does not end: answers to it went with its connections."""
+        ended = {n for n in network if self._messages[n][0] == name and self._messages[n][1][:1] == OURS}
+        return tuple(number for number in network if number not in ended)
 
     def _arrived(self, state: State, number: int, *, keep: bool) -> State:
         to, payload = self._messages[number]
@@ -165,37 +211,60 @@ class Search:
     def _check_calm(self, state: State) -> None:
         """Nothing goes wrong any more: everything ends and nothing is left, or Broken."""
         met = []
-        for _ in range(MAX_CALM):
-            key = (state.source, state.sink, state.network)
-            if key in self._calm:
-                break
-            met.append(key)
-            after = self._calmly(state)
-            if after is None:
-                left = self._view(state, "source").leftovers + self._view(state, "sink").leftovers
-                if left:
-                    raise Broken(f"kept for ever: {', '.join(left)}")
-                break
-            state = after
-        else:
-            raise Broken("kept for ever: it never comes to rest")
+        labels: list[Label] = []
+        try:
+            for _ in range(MAX_CALM):
+                key = (state.source, state.sink, state.network)
+                if key in self._calm:
+                    break
+                met.append(key)
+                if self._is_at_rest(state):
+                    if left := self._leftovers(state):
+                        raise Broken(f"kept for ever: {', '.join(left)}")
+                    break
+                for label in self._next_calm(state):
+                    labels.append(label)
+                    state = self._followed(state, label)
+            else:
+                left = self._leftovers(state)
+                raise Broken(f"kept for ever: it never comes to rest: {', '.join(left)}")
+        except Broken as broken:
+            raise Broken(broken.text, [self._told(label) for label in labels[-MAX_SHOWN:]]) from broken
         self._calm.update(met)
 
-    def _calmly(self, state: State) -> State | None:
-        """Return what follows if all is well: messages first, then movers, then time. None: rest."""
-        if state.network:
-            return self._arrived(state, state.network[0], keep=False)
+    def _leftovers(self, state: State) -> tuple[str, ...]:
+        return self._view(state, "source").leftovers + self._view(state, "sink").leftovers
+
+    def _is_at_rest(self, state: State) -> bool:
+        # A member's heartbeat has no end.
+        return not self._next_calm(state) or (
+            self._scenario.spans and not state.network and not self._leftovers(state)
+        )
+
+    def _next_calm(self, state: State) -> list[Label]:
+        """Return what happens next if all is well: messages first, then movers, then time."""
+        for number in state.network:
+            if self._view(state, to := self._messages[number][0]).is_up:
+                return [("arrives", to, number)]
         for name in ("sink", "source"):
             for step in self._local_steps(state, name):
-                if step[0] in ("slice", "fence", "hear", "tick", "quiet", "report"):
-                    return self._took(state, name, step)
+                if step[0] in CALM_STEPS:
+                    return [(name, *step)]
         pending = [
             (self._view(state, n).deadlines[0], n) for n in self._hosts if self._view(state, n).deadlines
         ]
         if not pending:
-            return None
+            return []
         seconds, name = min(pending)
-        return self._took(state, name, ("clock", seconds))
+        # A member's heartbeat would else keep its home's clock where it is.
+        moved = list(self._hosts) if self._scenario.spans else [name]
+        return [(host, "clock", seconds) for host in moved]
+
+    def _followed(self, state: State, label: Label) -> State:
+        if label[0] == "arrives":
+            assert isinstance(label[2], int)
+            return self._arrived(state, label[2], keep=False)
+        return self._took(state, str(label[0]), label[1:])
 
     def _trace(self, state: State) -> list[str]:
         labels = []
@@ -209,8 +278,16 @@ class Search:
     def _told(self, label: Label) -> str:
         if label[0] in ("arrives", "arrives twice", "drop"):
             assert isinstance(label[2], int)
-            return f"{label[0]} at {label[1]}: {self._messages[label[2]][1]!r}"
+            return f"{label[0]} at {label[1]}: {_shown(self._messages[label[2]][1])}"
         return " ".join(map(str, label))
+
+
+def _shown(payload: bytes) -> str:
+    """The message, without what is long."""
+    message = PEER_MESSAGES.decode(payload[2:])
+    values = {field: getattr(message, field) for field in message.__struct_fields__}
+    short = [f"{field}={value}" for field, value in values.items() if isinstance(value, str | int)]
+    return f"{type(message).__name__}({', '.join(short)})"
 
 
 def _without(network: tuple[int, ...], number: int) -> tuple[int, ...]:

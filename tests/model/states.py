@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model.host import Host, Step, Worker
+from model.client_host import ClientHost
+from model.host import Host, Reach, Step, Worker
 from model.scenario import Scenario
 
 MAX_LIVE = 512  # hosts kept, so that most steps need no replay
@@ -17,9 +18,8 @@ class View:
 
     steps: tuple[Step, ...]  # that it can take by itself, time apart
     reads: tuple[tuple[Step, str, int], ...]  # steps that want a block or a fence word of the other host
-    memory: tuple[int, ...]
-    words: tuple[tuple[int, bytes], ...]
-    agents: frozenset[str]  # whose memory can be read
+    reach: dict[str, Reach]  # by agent: the memory and the fence words that can be read through it
+    is_up: bool  # a daemon is there
     due: bool
     deadlines: tuple[float, ...]
     leftovers: tuple[str, ...]
@@ -31,6 +31,7 @@ class Broken(Exception):
     def __init__(self, text: str, trace: list[str] | None = None) -> None:
         super().__init__("\n  ".join([text, *(trace or [])]))
         self.text = text
+        self.trace = trace or []
 
 
 class States:
@@ -44,7 +45,11 @@ class States:
         self._done: dict[tuple[int, Step], tuple[int, tuple[bytes, ...]] | str] = {}
         self._live: dict[int, Host] = {}
         self.views: list[View] = []
-        self._add(Host(name, scenario), -1, ())
+        self._add(self._new_host(), -1, ())
+
+    def _new_host(self) -> Host:
+        kind = ClientHost if self._scenario.clients else Host
+        return kind(self._name, self._scenario)
 
     def __len__(self) -> int:
         return len(self.views)
@@ -76,7 +81,7 @@ class States:
         while state != 0:
             state, step = self._came[state]
             trace.append(step)
-        host = Host(self._name, self._scenario)
+        host = self._new_host()
         for step in reversed(trace):
             host.do(step)
         return host
@@ -99,9 +104,8 @@ def view_of(host: Host) -> View:
     return View(
         steps=tuple(_steps(host)),
         reads=tuple(_reads(host)),
-        memory=tuple(host.workers[1].memory),
-        words=tuple(host.workers[1].words.items()),
-        agents=frozenset(m.agent for m in host.movers.values() if m.alive),
+        reach=host.reach(),
+        is_up=host.is_up,
         due=host.due(),
         deadlines=tuple(host.deadlines()),
         leftovers=tuple(host.leftovers()),
@@ -109,11 +113,22 @@ def view_of(host: Host) -> View:
 
 
 def _steps(host: Host) -> Iterator[Step]:
+    if isinstance(host, ClientHost):
+        yield from host.process_steps()
+    else:
+        yield from _worker_steps(host)
+    yield from _mover_steps(host)
+
+
+def _worker_steps(host: Host) -> Iterator[Step]:
     for worker in host.workers.values():
         if worker.alive:
             yield from _publishes(host, worker) if host.name == "source" else _pulls(host, worker)
             if host.scenario.close:
                 yield "close", worker.session
+
+
+def _mover_steps(host: Host) -> Iterator[Step]:
     for mover in host.movers.values():
         if mover.alive and host.deaths < host.scenario.deaths:
             yield "die", mover.mover
@@ -159,5 +174,4 @@ def _reads(host: Host) -> Iterator[tuple[Step, str, int]]:
                 _, agent, block = job.pairs[job.read]
                 yield ("slice", mover.mover, job.pull), agent, block
             elif not job.doubted and not job.told:
-                slot = (job.fence.address - (1 << 30)) // 16
-                yield ("fence", mover.mover, job.pull), job.fence.agent, slot
+                yield ("fence", mover.mover, job.pull), job.fence.agent, job.fence.address

@@ -1,0 +1,100 @@
+"""An engine's process: a rank or its scheduler, with its memory, its fence page and the real client session.
+
+What its I/O thread would do is done by the host; nothing here knows of sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kvxferd.client.events import Event
+from kvxferd.client.exports import Exports
+from kvxferd.client.fence import FenceSlots
+from kvxferd.client.membership import Member, PublisherMember, RankMember
+from kvxferd.client.session import Session
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.wire.common import Message
+from kvxferd.wire.worker import RegionExport
+from model.host import OVERWRITTEN
+
+NUM_SLOTS = 2  # of a fence page: one transfer at a time, and one that follows it
+
+
+class Page:
+    """A fence page. Its words are numbered: a replay must write the same ones."""
+
+    def __init__(self) -> None:
+        self.words: dict[int, bytes] = {}
+        self._last = 0
+
+    def write(self, slot: int, word: bytes) -> None:
+        """Put a fresh word in `slot`, not the random one that is given."""
+        self._last += 1
+        self.words[slot] = bytes([self._last]) * len(word)
+
+    def overwrite(self, slot: int) -> None:
+        """Make the word in `slot` another one."""
+        self.words[slot] = OVERWRITTEN
+
+
+class Process:
+    """See the module. Blocks hold the number of the transfer whose bytes they have, 0 for other ones."""
+
+    def __init__(self, number: int, name: str, num_blocks: int) -> None:
+        self.number = number
+        self.name = name
+        self.memory = [0] * num_blocks
+        self.is_mapped = True  # the engine has not freed its memory
+        self.num_mappings = 0
+        self.page = Page()
+        self.events: deque[Event] = deque()
+        self.client = Session(name, FenceSlots(self.page, NUM_SLOTS), (0, 1), self.events.append)
+        self.said: set[str] = set()  # what it does once only
+        self.num_sleeps = 0
+        self.released: set[int] = set()
+        self.ended: dict[int, str] = {}  # by ticket: delivered, failed or in-doubt
+        self.quiet: set[int] = set()
+        # The connection.
+        self.session: int | None = None  # the daemon's number for it
+        self.retry_at = 0.0
+        self.up: deque[Message] = deque()  # under way to the daemon
+        self.down: deque[Any] = deque()  # and from it, with the mover whose pidfd comes along; None: its end
+        self.watched: dict[int, set[int]] = {}  # movers that live, by the connection that told of them
+        self.lost: set[int] = set()  # connections that are over, whose movers may live
+
+    @property
+    def words(self) -> dict[int, bytes]:
+        """Its fence page."""
+        return self.page.words
+
+    def join_as(self, spec: EngineSpec, layout: RankLayout | None) -> None:
+        """Become a rank, or a publisher where there is no layout."""
+        self.layout = layout
+        member: Member = PublisherMember(spec.engine_id, spec.generation)
+        if layout is not None:
+            member = RankMember(spec, layout, self.exports())
+        self.client.join(member)
+
+    def exports(self) -> Exports:
+        """Its memory in a new mapping."""
+        assert self.layout is not None
+        region = self.layout.regions[0]
+        exports = Exports((RegionExport(region.region, region.size_bytes, 0),), ())
+        self.num_mappings += 1
+        exports.incarnation = f"{self.name}.{self.num_mappings}"  # a replay must make the same one
+        return exports
+
+    def mover_died(self, mover: int) -> None:
+        """Its pidfd, if this process has it, is readable."""
+        for movers in self.watched.values():
+            movers.discard(mover)
+        self.judge()
+
+    def judge(self) -> None:
+        """Connections that are over and whose movers are all dead are quiet."""
+        for epoch in sorted(self.lost):
+            if not self.watched.get(epoch):
+                self.watched.pop(epoch, None)
+                self.lost.discard(epoch)
+                self.client.quiet(epoch)
