@@ -12,7 +12,7 @@ from pathlib import Path
 from chaos.epoch import SHAPES, TRANSPORTS, Epoch
 from chaos.tally import Tally
 
-EPOCH_FAULTS = 40  # then everything is taken down, and another fleet started
+EPOCH_FAULTS = 30  # then everything is taken down, and another fleet started
 
 
 def chaos(
@@ -23,8 +23,9 @@ def chaos(
     tally = Tally()
     number = 0
     while tally.faults.total() < num_faults:
-        transport = list(TRANSPORTS)[(number + seed) % len(TRANSPORTS)]
-        shape = SHAPES[(number // 2 + seed) % len(SHAPES)]
+        shape = SHAPES[(number + seed) % len(SHAPES)]
+        turn = (number + seed) // len(SHAPES)  # else a shape would see one transport only
+        transport = list(TRANSPORTS)[(number + seed + turn) % len(TRANSPORTS)]
         epoch = Epoch(directory / str(number), rng, tally, shape, transport, sabotage, only)
         try:
             epoch.run(min(EPOCH_FAULTS, num_faults - tally.faults.total()))

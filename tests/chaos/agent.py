@@ -35,6 +35,7 @@ class Birth:
     spec: EngineSpec
     facts: dict[str, Any]
     sabotage: str = ""
+    is_scheduler: bool = False
 
 
 @dataclass
@@ -57,17 +58,22 @@ class Agent:
         self._sabotage = birth.sabotage
         self._layout = attention_layout(spec=birth.spec, **birth.facts)
         region = self._layout.regions[0]
-        self._memory = SealedMemory.create(region.size_bytes, "kvxferd-chaos")
-        self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
-        self._blocks = Blocks(self._bytes, self._layout)
         half = birth.facts["num_blocks"] // 2
-        self._yard = Yard(self._blocks, range(half, 2 * half))
+        self._pulled = range(half, 2 * half)
+        self._memory = SealedMemory.create(region.size_bytes, "kvxferd-chaos")
+        self._lay_out()
+        self._num_sleeps = 0
         self._block_tokens = birth.facts["block_tokens"]
         self._published: dict[str, list[int]] = {}
         self._pulls: dict[int, Asked] = {}  # by the runner's number
         self._numbers: dict[int, int] = {}  # from the ticket's
         self._say("born", os.getpid(), os.fstat(self._memory.fd).st_ino)
         self._rank = self._register(birth, region.region)
+
+    def _lay_out(self) -> None:
+        self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
+        self._blocks = Blocks(self._bytes, self._layout)
+        self._yard = Yard(self._blocks, self._pulled)
 
     def _say(self, *message: Any) -> None:
         self._pipe.send(message)
@@ -106,19 +112,20 @@ class Agent:
     def _look(self) -> None:
         self._yard.look()
         if self._yard.num_written:
-            self._say("written", self._yard.num_written)
+            self._say("overwritten", self._yard.num_written)
             self._yard.num_written = 0
 
     # --- commands
 
-    def write(
-        self, name: str, request: int, ids: list[int], tokens: int, publisher: bool, lease_s: float
-    ) -> None:
+    def write(self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float) -> None:
+        """Write a transfer; then publish it, say ready, or leave that to the engine's scheduler."""
         held = content.Held(request, np.array(ids, np.int32), tokens)
         content.write(self._bytes, self._layout, held)
         self._published[name] = ids
         try:
-            if publisher:
+            if role == "rank":
+                self._say("written", name, True)
+            elif role == "publisher":
                 blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids)}
                 ref = self._rank.publish(name, blocks, tokens, lease_s=lease_s)
                 self._say("published", name, ref.to_dict())
@@ -192,9 +199,25 @@ class Agent:
                 self._yard.park(self._pulls.pop(number).ids)
                 self._say("quiesced", number)
             case client.Suspended():
-                self._say("suspended")
+                self._sleep()
             case client.Disconnected():
                 self._say("disconnected", str(event.code), event.message)
+
+    def _sleep(self) -> None:
+        """The memory is the engine's again: others use it, or it is freed and comes back elsewhere."""
+        self._yard.look()
+        if self._pulls:
+            self._say("overwritten", len(self._pulls))  # a rank sleeps and one of its pulls may still write
+        self._published.clear()
+        self._bytes[:] = JUNK
+        self._num_sleeps += 1
+        if self._num_sleeps % 2:
+            size = self._layout.regions[0].size_bytes
+            self._memory = SealedMemory.create(size, "kvxferd-chaos")
+            self._lay_out()
+            self._bytes[:] = JUNK
+        self._yard = Yard(self._blocks, self._pulled)
+        self._say("suspended", os.fstat(self._memory.fd).st_ino)
 
     def _drop(self, name: str) -> None:
         """Reuse the blocks at once, with other content."""
@@ -226,11 +249,3 @@ class Agent:
             del self._pulls[number], self._numbers[event.ticket.number]
             self._yard.park(asked.ids)
         self._say("ended", number, str(event.code), 0, event.safe_to_reuse, took)
-
-
-def run(pipe: Connection, birth: Birth) -> None:
-    """The process's main function; ends when the runner is gone."""
-    try:
-        Agent(pipe, birth).serve()
-    except (EOFError, ConnectionError):
-        os._exit(0)

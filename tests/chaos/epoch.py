@@ -31,18 +31,25 @@ FACTS: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 32, "block_tokens": 16, 
 
 @dataclass(frozen=True)
 class Shape:
-    """Parallelism of the two engines. `spans`: prefill's second stage is on the decode node."""
+    """Parallelism of the two engines. `spans`: prefill's second stage is on the decode node.
+
+    `scheduler`: a process without memory publishes for prefill; else its first rank does.
+    """
 
     prefill: dict[str, int]
     decode: dict[str, int]
     spans: bool = False
+    scheduler: bool = False
 
 
+# One after another: of any two neighbours one has a scheduler, of any three one spans nodes.
 SHAPES = (
     Shape({"tp_size": 2}, {"tp_size": 1}),
-    Shape({"tp_size": 1}, {"tp_size": 2}),
-    Shape({"tp_size": 1}, {"tp_size": 1}),
+    Shape({"tp_size": 1}, {"tp_size": 2}, scheduler=True),
     Shape({"pp_size": 2}, {"tp_size": 1}, spans=True),
+    Shape({"tp_size": 2}, {"tp_size": 1}, scheduler=True),
+    Shape({"tp_size": 1}, {"tp_size": 1}),
+    Shape({"pp_size": 2}, {"tp_size": 1}, spans=True, scheduler=True),
 )
 TRANSPORTS: dict[str, dict[str, str]] = {
     "default": {},  # CMA between movers of one user
@@ -86,7 +93,8 @@ class Epoch:
         prefill = EngineSpec("prefill", "g", num_layers=4, num_kv_heads=8, home=home, **shape.prefill)
         decode = EngineSpec("decode", "g", num_layers=4, num_kv_heads=8, **shape.decode)
         stages = nodes if shape.spans else [nodes[0]]
-        self.fleet.engines.append(Engine(prefill, stages, FACTS | {"layout": "HND"}))
+        facts = FACTS | {"layout": "HND"}
+        self.fleet.engines.append(Engine(prefill, stages, facts, has_scheduler=shape.scheduler))
         sabotage = self._sabotage if self._sabotage != "leak" else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
         self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
@@ -205,7 +213,7 @@ class Epoch:
 
     def close(self) -> None:
         for engine in self.fleet.engines:
-            for worker in engine.workers:
+            for worker in engine.processes:
                 if not worker.pipe.closed:
                     worker.kill()
         for node in self.fleet.nodes:

@@ -12,10 +12,9 @@ from typing import NamedTuple
 from chaos.engine import Engine, Worker
 from chaos.fleet import Fleet
 from chaos.node import Node
-from chaos.processes import lives, mappers_of, maps
+from chaos.processes import lives, maps
 from chaos.proxy import Mode
-
-SUSPEND_S = 12.0  # a read that does not end is given quiesce_s (5 s)
+from chaos.sleep import sleep, sleep_without_daemon, sleep_without_home
 
 Heal = Callable[[], None]
 Inject = Callable[["Surgeon"], Heal | None]
@@ -36,9 +35,9 @@ class Surgeon:
 
     def kill_worker(self, engine: Engine) -> Heal | None:
         """One rank dies; its engine is restarted by whoever runs it, a new generation."""
-        if not self._claim(engine):
+        if not self.claim(engine):
             return None
-        self._bury(self.rng.choice(engine.workers))
+        self._bury(self.rng.choice(engine.processes))
         return lambda: self._restart(engine)
 
     def _bury(self, worker: Worker) -> None:
@@ -49,13 +48,13 @@ class Surgeon:
         self.fleet.forget(worker)
 
     def _restart(self, engine: Engine) -> None:
-        for worker in engine.workers:
+        for worker in engine.processes:
             if not worker.pipe.closed:
                 self._bury(worker)
         engine.start()
 
     def stop_worker(self, engine: Engine) -> Heal | None:
-        worker = self.rng.choice(engine.workers)
+        worker = self.rng.choice(engine.processes)
         if id(engine) in self._dead or worker.stopped_at is not None:
             return None
         worker.pause()
@@ -68,33 +67,15 @@ class Surgeon:
 
         return go_on
 
-    def suspend(self, engine: Engine) -> Heal | None:
-        """One rank's memory is to be free while its engine sleeps."""
-        worker = self.rng.choice(engine.workers)
-        if worker.node.num_stopped or not worker.is_registered or not self._claim(engine):
-            return None
-        worker.is_registered = False
-        worker.tell("suspend")
-        if not self.fleet.pump_until(lambda: worker.is_suspended, SUSPEND_S):
-            self.fleet.tally.problem("hung", f"a rank of {engine.name} is not suspended in {SUSPEND_S} s")
-        elif left := [pid for pid in mappers_of(worker.inode) if pid != worker.pid]:
-            self.fleet.tally.problem("leaked", f"suspended memory of {engine.name} is mapped by {left}")
-
-        def resume() -> None:
-            if not worker.pipe.closed:
-                worker.tell("resume")
-
-        return resume
-
     # --- daemons and movers
 
     def kill_daemon(self, node: Node) -> Heal | None:
-        if not self._claim(node):
+        if not self.claim(node):
             return None
-        self._kill_daemon(node)
+        self.end_daemon(node)
         return node.start
 
-    def _kill_daemon(self, node: Node) -> None:
+    def end_daemon(self, node: Node) -> None:
         movers = node.movers()
         node.kill()
         if not self.fleet.pump_until(lambda: not any(map(lives, movers)), 5.0):
@@ -110,10 +91,10 @@ class Surgeon:
         node.process.kill()
         if parent is not None:
             self._kill(parent)
-        for worker in self.fleet.workers():
-            if worker.node is node:
+        for worker in self.fleet.processes():
+            if worker.node is node and not worker.pipe.closed:
                 self._bury(worker)
-        self._kill_daemon(node)
+        self.end_daemon(node)
 
         def start() -> None:
             node.start()
@@ -140,14 +121,14 @@ class Surgeon:
 
     def stop_mover(self, engine: Engine) -> Heal | None:
         pid = self._mover_of(engine)
-        return self._stop(pid, engine.nodes[0]) if pid is not None else None
+        return self.stop(pid, engine.nodes[0]) if pid is not None else None
 
     def stop_daemon(self, node: Node) -> Heal | None:
-        if not self._claim(node):
+        if not self.claim(node):
             return None
-        return self._stop(node.pid, node)
+        return self.stop(node.pid, node)
 
-    def _stop(self, pid: int, node: Node) -> Heal:
+    def stop(self, pid: int, node: Node) -> Heal:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
         node.num_stopped += 1
@@ -175,7 +156,7 @@ class Surgeon:
         link.set(mode)
         return lambda: link.set(Mode.OPEN)
 
-    def _claim(self, thing: Engine | Node) -> bool:
+    def claim(self, thing: Engine | Node) -> bool:
         if id(thing) in self._dead:
             return False
         if isinstance(thing, Engine) and any(id(node) in self._dead for node in thing.nodes):
@@ -204,8 +185,18 @@ P, D = 0, 1
 KINDS: dict[str, Kind] = {
     "kill prefill worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, P))),
     "kill decode worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, D))),
-    "suspend prefill rank": Kind(3, (0.0, 0.5), lambda s: s.suspend(_engine(s, P))),
-    "suspend decode rank": Kind(3, (0.0, 0.5), lambda s: s.suspend(_engine(s, D))),
+    "suspend prefill rank": Kind(3, (0.0, 0.5), lambda s: sleep(s, _engine(s, P))),
+    "suspend decode rank": Kind(3, (0.0, 0.5), lambda s: sleep(s, _engine(s, D))),
+    "suspend prefill, daemon dead": Kind(
+        7, (0.0, 0.3), lambda s: sleep_without_daemon(s, _engine(s, P), is_dead=True)
+    ),
+    "suspend prefill, daemon stopped": Kind(
+        3, (0.0, 0.5), lambda s: sleep_without_daemon(s, _engine(s, P), is_dead=False)
+    ),
+    "suspend decode, daemon dead": Kind(
+        2, (0.0, 0.3), lambda s: sleep_without_daemon(s, _engine(s, D), is_dead=True)
+    ),
+    "suspend member, home dead": Kind(7, (0.0, 0.3), lambda s: sleep_without_home(s, _engine(s, P))),
     "kill source mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, P))),
     "kill sink mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, D))),
     "kill movers' parent": Kind(4, (0.0, 0.0), lambda s: s.kill_parent(s.rng.choice(s.fleet.nodes))),

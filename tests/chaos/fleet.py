@@ -44,9 +44,19 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._vigils: list[Vigil] = []
         self._next_look = 0.0
+        self._later: list[tuple[float, Callable[[], None]]] = []
+
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do that once so much time has passed."""
+        self._later.append((time.monotonic() + seconds, act))
 
     def workers(self) -> list[Worker]:
+        """Every rank."""
         return [worker for engine in self.engines for worker in engine.workers]
+
+    def processes(self) -> list[Worker]:
+        """Every rank and every scheduler."""
+        return [worker for engine in self.engines for worker in engine.processes]
 
     # --- time
 
@@ -57,8 +67,16 @@ class Fleet:
             left = until - time.monotonic()
             self._hear(max(0.0, min(left, 0.02)))
             self._look()
+            self._act()
             if left <= 0:
                 return
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        due = [act for at, act in self._later if at <= now]
+        self._later = [(at, act) for at, act in self._later if at > now]
+        for act in due:
+            act()
 
     def pump_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
         """Return whether it came true in time."""
@@ -70,7 +88,7 @@ class Fleet:
         return True
 
     def _hear(self, timeout_s: float) -> None:
-        pipes = {worker.pipe: worker for worker in self.workers() if not worker.pipe.closed}
+        pipes = {worker.pipe: worker for worker in self.processes() if not worker.pipe.closed}
         for pipe in wait(list(pipes), timeout_s):
             worker = pipes[pipe]
             try:
@@ -91,11 +109,14 @@ class Fleet:
                 worker.is_registered, worker.is_suspended = True, False
             case "suspended":
                 worker.is_suspended = True
+                worker.freed_inode, worker.inode = worker.inode, args[0]
             case "refused":
                 self.tally.mischief[f"register again: {args[0]}"] += 1
+            case "written":
+                worker.engine.written(worker, *args)
             case "published":
                 if transfer := worker.engine.transfers.get(args[0]):
-                    transfer.ref = args[1]
+                    transfer.ref, transfer.is_asked = args[1], False
                     self.on_published(worker.engine, transfer)
             case "released":
                 worker.engine.released(worker, args[0])
@@ -106,7 +127,7 @@ class Fleet:
                 self._pull_ended(*args)
             case "quiesced":
                 self.doubtful.pop(args[0], None)
-            case "written":
+            case "overwritten":
                 self.tally.wrong_items += args[0]
                 self.tally.problems.append(
                     f"wrong_items: {args[0]} safe blocks written at {worker.node.name}"
