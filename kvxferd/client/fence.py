@@ -25,6 +25,9 @@ class Page(Protocol):
     def write(self, slot: int, word: bytes) -> None:
         """Put `word` in `slot`."""
 
+    def read(self, slot: int) -> bytes:
+        """Return the word in `slot`."""
+
     def overwrite(self, slot: int) -> None:
         """Make the word in `slot` another one."""
 
@@ -41,7 +44,7 @@ class FenceSlots:
         self._page = own
         self._offered: Page | None = None
         self._free = deque(range(num_slots))
-        self._taken: set[int] = set()
+        self._taken: dict[int, bytes] = {}  # the word that was written, by slot
         self._num_slots = num_slots
 
     def offer(self, page: Page) -> None:
@@ -84,16 +87,20 @@ class FenceSlots:
                 RETRY_AFTER_S,
             )
         slot = self._free.popleft()
-        self._taken.add(slot)
         self.refresh(slot)
         return slot
 
     def refresh(self, slot: int) -> None:
         """Put a fresh word in a taken slot."""
         self._page.write(slot, os.urandom(FENCE_WORD_BYTES))
+        self._taken[slot] = self._page.read(slot)
+
+    def is_overwritten(self, slot: int) -> bool:
+        """Whether a daemon has overwritten the word of a taken slot: it has released the transfer."""
+        return self._page.read(slot) != self._taken[slot]
 
     def give_back(self, slot: int) -> None:
         """Overwrite the word, then let the slot go."""
         self._page.overwrite(slot)
-        self._taken.discard(slot)
+        self._taken.pop(slot, None)
         self._free.append(slot)

@@ -149,7 +149,13 @@ class Publishes:
             self._ready.popitem(last=False)
 
     def move_words(self) -> None:
-        """A daemon has taken the session: the words go to the page that it reads, before anything is sent."""
+        """A daemon has taken the session: the words go to the page that it reads, before anything is sent.
+
+        What an earlier daemon released is over here too: it overwrote the word before it told anybody, and
+        may have ended between telling a rank, which reuses the blocks, and telling this session.
+        """
+        for transfer_id in [t for t, p in self._live.items() if self._fence.is_overwritten(p.slot)]:
+            self.release_here(transfer_id, Code.RELEASED)
         self._fence.move()
 
     def replay(

@@ -168,6 +168,13 @@ class Source:
                 f"{what}: engine {key} is aggregated at {engine.spec.home}; publish on that node",
                 Code.NOT_HOME,
             )
+        ended = self.transfers.tombstones.get((key, said.transfer_id))
+        if ended is not None and ended.nonce == said.nonce:
+            # Replayed on a new connection before the end of the old one, which released it, was noticed.
+            raise EngineError(
+                f"{what}: it was released ({ended.why}), and its ranks know; publish under another id",
+                Code.RELEASED,
+            )
         if (key, said.transfer_id) in self.transfers.live:
             raise EngineError(
                 f"{what}: it is published already; unpublish it first, or choose another id",

@@ -132,6 +132,13 @@ class DaemonSide:
         """What the page holds that came with the client's Hello."""
         return os.pread(self.fds[0], FENCE_WORD_BYTES, slot * FENCE_WORD_BYTES)
 
+    def overwrite(self, slot: int) -> None:
+        """Release a transfer as a daemon does: its word goes first."""
+        if self.page is not None:
+            self.page.overwrite(slot)
+            return
+        os.pwrite(self.fds[0], bytes(FENCE_WORD_BYTES), slot * FENCE_WORD_BYTES)
+
     def notice(self, raw: bytes) -> None:
         """Write a packet into the client's notices, as its mover; they came with its Hello."""
         with socket.socket(fileno=os.dup(self.fds[1])) as notices:

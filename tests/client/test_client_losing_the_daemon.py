@@ -247,6 +247,22 @@ def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
     assert stage.rejoin().expect(worker.Publish).transfer_id == "kept"
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_the_last_daemon_released_is_not_published_again(stage: Stage, version: int) -> None:
+    """It had told a rank, which reuses the blocks, and died before it told the publisher."""
+    rank = stage.rank(version=version)
+    rank.publish("released", blocks(), num_tokens=48)
+    rank.publish("kept", blocks(4, 5), num_tokens=32)
+    stage.side.overwrite(stage.side.expect(worker.Publish).fence_slot)
+    stage.side.expect(worker.Publish)
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.rejoin(version=version)
+    assert side.expect(worker.Publish).transfer_id == "kept"
+    assert side.is_silent()
+    assert one_event(rank) == Released("released", Code.RELEASED)
+
+
 def test_hints_wait_for_the_next_daemon(stage: Stage) -> None:
     rank = stage.rank()
     stage.daemon.stop()

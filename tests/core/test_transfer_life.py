@@ -44,6 +44,16 @@ def test_the_fence_word_is_overwritten_before_anybody_is_told_of_the_release(wor
     assert bytes(source.fence[:16]) != word
 
 
+def test_a_released_transfer_is_not_taken_again(world):
+    """Its session had replayed it on a new connection before the end of the old one was noticed."""
+    source, _, ref = published(world)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    source.publish("t1", IDS, TOKENS, nonce=ref.nonce)
+    assert [refused.code for refused in source.heard(wk.PublishRefused)] == [Code.RELEASED]
+    source.publish("t1", IDS, TOKENS)  # another transfer of that id
+    assert len(source.heard(wk.PublishRefused)) == 1
+
+
 def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
     source, sink, ref = published(world)
     mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)

@@ -96,7 +96,7 @@ class Worker:
         slot = next(self.slots)
         word = self.world.rng.randbytes(FENCE_WORD_BYTES)
         self.fence[slot * 16 : slot * 16 + 16] = word
-        nonce = self.world.rng.randbytes(16).hex()
+        nonce = more.pop("nonce", None) or self.world.rng.randbytes(16).hex()
         spec = self.spec
         assert spec is not None
         self.say(

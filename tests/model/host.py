@@ -213,6 +213,7 @@ class Host:
             blocks={"full": PackedBlocks(pack_ids(list(range(NUM_BLOCKS))))},
             num_tokens=TOKENS,
             fence_slot=0,
+            incarnations=((worker.spec.rank, "first"),),
         )
         self._feed(ev.WorkerSaid(worker.session, publish, None, worker.words[0]))
 

@@ -33,9 +33,16 @@ class Page:
         self._last += 1
         self.words[slot] = bytes([self._last]) * len(word)
 
+    def read(self, slot: int) -> bytes:
+        """Return the word in `slot`."""
+        return self.words[slot]
+
     def overwrite(self, slot: int) -> None:
         """Make the word in `slot` another one."""
         self.words[slot] = OVERWRITTEN
+
+    def close(self) -> None:
+        """Nothing is mapped."""
 
 
 class Process:
