@@ -21,7 +21,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, TransferRef
 from model.digest import digest
 from model.host import BLOCK_TOKENS, OVERWRITTEN, PAGE, Host, Job, Mover, Reach, Step, endpoint_of
-from model.process import NUM_SLOTS, Process
+from model.process import NUM_SLOTS, Page, Process
 
 RETRY_S = 1.0
 PAGE_BYTES = 1 << 16
@@ -33,7 +33,8 @@ class ClientHost(Host):
     def _start_workers(self) -> None:
         self.crashes = 0
         self.orphans: set[int] = set()  # movers of a daemon that is dead
-        self.pages: dict[int, dict[int, Process]] = {}  # by mover: the fence pages that it serves, by address
+        self.fences: dict[int, Page] = {}  # by session: the page that the daemon made for it
+        self.pages: dict[int, dict[int, Page]] = {}  # by mover: the pages that it serves, by address
         self.processes: list[Process] = []
         self.scheduler: Process | None = None
         if self.name == "source":
@@ -80,8 +81,8 @@ class ClientHost(Host):
 
     def key(self) -> bytes:
         node = self.node if self.is_up else None
-        kept = (node, self.processes, self.movers, self.orphans, self.pages, self.workers, self.deaths)
-        return digest((kept, self.is_up, self.era, self.crashes), self.now)
+        kept = (node, self.processes, self.movers, self.orphans, self.fences, self.pages, self.workers)
+        return digest((kept, self.is_up, self.era, self.crashes, self.deaths), self.now)
 
     def due(self) -> bool:
         return any(at <= self.now for at in self._times())
@@ -196,6 +197,7 @@ class ClientHost(Host):
             else:
                 del self.movers[mover.mover]
         self.workers.clear()
+        self.fences.clear()
         for process in self.processes:
             process.up.clear()
             process.down.clear()  # a daemon may die before it has sent all that it wanted to
@@ -324,8 +326,10 @@ class ClientHost(Host):
     def _give(self, process: Process, message: Message) -> None:
         """A frame arrives at the daemon."""
         if process.session is not None:
-            slot = message.fence_slot if isinstance(message, wk.Publish) else 0
-            self._feed(ev.WorkerSaid(process.session, message, None, process.words.get(slot, b"")))
+            word = b""
+            if isinstance(message, wk.Publish):
+                word = self.fences[process.session].read(message.fence_slot)
+            self._feed(ev.WorkerSaid(process.session, message, None, word))
 
     def _read(self, process: Process) -> None:
         """A frame arrives at the client, or the end of its connection."""
@@ -333,7 +337,9 @@ class ClientHost(Host):
         if entry is None:
             self._lose(process, KvxferdError("the daemon closed the connection", Code.DAEMON_LOST))
             return
-        message, pidfd_of = entry
+        message, page, pidfd_of = entry
+        if page is not None and process.client.brings_fence(message):
+            process.client.offer_fence(page)
         if pidfd_of in self.movers and self.movers[pidfd_of].alive:
             process.watched.setdefault(process.client.epoch, set()).add(pidfd_of)
         try:
@@ -369,16 +375,20 @@ class ClientHost(Host):
         match effect:
             case fx.ToWorker():
                 if process := self.workers.get(effect.session):
-                    process.down.append((effect.message, effect.pidfd_of))
+                    page = self.fences[effect.session] if effect.with_fence else None
+                    process.down.append((effect.message, page, effect.pidfd_of))
+            case fx.MakeFence():
+                self.fences.setdefault(effect.session, self.workers[effect.session].new_page())
+            case fx.OverwriteFence():
+                self.fences[effect.session].overwrite(effect.slot)
             case fx.CloseWorker():
                 if process := self.workers.pop(effect.session, None):
                     process.up.clear()
                     process.down.append(None)
                 self._local.append(ev.WorkerClosed(effect.session))
             case fx.ShareFence():
-                process = self.workers[effect.session]
-                address = PAGE + PAGE_BYTES * process.number
-                self.pages.setdefault(effect.mover, {})[address] = process
+                address = PAGE + PAGE_BYTES * effect.session
+                self.pages.setdefault(effect.mover, {})[address] = self.fences[effect.session]
                 mapped = mv.FenceMapped(session=effect.session, address=address, metadata=b"")
                 self._answer(effect.mover, mapped)
             case _:
@@ -444,7 +454,7 @@ class ClientHost(Host):
             return
         assert number not in process.released, f"t{number} was released twice"
         process.released.add(number)
-        word = process.words[(number - 1) % NUM_SLOTS]
+        word = process.fence._page.words.get((number - 1) % NUM_SLOTS, OVERWRITTEN)
         assert word == OVERWRITTEN, f"t{number} was released before its fence word"
         for rank in self.processes:
             rank.memory = [0] * len(rank.memory)

@@ -5,7 +5,9 @@ What its I/O thread would do is done by the host; nothing here knows of sockets.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from kvxferd.client.events import Event
@@ -22,16 +24,15 @@ NUM_SLOTS = 2  # of a fence page: one transfer at a time, and one that follows i
 
 
 class Page:
-    """A fence page. Its words are numbered: a replay must write the same ones."""
+    """A fence page. A process numbers the words of all of its own: a replay must write the same ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int]) -> None:
         self.words: dict[int, bytes] = {}
-        self._last = 0
+        self._numbers = numbers
 
     def write(self, slot: int, word: bytes) -> None:
         """Put a fresh word in `slot`, not the random one that is given."""
-        self._last += 1
-        self.words[slot] = bytes([self._last]) * len(word)
+        self.words[slot] = bytes([next(self._numbers)]) * len(word)
 
     def read(self, slot: int) -> bytes:
         """Return the word in `slot`."""
@@ -54,9 +55,10 @@ class Process:
         self.memory = [0] * num_blocks
         self.is_mapped = True  # the engine has not freed its memory
         self.num_mappings = 0
-        self.page = Page()
+        self._words = itertools.count(1)
+        self.fence = FenceSlots(self.new_page(), NUM_SLOTS)
         self.events: deque[Event] = deque()
-        self.client = Session(name, FenceSlots(self.page, NUM_SLOTS), (0, 1), self.events.append)
+        self.client = Session(name, self.fence, (0, 1), self.events.append)
         self.said: set[str] = set()  # what it does once only
         self.num_sleeps = 0
         self.released: set[int] = set()
@@ -66,14 +68,13 @@ class Process:
         self.session: int | None = None  # the daemon's number for it
         self.retry_at = 0.0
         self.up: deque[Message] = deque()  # under way to the daemon
-        self.down: deque[Any] = deque()  # and from it, with the mover whose pidfd comes along; None: its end
+        self.down: deque[Any] = deque()  # and from it, with what comes along; None: its end
         self.watched: dict[int, set[int]] = {}  # movers that live, by the connection that told of them
         self.lost: set[int] = set()  # connections that are over, whose movers may live
 
-    @property
-    def words(self) -> dict[int, bytes]:
-        """Its fence page."""
-        return self.page.words
+    def new_page(self) -> Page:
+        """A fence page, whoever makes it."""
+        return Page(self._words)
 
     def join_as(self, spec: EngineSpec, layout: RankLayout | None) -> None:
         """Become a rank, or a publisher where there is no layout."""
