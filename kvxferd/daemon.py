@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import secrets
 import signal
 import time
@@ -18,11 +19,6 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, split_endpoint
-from kvxferd.control.descriptor_budget import (
-    descriptor_warnings,
-    http_descriptors,
-    raise_descriptor_limit,
-)
 from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
 from kvxferd.control.keys import read_key, trust_of
@@ -105,7 +101,7 @@ class Daemon:
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
         self._trust = trust_of(config.peer, key)
-        self._peers = PeerSocket(config.peer.bind, self._on_event, self._trust, key)
+        self._peers = PeerSocket(config.peer.bind, self._on_event, self._trust, key, lambda: self._node)
 
     # --- life
 
@@ -128,15 +124,14 @@ class Daemon:
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
             self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
-            descriptors = raise_descriptor_limit()
-            http = HttpServer(self._config, self._desk, self._metrics, http_descriptors(descriptors))
+            http = HttpServer(self._config, self._desk, self._metrics)
             closing.push_async_callback(http.stop)
             await http.start()
             self._workers.start()
             closing.push_async_callback(self._stop_workers)
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, self._on_signal)
-            for warning in (*self._desk.warnings(), *descriptor_warnings(self._config.limits, descriptors)):
+            for warning in self._desk.warnings():
                 log.warning(warning)
             log.info(
                 "serving",
@@ -189,15 +184,16 @@ class Daemon:
 
     async def _drained(self) -> None:
         """Wait until nothing runs, or as long as a drain may take."""
-        log.info("draining", pulls=len(self._node.pulls), transfers=len(self._node.source.transfers.live))
+        snapshot = self.snapshot()
+        log.info("draining", pulls=len(snapshot.pulls), transfers=len(snapshot.transfers))
         patience_us = int((self._config.drain.limit_s + STOP_S) * 1e6)
         self._notifier.say("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
         try:
             async with asyncio.timeout(self._config.drain.limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            pulls, transfers = len(self._node.pulls), len(self._node.source.transfers.live)
-            log.warning("drain limit reached", pulls=pulls, transfers=transfers)
+            left = self.snapshot()
+            log.warning("drain limit reached", pulls=len(left.pulls), transfers=len(left.transfers))
         self._desk.drain_over()
 
     async def _stop_workers(self) -> None:
@@ -385,7 +381,9 @@ class Daemon:
 
 def serve(config: Config) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
-    raise_descriptor_limit()
+    # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     async def run() -> int:
         return await Daemon(config).run()

@@ -6,6 +6,7 @@ A thin shell: it owns ZMQ sockets and turns messages into events, nothing else.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,24 +15,35 @@ import structlog
 import zmq
 
 from kvxferd.control import doorkeeper
+from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.doorkeeper import Doorkeeper
 from kvxferd.control.keys import PeerKey
-from kvxferd.core.events import Event, PeerSaid, RouteSaid
+from kvxferd.control.peer_inbox import Gate, OpenGate, PeerInbox, Sender
+from kvxferd.control.resolver import Resolver, is_numeric
+from kvxferd.control.unread_answers import MAX_SHORT_ANSWERS, MIN_TRACKED_BYTES, UnreadAnswers
+from kvxferd.core.events import Event, PeerUnreachable
 from kvxferd.core.trust import Trust
-from kvxferd.errors import Code, ConfigError, ProtocolError
+from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
-from kvxferd.wire.codec import PEER_MESSAGES, encode, refuse_undecodable
-from kvxferd.wire.common import Message
-from kvxferd.wire.endpoint import address_of, key_of
-from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import BlockIds, Message
+from kvxferd.wire.endpoint import address_of, host_of, key_of
+from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES, MAX_PEER_QUESTION_BYTES
+from kvxferd.wire.peer import PeerRefused
 
 log = structlog.get_logger()
 
 # Messages waiting for one peer. Questions are few (a handful per pull); one that is lost because
 # its peer takes none is asked again, or given up by its own deadline.
 HIGH_WATER = 10_000
+# Messages of one connection that libzmq reads ahead: 16 x 4 MiB while the loop is busy, of an admitted peer.
+RECEIVE_HIGH_WATER = 16
+HANDSHAKE_MS = 10_000  # three round trips, and one turn of this loop
+BACKLOG = 512  # connections that wait to be accepted, in the kernel
 MAX_PEERS = 16_384  # connected at a time; libzmq would stop at 1,023
-MESSAGES_PER_TURN = 64  # then the loop's other sockets have theirs
+# Then the loop's other sockets have theirs. One message takes a few ms at most (`wire/outlines.py`).
+MESSAGES_PER_TURN, TURN_S = 64, 0.01
+MAX_RESOLVING_MESSAGES = 1024  # for a peer whose name is being looked up; what is lost is asked again
 # A dead peer's TCP connection is noticed in this time also where nothing is sent.
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 6_000
@@ -43,7 +55,7 @@ class _Watched:
     """A ZMQ socket and what it calls. Its descriptor is edge-triggered: see `_drain`."""
 
     socket: zmq.Socket[bytes]
-    on_message: Callable[[list[bytes]], None]
+    on_message: Callable[[list[zmq.Frame]], None]
 
 
 class PeerSocket:
@@ -55,6 +67,8 @@ class PeerSocket:
         on_event: Callable[[Event], None],
         trust: Trust | None = None,
         key: PeerKey | None = None,
+        gate: Callable[[], Gate] | None = None,
+        resolver: Resolver | None = None,
     ) -> None:
         self._bind = bind
         self._on_event = on_event
@@ -65,6 +79,12 @@ class PeerSocket:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_PEERS)
         self._router: _Watched | None = None
+        self._guard: ConnectionGuard | None = None
+        self._inbox = PeerInbox(gate or OpenGate, on_event, self.answer)
+        self._unread = UnreadAnswers()
+        self._cut: dict[bytes, int] = {}  # routes on which a part of an answer was dropped, and which answer
+        self._resolver = resolver or Resolver()
+        self._resolving: dict[Endpoint, list[Message]] = {}
         self._dealers: dict[Endpoint, _Watched] = {}
         self.bound = ""  # what was bound, with its real port
 
@@ -73,14 +93,22 @@ class PeerSocket:
         self._open_door()
         router = self._socket(zmq.ROUTER, self._bind)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_QUESTION_BYTES)
+        router.setsockopt(zmq.SNDHWM, MAX_SHORT_ANSWERS)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.BACKLOG, BACKLOG)
+        router.copy_threshold = MIN_TRACKED_BYTES
         if self._door is not None:
             router.setsockopt(zmq.ZAP_DOMAIN, doorkeeper.DOMAIN)
         if self._key is not None:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
+        guard = ConnectionGuard(router, has_curve=self._key is not None)
+        guard.start()
         try:
             router.bind(self._bind)
         except zmq.ZMQError as error:
+            guard.stop()
             router.close(linger=0)
             reason = error.strerror.partition(" (addr")[0]
             raise ConfigError(
@@ -88,6 +116,8 @@ class PeerSocket:
                 "give another port, or 0 for any free one"
             ) from error
         self.bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        guard.bound_to(int(self.bound.rpartition(":")[2]))
+        self._guard = guard
         self._router = self._watch(router, self._routed)
 
     def _open_door(self) -> None:
@@ -99,9 +129,9 @@ class PeerSocket:
         asked.bind(doorkeeper.ENDPOINT)
         self._door = self._watch(asked, self._asked_at_the_door)
 
-    def _asked_at_the_door(self, parts: list[bytes]) -> None:
+    def _asked_at_the_door(self, frames: list[zmq.Frame]) -> None:
         assert self._door is not None and self._doorkeeper is not None
-        reply = self._doorkeeper.answer(parts, asyncio.get_running_loop().time())
+        reply = self._doorkeeper.answer([frame.bytes for frame in frames], asyncio.get_running_loop().time())
         if reply is not None:
             with suppress(zmq.ZMQError):  # who asked has gone meanwhile
                 self._door.socket.send_multipart(reply, zmq.NOBLOCK)
@@ -109,6 +139,11 @@ class PeerSocket:
 
     def stop(self) -> None:
         """Close everything; what is queued has a moment to go out."""
+        self._resolver.stop()
+        self._inbox.stop()
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
         for watched in (*self._dealers.values(), self._router, self._door):
             if watched is not None:
                 self._close(watched, linger_ms=200)
@@ -119,16 +154,15 @@ class PeerSocket:
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_MESSAGE_BYTES)
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        made.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        made.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         made.setsockopt(zmq.IPV6, "[" in address)  # else IPv4 peers would get IPv4-in-IPv6 names
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return made
 
-    def _watch(self, made: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> _Watched:
+    def _watch(self, made: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]) -> _Watched:
         watched = _Watched(made, on_message)
         asyncio.get_running_loop().add_reader(_int_option(made, zmq.FD), self._drain, watched)
         self._later(watched)
@@ -144,60 +178,119 @@ class PeerSocket:
         asyncio.get_running_loop().call_soon(self._drain, watched)
 
     def _drain(self, watched: _Watched) -> None:
-        """Take what is there. ZMQ's descriptor says "look again" once, so look until there is nothing."""
+        """Take what is there. ZMQ's descriptor says "look again" once, so look until there is nothing.
+
+        libzmq takes one message of each connection in turn.
+        """
+        until = time.monotonic() + TURN_S
         for _ in range(MESSAGES_PER_TURN):
             if watched.socket.closed or not _int_option(watched.socket, zmq.EVENTS) & zmq.POLLIN:
                 return
             try:
-                parts = watched.socket.recv_multipart(zmq.NOBLOCK)
+                parts = watched.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             watched.on_message(parts)
+            if time.monotonic() > until:
+                break
         self._later(watched)
 
-    def _routed(self, parts: list[bytes]) -> None:
+    def _routed(self, parts: list[zmq.Frame]) -> None:
         route, *payload = parts
-        try:
-            self._on_event(RouteSaid(route, PEER_MESSAGES.decode(_only(payload))))
-        except ProtocolError as error:
-            log.warning(
-                "peer message refused",
-                limit_by=route.hex(),
-                route=route.hex(),
-                code=error.code,
-                reason=error.message,
-            )
-            self.answer(route, refuse_undecodable(b"".join(payload), error))
+        name = route.bytes
+        last = parts[-1]
+        # Without CURVE it is what the peer itself has sent.
+        key = _property(last, "User-Id") if self._key is not None else ""
+        sender = Sender(name, None, key, _property(last, "Peer-Address"))
+        # libzmq lets a peer choose its route. One that chooses a former peer's would have that one's answers.
+        # A name that begins with a zero, as libzmq's own do, cannot be seen here.
+        if _property(last, "Identity") or not self._unread.came(name, sender.peer):
+            self._refuse(name, "it chose the name of its own connection")
+            return
+        if len(payload) != 1:
+            self._refuse(name, f"a message of {len(payload)} parts; it has one")
+            return
+        self._inbox.take(sender, last.bytes)
 
-    def _answered(self, endpoint: Endpoint, parts: list[bytes]) -> None:
-        try:
-            self._on_event(PeerSaid(endpoint, PEER_MESSAGES.decode(_only(parts))))
-        except ProtocolError as error:
-            log.warning(
-                "peer message dropped",
-                limit_by=endpoint,
-                endpoint=endpoint,
-                code=error.code,
-                reason=error.message,
-            )
+    def _refuse(self, route: bytes, reason: str) -> None:
+        log.warning("peer message refused", limit_by=route.hex(), route=route.hex(), reason=reason)
+        self.answer(
+            route, PeerRefused(request=0, code=Code.BAD_FRAME, message=f"cannot take a message: {reason}")
+        )
+
+    def _answered(self, endpoint: Endpoint, parts: list[zmq.Frame]) -> None:
+        if len(parts) != 1:
+            log.warning("peer message dropped", limit_by=endpoint, endpoint=endpoint, parts=len(parts))
+            return
+        self._inbox.take(Sender(endpoint=endpoint), parts[0].bytes)
 
     # --- saying
 
     def answer(self, route: bytes, message: Message) -> None:
-        """Send back to whoever connected here. If they are gone, so is the message."""
-        if self._router is None:
+        """Send back to whoever connected here. If they are gone, or do not read, so is the message."""
+        if self._router is None or self._is_cut(route, message):
             return
-        try:
-            self._router.socket.send_multipart([route, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.debug("peer message not sent", route=route.hex(), reason=error.strerror)
+        if not self._unread.has_room(route) or not self._send_back(self._router, route, encode(message)):
+            log.debug("peer message not sent", route=route.hex(), reason="too much waits to be read there")
+            if isinstance(message, BlockIds):
+                self._cut[route] = message.stream
         self._later(self._router)
+
+    def _send_back(self, router: _Watched, route: bytes, payload: bytes) -> bool:
+        """Whether libzmq took it, or nobody is there."""
+        if not self._unread.has_room(route, len(payload)):
+            return False
+        try:
+            if len(payload) < MIN_TRACKED_BYTES:
+                router.socket.send_multipart([route, payload], zmq.NOBLOCK)
+                return True
+            tracker = router.socket.send_multipart([route, payload], zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EAGAIN
+        assert tracker is not None
+        self._unread.sent(route, tracker, len(payload))
+        return True
+
+    def _is_cut(self, route: bytes, message: Message) -> bool:
+        """Whether an earlier part of the same answer was dropped: half an answer breaks the protocol."""
+        if self._cut.get(route, 0) != getattr(message, "stream", 0) or route not in self._cut:
+            return False
+        if not isinstance(message, BlockIds):
+            del self._cut[route]  # the end of that answer
+        return True
 
     def send(self, endpoint: Endpoint, message: Message) -> None:
         """Send to a peer, connecting first where there is no connection."""
-        watched = self._dealers.get(endpoint) or self._connect(endpoint)
-        if watched is None:
-            return
+        watched = self._dealers.get(endpoint)
+        if watched is not None:
+            self._send_to(watched, endpoint, message)
+        elif (waiting := self._resolving.get(endpoint)) is not None:
+            if len(waiting) < MAX_RESOLVING_MESSAGES:
+                waiting.append(message)
+        elif is_numeric(host := host_of(endpoint)):
+            self._connect_and_send(endpoint, host, [message])
+        else:
+            waiting = self._resolving[endpoint] = [message]
+            self._resolver.resolve(
+                host, lambda address, reason: self._resolved(endpoint, waiting, address, reason)
+            )
+
+    def _resolved(self, endpoint: Endpoint, waiting: list[Message], address: str, reason: str) -> None:
+        if self._resolving.get(endpoint) is not waiting:
+            return  # forgotten meanwhile
+        del self._resolving[endpoint]
+        if address:
+            self._connect_and_send(endpoint, address, waiting)
+        else:
+            log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=reason)
+            self._on_event(PeerUnreachable(endpoint, reason))
+
+    def _connect_and_send(self, endpoint: Endpoint, host: str, messages: list[Message]) -> None:
+        if watched := self._connect(endpoint, host):
+            for message in messages:
+                self._send_to(watched, endpoint, message)
+
+    def _send_to(self, watched: _Watched, endpoint: Endpoint, message: Message) -> None:
         try:
             watched.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -205,18 +298,22 @@ class PeerSocket:
         # Sending may have eaten the edge that announced an arrival.
         self._later(watched)
 
-    def _connect(self, endpoint: Endpoint) -> _Watched | None:
+    def _connect(self, endpoint: Endpoint, host: str) -> _Watched | None:
+        """Connect to the endpoint's daemon at a numeric address."""
+        port = address_of(endpoint).rpartition(":")[2]
+        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         try:
-            dealer = self._socket(zmq.DEALER, endpoint)
+            dealer = self._socket(zmq.DEALER, address)
         except zmq.ZMQError as error:
             log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             return None
         try:
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_MESSAGE_BYTES)
             if self._key is not None:
                 dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key_of(endpoint)))
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._key.public))
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
-            dealer.connect(address_of(endpoint))
+            dealer.connect(address)
         except zmq.ZMQError as error:
             log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             dealer.close(linger=0)
@@ -227,14 +324,18 @@ class PeerSocket:
 
     def forget(self, endpoint: Endpoint) -> None:
         """Close the connection to a peer."""
+        self._resolving.pop(endpoint, None)
         if watched := self._dealers.pop(endpoint, None):
             self._close(watched)
 
 
-def _only(parts: list[bytes]) -> bytes:
-    if len(parts) != 1:
-        raise ProtocolError(f"cannot take a message of {len(parts)} parts: it has one", Code.BAD_FRAME)
-    return parts[0]
+def _property(frame: zmq.Frame, name: str) -> str:
+    """What libzmq knows about the connection on which the message came; "" where it knows nothing."""
+    try:
+        found = frame.get(name)
+    except zmq.ZMQError:
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _int_option(of: zmq.Socket[bytes], option: int) -> int:

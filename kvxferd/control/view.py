@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -17,8 +16,8 @@ from kvxferd.observe.metrics import Metrics
 class NodeView(Protocol):
     """What HTTP knows of the node it serves."""
 
-    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
-        """Yield everything; before it None, where the loop may turn."""
+    def snapshot(self) -> NodeSnapshot:
+        """Return everything, at this moment."""
         ...
 
     def readiness(self) -> list[str]:

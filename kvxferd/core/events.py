@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.lanes import Lanes
+from kvxferd.core.layouts import CheckedLayout
 from kvxferd.ids import AgentName, Endpoint, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -113,6 +114,21 @@ class RouteSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutsChecked:
+    """Layouts in a peer's message that comes next have been checked, off the loop."""
+
+    layouts: tuple[CheckedLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """No connection to the peer can be made; the reason is for people."""
+
+    endpoint: Endpoint
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Refuse what is new, finish what runs."""
 
@@ -156,6 +172,8 @@ Event = (
     | PidfdNotSent
     | PeerSaid
     | RouteSaid
+    | LayoutsChecked
+    | PeerUnreachable
     | DrainAsked
     | PeerDropAsked
     | TransferCancelAsked

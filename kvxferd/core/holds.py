@@ -15,7 +15,7 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Binding, Refusal, TransferRef
-from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_METADATA_BYTES, MAX_NAME_CHARS
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_GRANTS_PER_RENEWAL, MAX_METADATA_BYTES, MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     Acknowledge,
     Answer,
@@ -200,14 +200,17 @@ class Holds:
             return
         oldest = self._moment.now - self._moment.settings.max_hold_s
         grants = tuple(grant for grant, hold in held.items() if (hold.settled or 0.0) > oldest)
-        if grants:
-            self._peers.ask(
-                endpoint,
-                lambda request: RenewGrants(request=request, grants=grants),
-                lease_s,
-                lambda answer: self._renewed(endpoint, answer),
-            )
+        for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
+            self._ask_renewal(endpoint, grants[first : first + MAX_GRANTS_PER_RENEWAL], lease_s)
         self._renew_later(endpoint, lease_s)
+
+    def _ask_renewal(self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float) -> None:
+        self._peers.ask(
+            endpoint,
+            lambda request: RenewGrants(request=request, grants=grants),
+            lease_s,
+            lambda answer: self._renewed(endpoint, answer),
+        )
 
     def _renewed(self, endpoint: Endpoint, answer: Answer) -> None:
         # A grant that ended does not end its pull: the fence word decides that. But it need not

@@ -24,6 +24,15 @@ class _Kept:
     checked_for: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedLayout:
+    """A layout that `validate_layout` has found to be right in an engine of so many layers."""
+
+    digest: Digest
+    layout: RankLayout
+    num_layers: int
+
+
 class Layouts:
     """The layouts seen last. What was given out stays valid when it is no longer kept here."""
 
@@ -52,6 +61,15 @@ class Layouts:
             validate_layout(spec, layout, places)
             kept.checked_for.add(spec.num_layers)
         return kept.layout
+
+    def learn(self, checked: CheckedLayout) -> None:
+        """Keep a layout that was checked elsewhere: `checked` returns it without checking it again."""
+        kept = self._kept.get(checked.digest)
+        if kept is None:
+            kept = self._kept[checked.digest] = _Kept(checked.layout)
+            self._num_tensors += len(checked.layout.tensors)
+            self._forget_oldest()
+        kept.checked_for.add(checked.num_layers)
 
     def _forget_oldest(self) -> None:
         while self._num_tensors > self._max_tensors and len(self._kept) > 1:

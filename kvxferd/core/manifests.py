@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxferd.core.layouts import Layouts
+from kvxferd.core.layouts import CheckedLayout, Layouts
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, digest_of
 from kvxferd.layout.overlap import Places
 from kvxferd.wire.common import RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
@@ -95,6 +95,16 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
             Code.REGION_INVALID,
         )
     return RankManifest(spec, layout, binding)
+
+
+def checked_layouts(manifests: tuple[RankManifest, ...], layouts: Layouts) -> tuple[CheckedLayout, ...]:
+    """Return the manifests' layouts once they are checked. Raises as `check_manifests` does.
+
+    Takes 25 to 40 us a cache tensor, so 2.5 s for the largest engine: it is for a thread, with `layouts`
+    of its own. The node that learns the result need not check them.
+    """
+    ranks = check_manifests(manifests, layouts)
+    return tuple(CheckedLayout(digest_of(m.layout), m.layout, m.spec.num_layers) for m in ranks.values())
 
 
 def _can_be(region: RegionAddress) -> bool:

@@ -19,6 +19,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Incarnation, Rank, TransferId
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.outlines import JoinOutline, ManifestOutline
 from kvxferd.wire.peer import (
     Answer,
     AttendRank,
@@ -251,7 +252,18 @@ class Home:
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change()
 
-    def _check_sender(self, said: JoinRank, identity: MemberIdentity, present: MemberRank | None) -> None:
+    def refusal(self, said: JoinOutline, key: str) -> PeerRefused | None:
+        """Why a rank cannot be joined, whatever its layout: asked before the layout is decoded."""
+        spec = said.manifest.spec
+        try:
+            self._check_sender(said, MemberIdentity(key, said.secret), self._present(spec.key, spec.rank))
+        except KvxferdError as error:
+            return refusal_of(said.request, error)
+        return None
+
+    def _check_sender(
+        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None
+    ) -> None:
         """Raise EngineError where this daemon may not join this rank here."""
         manifest = said.manifest
         spec = check_spec(manifest.spec, manifest.binding.incarnation)
@@ -275,7 +287,9 @@ class Home:
         if self._registry.get(spec.key) is None:
             self._check_generation(manifest, identity)
 
-    def _check_owner(self, said: JoinRank, identity: MemberIdentity, present: MemberRank) -> None:
+    def _check_owner(
+        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank
+    ) -> None:
         """A rank is its first daemon's, until that leaves it or is gone.
 
         The same daemon comes back after a restart, with another boot and without CURVE with another secret.
@@ -299,7 +313,7 @@ class Home:
             error.retry_after_s = left_s
             raise error
 
-    def _check_reserved(self, manifest: RankManifest, identity: MemberIdentity) -> None:
+    def _check_reserved(self, manifest: RankManifest | ManifestOutline, identity: MemberIdentity) -> None:
         """A rank that has left, as its mover is being replaced, is kept for its CURVE key for a while."""
         spec = manifest.spec
         owner = self._reserved.get((spec.key, spec.rank))
@@ -326,7 +340,7 @@ class Home:
         settings = self._moment.settings
         return max(settings.silent_after_s, 3 * settings.member_heartbeat_s)
 
-    def _check_generation(self, manifest: RankManifest, identity: MemberIdentity) -> None:
+    def _check_generation(self, manifest: RankManifest | ManifestOutline, identity: MemberIdentity) -> None:
         """A new start of an engine ends the present one: only one of its daemons may say so, or this node."""
         spec = manifest.spec
         present = self._registry.of_engine(spec.engine_id)
@@ -354,7 +368,7 @@ class Home:
             lambda: self._lost(record),
         )
 
-    def _check_agent(self, manifest: RankManifest) -> None:
+    def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
         spec, other = manifest.spec, self._members.get(manifest.binding.agent)
         if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
             raise EngineError(

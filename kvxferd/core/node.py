@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
@@ -12,12 +12,14 @@ from kvxferd.core.events import (
     DrainAsked,
     Event,
     LanesSeen,
+    LayoutsChecked,
     MoverDied,
     MoverSaid,
     MoverTaken,
     MoverUnavailable,
     PeerDropAsked,
     PeerSaid,
+    PeerUnreachable,
     PidfdNotSent,
     PullCancelAsked,
     RouteSaid,
@@ -45,8 +47,8 @@ from kvxferd.core.requests import Requests
 from kvxferd.core.routes import Routes
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import list_pulls, list_transfers, show_engines
-from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
+from kvxferd.core.showing import show_engines, show_transfers
+from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, MoverId, SessionId
@@ -65,6 +67,7 @@ from kvxferd.wire.mover import (
     PullQuiet,
     Up,
 )
+from kvxferd.wire.outlines import JoinOutline
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     AbandonTransfer,
@@ -121,7 +124,7 @@ class Node:
         self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
-        layouts = Layouts()
+        layouts = self.layouts = Layouts()
         self.routes = Routes()
         self.peers = Peers(self.moment, self.questions, layouts)
         self.attendance = Attendance(self.moment, self._ask_attend)
@@ -192,32 +195,27 @@ class Node:
         return not len(self.pulls) and not self.source.transfers.live
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything, as of the last event. With many transfers it takes long: see `snapshot_steps`."""
-        return next(shown for shown in self.snapshot_steps() if shown is not None)
-
-    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
-        """Everything; None before it, where events may be fed: what changes meanwhile is shown either way."""
-        transfers = yield from list_transfers(self.source, self.registry, self.moment)
-        pulls = yield from list_pulls(self.pulls)
-        yield NodeSnapshot(
+        """Everything, as of the last event."""
+        return NodeSnapshot(
             boot=self.moment.boot,
             endpoint=self.moment.endpoint,
             draining=self.moment.draining,
             num_sessions=len(self.sessions),
             num_quarantined=self.pulls.num_quarantined,
             quarantined_bytes=self.pulls.quarantined_bytes,
-            engines=self.engines_snapshot(),
+            engines=show_engines(self.registry, self.moment.endpoint, self.movers),
             peers=self.peers.snapshot(self.holds.num_grants()),
-            transfers=tuple(transfers.shown),
-            pulls=tuple(pulls.shown),
-            transfer_states=dict(transfers.states),
-            num_grants_given=transfers.num_grants,
-            pull_phases=dict(pulls.states),
+            transfers=show_transfers(self.source, self.registry, self.moment.now),
+            pulls=self.pulls.snapshot(),
         )
 
-    def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
-        """The engines of which a rank is known here."""
-        return show_engines(self.registry, self.moment.endpoint, self.movers)
+    def refusal_of_join(self, said: JoinOutline, key: str) -> PeerRefused | None:
+        """Why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
+        return self.home.refusal(said, key)
+
+    def is_asked(self, endpoint: Endpoint, request: int) -> bool:
+        """Whether a peer's answer to that question is waited for."""
+        return self.questions.is_open(endpoint, request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""
@@ -261,6 +259,11 @@ class Node:
                 self._peer_said(event.endpoint, event.message)
             case RouteSaid():
                 self._route_said(event.route, event.message, event.key)
+            case LayoutsChecked():
+                for checked in event.layouts:
+                    self.layouts.learn(checked)
+            case PeerUnreachable():
+                self.peers.unreachable(event.endpoint, event.reason)
             case DrainAsked():
                 self.moment.draining = True
             case PeerDropAsked():

@@ -190,6 +190,13 @@ class Peers:
         self._silent(peer)
         self._questions.fail_all(endpoint, error)
 
+    def unreachable(self, endpoint: Endpoint, reason: str) -> None:
+        """No connection can be made: what waits for an answer fails."""
+        if peer := self._peers.get(endpoint):
+            self._silent(peer)
+        error = KvxferdError(f"cannot reach {address_of(endpoint)}: {reason}", Code.PEER_UNREACHABLE)
+        self._questions.fail_all(endpoint, error)
+
     def named(self, endpoint: str) -> list[Endpoint]:
         """The known peers of that endpoint; one given without a key means each key there."""
         return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]

@@ -117,6 +117,10 @@ class Questions:
         for number in list(self._asked_there.get(to, ())):
             self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
 
+    def is_open(self, to: Address, number: int) -> bool:
+        """Whether that question is asked there."""
+        return number in self._asked_there.get(to, ())
+
     def are_open(self, to: Address) -> bool:
         """Whether something is asked there."""
         return to in self._asked_there

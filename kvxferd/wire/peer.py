@@ -7,6 +7,8 @@ times of day.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError
@@ -24,8 +26,12 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
+from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
 PEER_VERSIONS = Versions(1, 2)
+
+# Lists have a limit beside that of their message: 16 MiB of the shortest names took 0.5 s to decode.
+Grants = Annotated[tuple[GrantId, ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
 
 
 class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +96,7 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     grant: GrantId
     ref: TransferRef
     consumer: Consumer
-    reads: tuple[tuple[Rank, AgentName], ...]
+    reads: Annotated[tuple[tuple[Rank, AgentName], ...], msgspec.Meta(max_length=MAX_RANKS)]
     wait_s: float
 
 
@@ -99,7 +105,7 @@ class Granted(Message, frozen=True, tag="granted"):
 
     request: int
     grant: GrantId
-    blocks: dict[GroupName, PackedBlocks]
+    blocks: Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
     num_tokens: int
     lease_s: float  # renew well within it
     fence_agent: AgentName
@@ -113,14 +119,14 @@ class RenewGrants(Message, frozen=True, tag="renew-grants"):
     """All grants held at this peer, in one message."""
 
     request: int
-    grants: tuple[GrantId, ...]
+    grants: Grants
 
 
 class GrantsRenewed(Message, frozen=True, tag="grants-renewed"):
     """Those among the renewed that have ended: they cannot be renewed."""
 
     request: int
-    ended: tuple[GrantId, ...]
+    ended: Grants
 
 
 class ReturnGrant(Message, frozen=True, tag="return-grant"):

@@ -57,5 +57,5 @@ def test_who_tries_again_and_again_does_not_fill_the_log(capsys: pytest.CaptureF
     for address in range(5000):
         doorkeeper.answer(request(f"192.0.3.{address}", b"NULL"), 30.0)
     said = capsys.readouterr()
-    assert (said.out + said.err).count("192.0.2.1") == 2
+    assert (said.out + said.err).count("address=192.0.2.1 ") == 2
     assert len(doorkeeper._logged) <= 1024

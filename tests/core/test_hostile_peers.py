@@ -7,8 +7,9 @@ import pytest
 from world import Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
+from kvxferd.core import membership
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.manifests import check_manifest
+from kvxferd.core.manifests import check_manifest, checked_layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
@@ -18,10 +19,12 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress
 from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES
+from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     AskGrant,
     AttendRank,
     Consumer,
+    Done,
     EngineManifest,
     Granted,
     JoinRank,
@@ -208,7 +211,7 @@ def costly(layout: RankLayout) -> RankLayout:
         for component, offset, stride in (("a", 0, 6), ("b", 3, 12))
     )
     return msgspec.structs.replace(
-        layout, tensors=tensors, groups=(Group("state", 5_000, kind=GroupKind.STATE),)
+        layout, tensors=tensors, groups=(Group("state", 20_000, kind=GroupKind.STATE),)
     )
 
 
@@ -347,3 +350,42 @@ def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink
         source.close()
     (peer,) = sink.host.node.snapshot().peers
     assert len(peer.engines) == MAX_ENGINES_PER_PEER
+
+
+# --- checked elsewhere
+
+
+def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stages, monkeypatch):
+    """The thread takes 25 us a tensor for it; the loop has no time for that."""
+    question = joining(world, stages[1])
+    manifest = question.manifest
+    layout = msgspec.structs.replace(
+        manifest.layout, tensors=tuple(reversed(manifest.layout.tensors))
+    )  # another one, as far as digests go
+    question = msgspec.structs.replace(question, manifest=msgspec.structs.replace(manifest, layout=layout))
+    found = checked_layouts((question.manifest,), Layouts())
+    world.feed(stages[0].host, ev.LayoutsChecked(found))
+    monkeypatch.setattr("kvxferd.core.layouts.validate_layout", lambda *args: pytest.fail("checked again"))
+    (done,) = ask(world, stages[0].host, question)
+    assert isinstance(done, Done)
+
+
+def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages, monkeypatch):
+    monkeypatch.setattr(membership, "check_manifest", lambda *args: pytest.fail("looked at"))
+    question = msgspec.structs.replace(joining(world, stages[1]), secret="another")
+    (refused,) = ask(world, stages[0].host, question)
+    assert refused.code is Code.NOT_ALLOWED
+    outline = PEER_OUTLINES.decode(encode(question))
+    assert stages[0].host.node.refusal_of_join(outline, "").code is Code.NOT_ALLOWED
+
+
+def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60)
+    world.network.clear()
+    world.feed(sink.host, ev.PeerUnreachable(source.host.endpoint, "no name server answered"))
+    failed = sink.ended(ticket)
+    assert failed.code is Code.PEER_UNREACHABLE
+    assert "no name server answered" in failed.message
+    assert not sink.host.node.snapshot().peers

@@ -1,0 +1,219 @@
+"""How many connections to the peer socket there may be, and what each may send before it is admitted.
+
+libzmq accepts whoever connects, and reads a first message as long as any other before it knows who
+sends it: 40 connections that had proved nothing made a daemon hold 641 MiB. It has no setting against
+that, so a thread watches its monitor and shuts such connections down.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+log = structlog.get_logger()
+
+# A peer has one connection to this node. There are 512 peers at most, and behind one address
+# several daemons (one for each engine), or many nodes behind a gateway.
+MAX_CONNECTIONS = 2048
+MAX_PER_ADDRESS = 256
+# Connections whose handshake is not over. An honest one takes three round trips; where more come the
+# oldest goes, of the address that has most, so that a newcomer is let in while somebody holds hundreds.
+MAX_UNFINISHED = 64
+# A handshake by CURVE sends 64 + 202 + about 400 bytes.
+MAX_HANDSHAKE_BYTES = 8192
+# How often the unfinished ones are looked at. At 1 GB/s, all that one I/O thread reads, 10 MB come meanwhile.
+LOOK_MS = 10
+STOP_S = 2.0
+
+# The monitor tells which connection came and went, but not whose handshake is over. What libzmq has sent
+# does: a greeting of 64 bytes, by CURVE a WELCOME of 170, and at last a READY of at least 40, where a
+# refusal has 12.
+FINISHED_CURVE_BYTES = 64 + 170 + 40
+FINISHED_NULL_BYTES = 64 + 40
+
+# Offsets of tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1.
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
+_TCP_INFO_BYTES = 136
+
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One that libzmq has accepted. `ours` is a duplicate of its descriptor, until the handshake is over."""
+
+    address: str
+    ours: socket.socket | None
+    is_suspect: bool = False  # it had sent too much when it was looked at last
+
+
+class ConnectionGuard:
+    """Watches one bound socket from a thread of its own."""
+
+    def __init__(
+        self,
+        bound: zmq.Socket[bytes],
+        port: int = 0,  # known once the socket is bound
+        *,
+        has_curve: bool = False,
+        max_connections: int = MAX_CONNECTIONS,
+        max_per_address: int = MAX_PER_ADDRESS,
+        max_unfinished: int = MAX_UNFINISHED,
+    ) -> None:
+        self._bound = bound
+        self._port = port
+        self._finished_bytes = FINISHED_CURVE_BYTES if has_curve else FINISHED_NULL_BYTES
+        self._limits = (max_connections, max_per_address, max_unfinished)
+        self._looked_at = 0.0
+        self._connections: dict[int, _Connection] = {}
+        self._unfinished: OrderedDict[int, None] = OrderedDict()  # the oldest first
+        self._per_address: Counter[str] = Counter()
+        self._monitor = bound.get_monitor_socket(EVENTS)
+        self._thread = threading.Thread(target=self._run, name="peer-connections", daemon=True)
+
+    def start(self) -> None:
+        """Before the socket is bound, so that no connection is missed."""
+        self._thread.start()
+
+    def bound_to(self, port: int) -> None:
+        """Connections to this port are meant. Those that came just before are looked at no more."""
+        self._port = port
+
+    def stop(self) -> None:
+        """End the thread, before the socket is closed."""
+        self._bound.disable_monitor()
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while True:
+                if poller.poll(LOOK_MS if self._unfinished else None):
+                    if time.monotonic() - self._looked_at > LOOK_MS / 1000:
+                        self._look()  # also while connections come all the time
+                    message = parse_monitor_message(self._monitor.recv_multipart())
+                    if message["event"] == zmq.EVENT_MONITOR_STOPPED:
+                        return
+                    self._take(int(message["event"]), int(message["value"]))
+                else:
+                    self._look()
+        finally:
+            self._monitor.close(linger=0)
+            for connection in self._connections.values():
+                if connection.ours is not None:
+                    connection.ours.close()
+
+    def _take(self, event: int, fd: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._accepted(fd)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._gone(fd)
+
+    def _accepted(self, fd: int) -> None:
+        self._gone(fd)  # its former holder, where libzmq did not report the end
+        ours = self._duplicate(fd)
+        if ours is None:
+            return
+        try:
+            address = ours.getpeername()[0]
+        except OSError:
+            ours.close()
+            return
+        self._connections[fd] = _Connection(address, ours)
+        self._unfinished[fd] = None
+        self._per_address[address] += 1
+        max_connections, max_per_address, max_unfinished = self._limits
+        if len(self._connections) > max_connections:
+            self._shut(fd, f"{max_connections} connections are there")
+        elif self._per_address[address] > max_per_address:
+            self._shut(fd, f"{max_per_address} connections of that address are there")
+        elif len(self._unfinished) > max_unfinished:
+            self._shut(
+                self._most_suspect(), f"{max_unfinished} connections have not finished their handshake"
+            )
+
+    def _duplicate(self, fd: int) -> socket.socket | None:
+        """The connection itself. Its number may be another's by now: then it must be one to this port."""
+        try:
+            ours = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            return None
+        with suppress(OSError, IndexError, TypeError):
+            if ours.getsockname()[1] == self._port:
+                return ours
+        ours.close()
+        return None
+
+    def _most_suspect(self) -> int:
+        """The oldest unfinished connection of the address that has most of them."""
+        counts = Counter(self._connections[fd].address for fd in self._unfinished)
+        address, _ = counts.most_common(1)[0]
+        return next(fd for fd in self._unfinished if self._connections[fd].address == address)
+
+    def _finished(self, fd: int) -> None:
+        connection = self._connections[fd]
+        del self._unfinished[fd]
+        if connection.ours is not None:
+            connection.ours.close()
+            connection.ours = None
+
+    def _gone(self, fd: int) -> None:
+        connection = self._connections.pop(fd, None)
+        if connection is None:
+            return
+        self._unfinished.pop(fd, None)
+        self._per_address[connection.address] -= 1
+        if not self._per_address[connection.address]:
+            del self._per_address[connection.address]
+        if connection.ours is not None:
+            connection.ours.close()
+
+    def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        for fd in list(self._unfinished):
+            connection = self._connections[fd]
+            assert connection.ours is not None
+            sent, received = _progress(connection.ours)
+            if sent >= self._finished_bytes:
+                self._finished(fd)
+            elif received > MAX_HANDSHAKE_BYTES and connection.is_suspect:
+                self._shut(fd, f"it sent over {MAX_HANDSHAKE_BYTES} bytes before its handshake was over")
+            else:
+                # Once may be an honest peer's first message, behind a handshake that libzmq has yet to read.
+                connection.is_suspect = received > MAX_HANDSHAKE_BYTES
+
+    def _shut(self, fd: int, reason: str) -> None:
+        """libzmq finds the connection ended, and closes it."""
+        connection = self._connections[fd]
+        self._unfinished.pop(fd, None)
+        if connection.ours is not None:
+            with suppress(OSError):
+                connection.ours.shutdown(socket.SHUT_RDWR)
+            connection.ours.close()
+            connection.ours = None
+        address = connection.address
+        log.warning("peer turned away", limit_by=address, address=address, reason=reason)
+
+
+def _progress(connection: socket.socket) -> tuple[int, int]:
+    """Return how many bytes libzmq has sent (and the other end has taken), and how many came."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    except OSError:
+        return 0, 0
+    if len(info) < _TCP_INFO_BYTES:
+        return 0, 0
+    (sent,) = struct.unpack_from("Q", info, _BYTES_ACKED)
+    (received,) = struct.unpack_from("Q", info, _BYTES_RECEIVED)
+    return sent, received

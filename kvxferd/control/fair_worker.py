@@ -1,0 +1,91 @@
+"""One thread for work that would keep the event loop waiting, fair between those it is done for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# The thread shares the interpreter with the loop, which then waits up to 5 ms for each of its turns. So it
+# rests as long as it has worked; work that took less need not count.
+UNCOUNTED_S = 0.005
+MAX_REST_S = 0.25
+STOP_S = 2.0
+
+_Job = tuple[Callable[[], object], Callable[[object], None]]
+
+
+class FairWorker:
+    """Does one piece of work of each client in turn. Call everything on the loop's thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def submit(self, client: str, work: Callable[[], T], on_done: Callable[[T | Exception], None]) -> None:
+        """Call `work` on the thread, and `on_done` on the loop with what it returned or raised."""
+        loop = asyncio.get_running_loop()
+
+        def done(outcome: object) -> None:
+            if not self._stopping:
+                on_done(outcome)  # type: ignore[arg-type]  # what this very work returned
+
+        def hand_over(outcome: object) -> None:
+            loop.call_soon_threadsafe(done, outcome)
+
+        with self._changed:
+            self._jobs.setdefault(client, deque()).append((work, hand_over))
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what has not begun is not done."""
+        with self._changed:
+            self._stopping = True
+            self._jobs.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            work, hand_over = job
+            started = time.thread_time()
+            try:
+                outcome = work()
+            except Exception as error:  # handed to whoever submitted it
+                outcome = error
+            try:
+                hand_over(outcome)
+            except RuntimeError:
+                return  # the loop is closed
+            del job, work, hand_over, outcome
+            self._rest(time.thread_time() - started)
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            while not self._jobs and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            client, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[client] = jobs  # behind all others
+            return job
+
+    def _rest(self, worked_s: float) -> None:
+        if worked_s < UNCOUNTED_S:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, min(worked_s, MAX_REST_S))

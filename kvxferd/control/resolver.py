@@ -1,0 +1,124 @@
+"""Host names to numeric addresses, on threads of their own.
+
+libzmq resolves names in its only I/O thread: one DNS query without an answer stopped every peer for 10 s.
+So it is given numeric addresses alone. A query cannot be cancelled: its thread ends when the C library gives
+up (`timeout` and `attempts` of resolv.conf), even if nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+# An answer takes milliseconds, and a server that lost one packet is asked again after 5 s.
+GIVE_UP_S = 6.0
+# Queries that are under way, with those that nobody waits for any more. A query without an answer takes
+# 10 to 30 s, a thread 50 KiB: who names a host of that kind each second has at most 30 of them.
+MAX_QUERIES = 64
+# The last good address of a name, for when its server does not answer: 512 peers and their former names.
+MAX_KNOWN = 4096
+
+# As `socket.getaddrinfo` is called: host in, numeric addresses out, in order of preference. Raises OSError.
+Lookup = Callable[[str], list[str]]
+OnAddress = Callable[[str, str], None]  # the address, or "" and why there is none
+
+
+def system_lookup(host: str) -> list[str]:
+    """Ask the system's resolver. IPv4 first: an advertised name with both was always reached by that."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda e: e[0] != socket.AF_INET)]
+    return list(dict.fromkeys(addresses))
+
+
+def is_numeric(host: str) -> bool:
+    """Whether the host is an address already, an IPv6 one without its brackets."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Query:
+    """A name that is being looked up, and who waits."""
+
+    waiting: list[OnAddress] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Resolver:
+    """Looks each name up once at a time, every time it is asked anew. Call it on the loop's thread."""
+
+    def __init__(self, lookup: Lookup = system_lookup, give_up_s: float = GIVE_UP_S) -> None:
+        self._lookup = lookup
+        self._give_up_s = give_up_s
+        self._queries: dict[str, _Query] = {}
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._stopped = False
+
+    def resolve(self, host: str, on_address: OnAddress) -> None:
+        """Call `on_address` with a numeric address of the host, or with why it has none; later, always."""
+        query = self._queries.get(host)
+        if query is None:
+            if len(self._queries) >= MAX_QUERIES:
+                reason = f"{MAX_QUERIES} other names wait for their name servers; give a numeric address"
+                asyncio.get_running_loop().call_soon(self._answer, host, [on_address], "", reason)
+                return
+            query = self._queries[host] = _Query()
+            loop = asyncio.get_running_loop()
+            thread = threading.Thread(target=self._ask, args=(loop, host), name="resolve", daemon=True)
+            thread.start()
+        query.waiting.append(on_address)
+        if query.timer is None:
+            loop = asyncio.get_running_loop()
+            query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
+
+    def stop(self) -> None:
+        """Answer nobody any more. Threads end by themselves."""
+        self._stopped = True
+        for query in self._queries.values():
+            if query.timer is not None:
+                query.timer.cancel()
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
+        """On its own thread."""
+        address, reason = "", f"host name {host!r} has no address"
+        try:
+            address = next(iter(self._lookup(host)), "")
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            reason = f"cannot resolve host name {host!r}: {why}; check the name and its server"
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._found, host, address, reason)
+
+    def _found(self, host: str, address: str, reason: str) -> None:
+        query = self._queries.pop(host)
+        if query.timer is not None:
+            query.timer.cancel()
+        if address:
+            self._known.pop(host, None)
+            self._known[host] = address
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._answer(host, query.waiting, address, reason)
+
+    def _give_up(self, host: str, query: _Query) -> None:
+        """Nobody waits longer. The query goes on counting: its thread is still there."""
+        query.timer = None
+        waiting, query.waiting = query.waiting, []
+        reason = f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
+        self._answer(host, waiting, "", reason)
+
+    def _answer(self, host: str, waiting: list[OnAddress], address: str, reason: str) -> None:
+        if self._stopped:
+            return
+        address = address or self._known.get(host, "")
+        for on_address in waiting:
+            on_address(address, "" if address else reason)

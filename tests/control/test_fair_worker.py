@@ -1,0 +1,35 @@
+"""One thread for slow work, in which nobody's work waits for all of another's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from kvxferd.control.fair_worker import FairWorker
+
+
+async def test_each_client_in_turn():
+    worker, done, begin = FairWorker("test"), asyncio.Queue[object](), threading.Event()
+    try:
+        worker.submit("busy", lambda: begin.wait(10), done.put_nowait)
+        for number in range(3):
+            worker.submit("busy", lambda number=number: f"busy {number}", done.put_nowait)
+        worker.submit("other", lambda: "other", done.put_nowait)
+        begin.set()
+        order = [await asyncio.wait_for(done.get(), 5) for _ in range(5)]
+        assert order.index("other") <= 2
+        assert [name for name in order if str(name).startswith("busy")] == ["busy 0", "busy 1", "busy 2"]
+    finally:
+        worker.stop()
+
+
+async def test_what_is_raised_is_handed_over_and_the_next_is_done():
+    worker, done = FairWorker("test"), asyncio.Queue[object]()
+    try:
+        worker.submit("a", lambda: 1 // 0, done.put_nowait)
+        worker.submit("a", lambda: 7, done.put_nowait)
+        assert isinstance(await asyncio.wait_for(done.get(), 5), ZeroDivisionError)
+        assert await asyncio.wait_for(done.get(), 5) == 7
+    finally:
+        worker.stop()
+    assert not any(thread.name == "test" for thread in threading.enumerate())

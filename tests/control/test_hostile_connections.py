@@ -1,0 +1,454 @@
+"""What whoever reaches the peer socket can make it hold, and do: real ZMQ, and bare TCP spoken by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvxferd.control import connection_guard, peer_inbox, unread_answers
+from kvxferd.control.keys import PeerKey, make_key
+from kvxferd.control.peer_inbox import OpenGate
+from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.unread_answers import UnreadAnswers
+from kvxferd.core import events as ev
+from kvxferd.core.trust import Trust
+from kvxferd.errors import Code
+from kvxferd.ids import Endpoint, GroupName
+from kvxferd.layout import EngineSpec, PackedBlocks
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress, Versions
+from kvxferd.wire.limits import MAX_PEER_QUESTION_BYTES
+from kvxferd.wire.peer import (
+    Done,
+    EngineManifest,
+    FetchEngine,
+    Granted,
+    Greet,
+    JoinRank,
+    PeerRefused,
+    RankReady,
+)
+
+QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+class Node:
+    """A peer socket and what it heard."""
+
+    def __init__(self, key: PeerKey | None = None, gate: OpenGate | None = None) -> None:
+        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+        trust = Trust(key=key.public if key else "")
+        self.socket = PeerSocket(
+            "tcp://127.0.0.1:0", self.heard.put_nowait, trust, key, lambda: gate or OpenGate()
+        )
+        self.key = key
+        self.socket.start()
+        self.port = int(self.socket.bound.rpartition(":")[2])
+
+    async def next(self) -> ev.Event:
+        return await asyncio.wait_for(self.heard.get(), 10)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> PeerKey:
+    return make_key(tmp_path / "key")
+
+
+@pytest.fixture
+async def node():
+    made = Node()
+    yield made
+    made.socket.stop()
+
+
+@pytest.fixture
+async def keyed(key: PeerKey):
+    made = Node(key)
+    yield made
+    made.socket.stop()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def dealer_to(context: zmq.asyncio.Context, node: Node) -> zmq.asyncio.Socket:
+    made = context.socket(zmq.DEALER)
+    if node.key is not None:
+        public = bytes.fromhex(node.key.public)
+        made.curve_serverkey, made.curve_publickey, made.curve_secretkey = public, public, node.key.secret
+    made.connect(node.socket.bound)
+    return made
+
+
+def tcp_to(node: Node, first: bytes = b"") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", node.port))
+    made.setblocking(False)
+    if first:
+        made.sendall(first)
+    return made
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 15
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+async def push(connection: socket.socket, size: int) -> int:
+    """Send as much of it as the other end takes; return how much that was."""
+    sent, block = 0, b"x" * (1 << 20)
+    with connection:
+        while sent < size:
+            try:
+                await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, block), 2)
+            except (OSError, TimeoutError):
+                break
+            sent += len(block)
+    return sent
+
+
+# --- before admission
+
+
+async def test_what_nobody_has_been_admitted_for_is_not_kept(keyed, context):
+    """A handshake's command may be as long as any message, and libzmq takes all of it first."""
+    before = resident_mib()
+    frame = b"\x06" + (MAX_PEER_QUESTION_BYTES - 100).to_bytes(8, "big")
+    strangers = [tcp_to(keyed, CURVE + frame) for _ in range(48)]
+    sent = await asyncio.gather(*(push(stranger, MAX_PEER_QUESTION_BYTES - 100) for stranger in strangers))
+    assert sum(size < MAX_PEER_QUESTION_BYTES - (1 << 20) for size in sent) > 24
+    assert resident_mib() - before < 100
+    honest = dealer_to(context, keyed)
+    await honest.send(encode(QUESTION))
+    assert (await keyed.next()).message == QUESTION
+
+
+async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
+    strangers = [tcp_to(keyed, CURVE[: 10 * (n % 2)]) for n in range(300)]
+    try:
+        guard = keyed.socket._guard
+        assert guard is not None
+        honest = dealer_to(context, keyed)
+        await honest.send(encode(QUESTION))
+        assert (await keyed.next()).message == QUESTION
+        await until(lambda: len(guard._connections) <= connection_guard.MAX_UNFINISHED + 1, "they stay")
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    await until(lambda: len(guard._connections) == 1, "they are counted for ever")
+
+
+async def test_one_address_has_so_many_connections_and_no_more(monkeypatch):
+    monkeypatch.setattr(connection_guard, "MAX_PER_ADDRESS", 4)
+    monkeypatch.setitem(connection_guard.ConnectionGuard.__init__.__kwdefaults__, "max_per_address", 4)
+    node = Node()
+    strangers = [tcp_to(node, NULL) for _ in range(12)]
+    try:
+        guard = node.socket._guard
+        assert guard is not None
+
+        def is_cut(stranger: socket.socket) -> bool:
+            try:
+                return not stranger.recv(4096)
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        cut: set[int] = set()
+
+        def most_are_cut() -> bool:
+            cut.update(n for n, stranger in enumerate(strangers) if n not in cut and is_cut(stranger))
+            return len(cut) >= 8
+
+        await until(most_are_cut, "all of them stay")
+        assert len(guard._connections) <= 4
+    finally:
+        node.socket.stop()
+        for stranger in strangers:
+            stranger.close()
+
+
+# --- who sends
+
+
+async def test_a_message_comes_with_the_key_that_was_proved(keyed, context):
+    honest = dealer_to(context, keyed)
+    await honest.send(encode(QUESTION))
+    assert (await keyed.next()).key == keyed.key.public
+
+
+def command(name: bytes, properties: dict[bytes, bytes]) -> bytes:
+    body = bytes([len(name)]) + name
+    for key, value in properties.items():
+        body += bytes([len(key)]) + key + len(value).to_bytes(4, "big") + value
+    return b"\x04" + bytes([len(body)]) + body
+
+
+async def speaking(node: Node, properties: dict[bytes, bytes], payload: bytes) -> socket.socket:
+    """A connection without CURVE, spoken by hand, with one message sent."""
+    made, loop = tcp_to(node, NULL), asyncio.get_running_loop()
+    heard = b""
+    while len(heard) < 64:  # its greeting
+        heard += await asyncio.wait_for(loop.sock_recv(made, 64 - len(heard)), 10)
+    ready = command(b"READY", {b"Socket-Type": b"DEALER"} | properties)
+    made.sendall(ready + b"\x00" + bytes([len(payload)]) + payload)
+    return made
+
+
+async def test_without_curve_nobody_has_a_key_whatever_they_say(node):
+    with await speaking(node, {b"User-Id": b"0a" * 32}, encode(QUESTION)):
+        event = await node.next()
+        assert (event.message, event.key) == (QUESTION, "")
+
+
+async def test_who_names_its_own_connection_is_not_listened_to(node):
+    """A name that was another's route would bring it the answers to that one."""
+    with await speaking(node, {b"Identity": b"anybody"}, encode(QUESTION)) as stranger:
+        heard = b""
+        while b"peer-refused" not in heard:
+            came = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(stranger, 4096), 10)
+            assert came, heard
+            heard += came
+        assert node.heard.empty()
+    unread = UnreadAnswers()
+    assert unread.came(b"\0abcd", "a")
+    assert not unread.came(b"\0abcd", "b")
+    assert unread.came(b"\0abcd", "a")
+
+
+# --- manifests
+
+
+def manifest_of(name: str = "spread", layers: int = 2, **more: object) -> RankManifest:
+    spec = EngineSpec(name, "g1", num_layers=layers, num_kv_heads=2, **more)
+    layout = attention_layout(
+        spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
+    )
+    regions = tuple(RegionAddress(r.region, 4096, r.size_bytes) for r in layout.regions)
+    return RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
+
+
+def join_of(**more: object) -> JoinRank:
+    return JoinRank(request=7, boot="boot", manifest=manifest_of(**more))
+
+
+async def test_a_rank_is_joined_with_its_layout_checked_elsewhere(node, context):
+    member = dealer_to(context, node)
+    for _ in range(2):  # the second is a heartbeat: it is known already
+        await member.send(encode(join_of()))
+    checked = await node.next()
+    assert isinstance(checked, ev.LayoutsChecked)
+    assert checked.layouts[0].layout == join_of().manifest.layout
+    for _ in range(2):
+        assert (await node.next()).message == join_of()
+
+
+async def test_what_follows_a_rank_on_its_connection_stays_behind_it(node, context):
+    member = dealer_to(context, node)
+    ready = RankReady(
+        request=8, engine_id="spread", generation="g1", rank=join_of().manifest.rank, transfer_id="t"
+    )
+    await member.send(encode(join_of(layers=500)))
+    await member.send(encode(ready))
+    await node.next()
+    assert [(await node.next()).message for _ in range(2)] == [join_of(layers=500), ready]
+
+
+class Closed(OpenGate):
+    """Takes no rank."""
+
+    def refusal_of_join(self, said, key):
+        return PeerRefused(request=said.request, code=Code.NOT_ALLOWED, message="no")
+
+
+async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(context, monkeypatch):
+    monkeypatch.setattr(peer_inbox, "joined", lambda outline: pytest.fail("it was decoded"))
+    node = Node(gate=Closed())
+    try:
+        stranger = dealer_to(context, node)
+        await stranger.send(encode(join_of(layers=2000)))
+        assert PEER_MESSAGES.decode(await asyncio.wait_for(stranger.recv(), 10)).code is Code.NOT_ALLOWED
+        assert node.heard.empty()
+    finally:
+        node.socket.stop()
+
+
+async def test_large_ranks_of_one_peer_keep_no_other_waiting(node, context, monkeypatch):
+    """They are checked one after the other, while everybody else is listened to."""
+    going_on = asyncio.Event()
+    loop, checked = asyncio.get_running_loop(), peer_inbox.checked_layouts
+
+    def slow(manifests, layouts):
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
+        return checked(manifests, layouts)
+
+    monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
+    busy, other = dealer_to(context, node), dealer_to(context, node)
+    for number in range(8):
+        await busy.send(encode(join_of(name=f"e{number}")))
+    await other.send(encode(QUESTION))
+    assert (await node.next()).message == QUESTION
+    going_on.set()
+    kinds = [type(await node.next()) for _ in range(16)]
+    assert kinds.count(ev.LayoutsChecked) == 8
+
+
+async def test_what_waits_behind_a_manifest_has_a_limit(node, context, monkeypatch):
+    monkeypatch.setattr(peer_inbox, "MAX_HELD_BYTES", 4096)
+    going_on = asyncio.Event()
+    loop, checked = asyncio.get_running_loop(), peer_inbox.checked_layouts
+
+    def slow(manifests, layouts):
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
+        return checked(manifests, layouts)
+
+    monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
+    busy = dealer_to(context, node)
+    await busy.send(encode(join_of()))
+    for _ in range(1000):
+        await busy.send(encode(QUESTION))
+    inbox = node.socket._inbox
+    await until(lambda: inbox._num_held_bytes > 3000, "nothing is held")
+    other = dealer_to(context, node)
+    await other.send(encode(QUESTION))
+    await node.next()
+    assert inbox._num_held_bytes <= 4096
+    going_on.set()
+    await until(lambda: not inbox._held, "it still waits")
+    assert inbox._num_held_bytes == 0
+
+
+async def test_a_bad_layout_is_refused_by_the_thread(node, context):
+    member = dealer_to(context, node)
+    layout = msgspec.structs.replace(join_of().manifest.layout, end_layer=99)
+    manifest = msgspec.structs.replace(join_of().manifest, layout=layout)
+    await member.send(encode(msgspec.structs.replace(join_of(), manifest=manifest)))
+    refused = PEER_MESSAGES.decode(await asyncio.wait_for(member.recv(), 10))
+    assert (refused.request, refused.code) == (7, Code.LAYOUT_INVALID)
+
+
+async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_dropped(context):
+    class Asking(OpenGate):
+        def is_asked(self, endpoint, request):
+            return request == 5
+
+    node, router = Node(gate=Asking()), context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = Endpoint(f"tcp://127.0.0.1:{port}")
+    fetch = FetchEngine(request=5, engine_id="spread", generation="g1", wait_s=1.0)
+    try:
+        node.socket.send(endpoint, fetch)
+        route, _ = await asyncio.wait_for(router.recv_multipart(), 10)
+        for request in (4, 5):
+            answer = EngineManifest(request=request, boot="b", ranks=(manifest_of(),))
+            await router.send_multipart([route, encode(answer)])
+        assert isinstance(await node.next(), ev.LayoutsChecked)
+        assert (await node.next()).message == answer
+    finally:
+        node.socket.stop()
+
+
+# --- answers
+
+
+async def route_of(node: Node, dealer: zmq.asyncio.Socket) -> bytes:
+    await dealer.send(encode(QUESTION))
+    return (await node.next()).route
+
+
+def small_limits(node: Node, limit: int) -> UnreadAnswers:
+    unread = node.socket._unread = UnreadAnswers(limit, 2 * limit)
+    return unread
+
+
+async def test_answers_that_nobody_reads_do_not_pile_up(node, context):
+    deaf, other = context.socket(zmq.DEALER), dealer_to(context, node)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(node.socket.bound)
+    unread = small_limits(node, 8 << 20)
+    route, before = await route_of(node, deaf), resident_mib()
+    large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    for request in range(200):
+        node.socket.answer(route, msgspec.structs.replace(large, request=request))
+    assert unread.num_bytes <= 8 << 20
+    assert resident_mib() - before < 100  # of 400
+    back = await route_of(node, other)
+    node.socket.answer(back, Done(request=9))
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(other.recv(), 10)) == Done(request=9)
+
+
+async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, context):
+    slow = context.socket(zmq.DEALER)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.connect(node.socket.bound)
+    unread = small_limits(node, 8 << 20)
+    route = await route_of(node, slow)
+    large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    for request in range(50):
+        node.socket.answer(route, msgspec.structs.replace(large, request=request))
+    while True:
+        with_last = await asyncio.wait_for(slow.recv(), 10)
+        if not unread.has_room(route, 8 << 20):
+            continue
+        break
+    assert PEER_MESSAGES.decode(with_last).request < 50
+    node.socket.answer(route, Done(request=99))
+    while PEER_MESSAGES.decode(await asyncio.wait_for(slow.recv(), 10)) != Done(request=99):
+        pass
+
+
+async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatch):
+    """Half of one would break the protocol, and end the connection of whoever asked."""
+    reader = dealer_to(context, node)
+    unread = small_limits(node, 1 << 20)
+    route = await route_of(node, reader)
+    parts = [
+        BlockIds(stream=7, group=GroupName("full"), offset=n << 19, ids=bytes(1 << 19)) for n in range(4)
+    ]
+    granted = Granted(
+        request=7,
+        grant="g",
+        blocks={"full": PackedBlocks(b"")},
+        num_tokens=1,
+        lease_s=1.0,
+        fence_agent="a",
+        fence_address=1,
+        fence_word=bytes(16),
+        fence_metadata=b"",
+        stream=7,
+    )
+    full = iter([True, True, False, False])  # the second part finds no room
+    real = unread.has_room
+    monkeypatch.setattr(unread, "has_room", lambda *args: next(full, None) if full else real(*args))
+    for part in parts:
+        node.socket.answer(route, part)
+    monkeypatch.undo()
+    node.socket.answer(route, granted)
+    node.socket.answer(route, Done(request=8))
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == parts[0]
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == Done(request=8)
+    assert not node.socket._cut
+    assert unread_answers.MAX_UNREAD_BYTES > 64 << 20

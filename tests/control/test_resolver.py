@@ -1,0 +1,132 @@
+"""Host names are resolved beside libzmq: a name without an answer costs whoever asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from kvxferd.control import resolver as resolving
+from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
+from kvxferd.core import events as ev
+from kvxferd.ids import Endpoint
+from kvxferd.wire.common import Versions
+from kvxferd.wire.peer import Greet
+
+QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+Answers = asyncio.Queue[tuple[str, str]]
+
+
+class Servers:
+    """Name servers of which some answer only when they are let."""
+
+    def __init__(self) -> None:
+        self.addresses = {"peer": ["127.0.0.1"]}
+        self.released = threading.Event()
+        self.num_queries = 0
+
+    def __call__(self, host: str) -> list[str]:
+        self.num_queries += 1
+        if host.startswith("silent"):
+            self.released.wait(20)
+        if host not in self.addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.addresses[host]
+
+
+@pytest.fixture
+def servers():
+    made = Servers()
+    yield made
+    made.released.set()
+
+
+async def answer_of(resolver: Resolver, host: str) -> tuple[str, str]:
+    answers = Answers()
+    resolver.resolve(host, lambda address, reason: answers.put_nowait((address, reason)))
+    return await asyncio.wait_for(answers.get(), 10)
+
+
+async def test_a_name_without_an_answer_keeps_no_other_waiting(servers):
+    resolver = Resolver(servers, give_up_s=0.2)
+    given_up = asyncio.ensure_future(answer_of(resolver, "silent"))
+    assert await answer_of(resolver, "peer") == ("127.0.0.1", "")
+    address, reason = await given_up
+    assert not address
+    assert "no name server answered" in reason
+
+
+async def test_a_name_is_asked_for_once_at_a_time(servers):
+    resolver = Resolver(servers, give_up_s=0.2)
+    first, second = asyncio.ensure_future(answer_of(resolver, "silent")), answer_of(resolver, "silent")
+    await asyncio.gather(first, second)
+    await answer_of(resolver, "silent")  # its query is still there
+    assert servers.num_queries == 1
+
+
+async def test_a_name_that_does_not_exist_is_said_to(servers):
+    assert "Name or service not known" in (await answer_of(Resolver(servers), "nobody"))[1]
+
+
+async def test_a_name_that_moves_is_found_and_one_whose_server_is_away_is_where_it_was(servers):
+    resolver = Resolver(servers)
+    await answer_of(resolver, "peer")
+    servers.addresses["peer"] = ["127.0.0.2"]
+    assert await answer_of(resolver, "peer") == ("127.0.0.2", "")
+    del servers.addresses["peer"]
+    assert await answer_of(resolver, "peer") == ("127.0.0.2", "")
+
+
+async def test_only_so_many_names_wait(servers, monkeypatch):
+    monkeypatch.setattr(resolving, "MAX_QUERIES", 3)
+    resolver = Resolver(servers, give_up_s=0.1)
+    for number in range(3):
+        assert not (await answer_of(resolver, f"silent-{number}"))[0]
+    assert "numeric address" in (await answer_of(resolver, "peer"))[1]
+    servers.released.set()
+
+
+def test_the_systems_own():
+    assert system_lookup("localhost")[0] in ("127.0.0.1", "::1")
+    assert is_numeric("::1")
+    assert not is_numeric("localhost")
+
+
+async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
+    """libzmq asked in its only thread, and spoke with nobody until it had an answer."""
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=Resolver(servers, give_up_s=5.0))
+    peers.start()
+    try:
+        port = peers.bound.rpartition(":")[2]
+        peers.send(Endpoint("tcp://silent:9441"), QUESTION)
+        peers.send(Endpoint(peers.bound), QUESTION)
+        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+        peers.send(Endpoint(f"tcp://peer:{port}"), QUESTION)
+        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+        servers.released.set()
+        unreachable = await asyncio.wait_for(heard.get(), 5)
+        assert isinstance(unreachable, ev.PeerUnreachable)
+        assert unreachable.endpoint == "tcp://silent:9441"
+        assert "check the name" in unreachable.reason
+    finally:
+        peers.stop()
+
+
+async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=Resolver(servers))
+    peers.start()
+    try:
+        servers.addresses["silent"] = ["127.0.0.1"]
+        peers.send(Endpoint("tcp://silent:9441"), QUESTION)
+        peers.forget(Endpoint("tcp://silent:9441"))
+        servers.released.set()
+        assert (await answer_of(peers._resolver, "silent"))[0] == "127.0.0.1"
+        assert not peers._dealers
+        assert heard.empty()
+    finally:
+        peers.stop()

@@ -1,0 +1,77 @@
+"""Manifests are left encoded until it is known who sent them; what is long on the loop is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.errors import ProtocolError
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Binding, RankManifest, RegionAddress
+from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL
+from kvxferd.wire.outlines import (
+    MAX_ENTRY_BYTES,
+    PEER_OUTLINES,
+    EngineOutline,
+    JoinOutline,
+    joined,
+    whole_engine,
+)
+from kvxferd.wire.peer import Done, EngineManifest, JoinRank, RenewGrants
+
+
+def manifest(layers: int = 3) -> RankManifest:
+    spec = EngineSpec("e", "g", num_layers=layers, num_kv_heads=2, home="tcp://h:1")
+    layout = attention_layout(
+        spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
+    )
+    regions = tuple(
+        RegionAddress(r.region, 4096, r.size_bytes, pieces=((1, r.size_bytes),)) for r in layout.regions
+    )
+    return RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
+
+
+def test_what_is_put_together_is_what_was_sent():
+    join = JoinRank(request=7, boot="b", manifest=manifest(), secret="s")
+    outline = PEER_OUTLINES.decode(encode(join))
+    assert isinstance(outline, JoinOutline)
+    assert outline.manifest.spec == join.manifest.spec
+    assert joined(outline) == join == PEER_MESSAGES.decode(encode(join))
+    engine = EngineManifest(request=7, boot="b", ranks=(manifest(), manifest(5)))
+    outline = PEER_OUTLINES.decode(encode(engine))
+    assert isinstance(outline, EngineOutline)
+    assert whole_engine(outline) == engine
+    assert PEER_OUTLINES.decode(encode(Done(request=1))) == Done(request=1)
+
+
+def dense(count: int) -> bytes:
+    """An array of as many tuples of two numbers."""
+    return b"\xdd" + count.to_bytes(4, "big") + b"\x92\x01\x01" * count
+
+
+def test_one_entry_is_not_decoded_where_it_is_too_long():
+    join = JoinRank(request=7, boot="b", manifest=manifest())
+    plain = msgspec.msgpack.decode(encode(join))
+    plain["manifest"]["binding"]["regions"][0][6:] = [msgspec.Raw(dense(MAX_ENTRY_BYTES // 3))]
+    payload = msgspec.msgpack.encode(plain)
+    outline = PEER_OUTLINES.decode(payload)
+    assert isinstance(outline, JoinOutline)
+    with pytest.raises(ProtocolError, match="entry of"):
+        joined(outline)
+
+
+@pytest.mark.parametrize("kind", ["binding", "layout"])
+def test_more_entries_than_there_can_be_are_not_decoded(kind: str):
+    plain = msgspec.msgpack.decode(encode(JoinRank(request=7, boot="b", manifest=manifest())))
+    plain["manifest"][kind]["regions"] = [1] * 1025
+    with pytest.raises(ProtocolError, match="length <= 1024"):
+        joined(PEER_OUTLINES.decode(msgspec.msgpack.encode(plain)))  # type: ignore[arg-type]
+
+
+def test_a_renewal_of_more_grants_than_can_be_held_is_not_decoded():
+    within = RenewGrants(request=1, grants=("g",) * MAX_GRANTS_PER_RENEWAL)
+    assert PEER_OUTLINES.decode(encode(within)) == within
+    with pytest.raises(ProtocolError):
+        PEER_OUTLINES.decode(encode(RenewGrants(request=1, grants=("",) * (MAX_GRANTS_PER_RENEWAL + 1))))
