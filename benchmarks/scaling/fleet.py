@@ -120,7 +120,7 @@ class Simulation:
             publishers[0], f"r{number}", blocks_of(fleet.num_tokens, number), fleet.num_tokens
         )
         for session in publishers[1:]:
-            source.say(session, wk.Ready(transfer_id=ref.transfer_id))
+            source.ready(session, ref)
         for session in readers:
             sink.say(session, wk.Prepare(ref=ref))
         held_s = PREPARED_EARLY_S if self._rng.random() < SHARE_EARLY else PREPARED_S

@@ -33,6 +33,7 @@ from kvxferd.wire.limits import FENCE_SLOTS
 from scaling.engines import binding
 
 FENCE_WORD = bytes(range(16))
+INCARNATION = Incarnation("first")
 
 
 class Clock:
@@ -128,7 +129,7 @@ class Station:
         self.say(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="simulated"))
         regions = tuple(wk.RegionExport(r.region, r.size_bytes, n) for n, r in enumerate(layout.regions))
         register = wk.Register(
-            request=1, engine=spec, layout=layout, regions=regions, incarnation=Incarnation("first")
+            request=1, engine=spec, layout=layout, regions=regions, incarnation=INCARNATION
         )
         self.say(session, register)
         return session
@@ -148,10 +149,19 @@ class Station:
         self.say(
             session,
             wk.Publish(
-                transfer_id=transfer, nonce=nonce, blocks=blocks, num_tokens=num_tokens, fence_slot=slot
+                transfer_id=transfer,
+                nonce=nonce,
+                blocks=blocks,
+                num_tokens=num_tokens,
+                fence_slot=slot,
+                incarnations=((spec.rank, INCARNATION),),
             ),
         )
         return TransferRef(self.endpoint, spec.engine_id, spec.generation, transfer, nonce)
+
+    def ready(self, session: SessionId, ref: TransferRef) -> None:
+        """A rank has written a transfer."""
+        self.say(session, wk.Ready(transfer_id=ref.transfer_id, incarnation=INCARNATION))
 
     def pull(
         self,
