@@ -67,7 +67,7 @@ class Client:
         except BaseException:
             exports.close()
             raise
-        return RankHandle(self._connection, layout)
+        return RankHandle(self._connection, engine, layout)
 
     def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
         """Become a publisher without memory: an engine's scheduler. Raises as `register` does."""

@@ -16,7 +16,7 @@ from kvxferd.client.standing import Standing
 from kvxferd.client.waiting import as_error, await_answer
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
-from kvxferd.layout import RankLayout
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
 
 MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
@@ -32,7 +32,7 @@ class Publisher:
     def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
         self._connection = connection
         self._session = connection.session
-        self._groups = groups  # of the layout; None where there is none
+        self._groups = groups  # of the engine; None where they are not known here
 
     def publish(
         self,
@@ -51,6 +51,16 @@ class Publisher:
         them (`torch.cuda.Event`). Then this returns at once as always, and the daemon hears of the transfer
         when `after.query()` is true (a reader that is a second earlier than that is refused). If it
         raises, `PublishRefused` with the code `device-error` follows.
+
+        `blocks` lists every group of the engine; its stages may hold different ones, and each rank reads its own.
+
+        The transfer is bound to the memory that the engine's ranks have as far as this session knows when this
+        is called: the daemon reports it, before `attach` and `register` return and whenever a rank comes or
+        resumes. If a rank sleeps, or comes back with other memory, before the transfer is read, even while no
+        daemon is there, it ends with the code `rank-lost`: publish what is in the ranks' memory now. A
+        session that knows no rank yet raises `engine-incomplete`. An engine that declares
+        `publish_implies_ready` is refused `transfer-not-ready` unless all its ranks were known; otherwise a rank
+        that was not is bound by its own `ready`.
 
         From here until `Released` or `PublishRefused` names the transfer, its blocks must stay
         referenced and unchanged: through preemption, prefix-cache reset and weight updates. The
@@ -118,9 +128,11 @@ class Publisher:
 class RankHandle(Publisher):
     """A registered rank: source and sink of transfers."""
 
-    def __init__(self, connection: Connection, layout: RankLayout) -> None:
-        super().__init__(connection, frozenset(group.name for group in layout.groups))
-        self._layout = layout
+    def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
+        groups = frozenset(group.name for group in layout.groups)
+        # It publishes for all stages, and others may hold other groups: the daemon knows them.
+        super().__init__(connection, groups if engine.pp_size == 1 else None)
+        self._layout, self._own_groups = layout, groups
 
     def __enter__(self) -> RankHandle:
         return self
@@ -131,7 +143,8 @@ class RankHandle(Publisher):
         Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
 
         May be said before the transfer is published; a rank that publishes says it by that. Nobody
-        reads until every rank has said it, unless the engine declares `publish_implies_ready`.
+        reads until every rank has said it, unless the engine declares `publish_implies_ready`. It holds for the
+        memory that the rank has now, and ends when the rank sleeps.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:
@@ -165,7 +178,7 @@ class RankHandle(Publisher):
         """
         source = read_ref(ref)
         what = f"pull {source.transfer_id}"
-        packed = pack(blocks, self._groups, what)
+        packed = pack(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:

@@ -22,7 +22,15 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.plan import BlockRules, Plan, TransferTopology, block_rules, check_engine, check_same_engine
+from kvxferd.plan import (
+    BlockRules,
+    Plan,
+    TransferTopology,
+    block_rules,
+    check_engine,
+    check_same_engine,
+    engine_rules,
+)
 from kvxferd.wire.common import Binding, Placement, RankIncarnations, RankManifest, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
@@ -162,7 +170,7 @@ class LocalEngine:
 
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
-    _rules: tuple[BlockRules, ...] = ()  # different ones among the ranks'; worked out when asked for
+    _rules: BlockRules = ()  # of all ranks; worked out when asked for
     _named: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
 
     @property
@@ -181,11 +189,15 @@ class LocalEngine:
         self._rules = ()
 
     @property
-    def rules(self) -> tuple[BlockRules, ...]:
-        """What the block lists of a request must fit: nearly always, one for all ranks."""
+    def rules(self) -> BlockRules:
+        """What the block lists of a request must fit, on every rank that is there."""
         if not self._rules:
-            self._rules = tuple({record.rules for record in self.ranks.values()})
+            self._rules = engine_rules(record.rules for record in self.ranks.values())
         return self._rules
+
+    def absent(self) -> list[Rank]:
+        """The ranks of which nothing is known, not even their groups."""
+        return [rank for rank in self.spec.ranks() if rank not in self.ranks]
 
     def lacking(self) -> list[Rank]:
         """The ranks that cannot be read (yet)."""

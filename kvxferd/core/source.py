@@ -85,8 +85,7 @@ class Source:
         check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
         assert engine is not None
         incarnations = self._bound_to(session, engine, said)
-        for rules in [engine.ranks[rank].rules] if rank is not None else engine.rules:
-            check_blocks_by(rules, blocks, said.num_tokens)
+        self._check_blocks(engine, said, blocks)
         now = self._moment.now
         lease_s = said.lease_s or self._moment.settings.lease_s
         return Transfer(
@@ -104,6 +103,20 @@ class Source:
             ready={rank} if rank is not None else set(),
             incarnations=incarnations,
         )
+
+    @staticmethod
+    def _check_blocks(engine: LocalEngine, said: Publish, blocks: dict[GroupName, PackedBlocks]) -> None:
+        """Each rank reads its own groups, so a publish lists those of all: of an engine, not of a rank."""
+        unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
+        if unknown and (absent := engine.absent()):
+            # After a restart: the ranks come back one by one, in any order.
+            raise EngineError(
+                f"cannot publish transfer {said.transfer_id}: no rank that is registered has group "
+                f"{min(unknown)!r}, and ranks {', '.join(map(str, absent))} of engine {engine.key} are not "
+                "there; publish once all ranks are registered",
+                Code.ENGINE_INCOMPLETE,
+            )
+        check_blocks_by(engine.rules, blocks, said.num_tokens, "the engine's")
 
     def _bound_to(self, session: Session, engine: LocalEngine, said: Publish) -> Mapping[Rank, Incarnation]:
         """Return the mappings that hold the transfer's bytes, as its publisher knew them when it was called.

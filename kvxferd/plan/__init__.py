@@ -27,7 +27,14 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.requests import BlockRules, block_rules, check_blocks, check_blocks_by, check_request
+from kvxferd.plan.requests import (
+    BlockRules,
+    block_rules,
+    check_blocks,
+    check_blocks_by,
+    check_request,
+    engine_rules,
+)
 from kvxferd.plan.sender import SendPart, sender_plan
 from kvxferd.plan.structs import Plan, decode_plan, encode_plan
 from kvxferd.plan.topology import TransferTopology
@@ -62,6 +69,7 @@ __all__ = [
     "decode_plan",
     "derive_mamba_conv_split",
     "encode_plan",
+    "engine_rules",
     "expand_region",
     "find_differences",
     "get_transfer_cache_regions",

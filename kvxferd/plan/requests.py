@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvxferd.errors import Code, EngineError, PlanError
@@ -41,6 +42,23 @@ def block_rules(layout: RankLayout) -> BlockRules:
     return tuple(GroupRule(group, math.lcm(*granules[group.name])) for group in layout.groups)
 
 
+def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
+    """Return every different rule among an engine's ranks: its stages may hold different groups.
+
+    Ranks that share a group's tokens differ in their turn alone, which no list depends on.
+    """
+    rules = {_of_first_turn(rule): None for of_rank in ranks for rule in of_rank}
+    return tuple(rules)
+
+
+def _of_first_turn(rule: GroupRule) -> GroupRule:
+    shard = rule.group.token_shard
+    if shard.index == 0:
+        return rule
+    first = msgspec.structs.replace(shard, index=0)
+    return rule._replace(group=msgspec.structs.replace(rule.group, token_shard=first))
+
+
 def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
     """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` on this rank.
 
@@ -50,20 +68,23 @@ def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], n
     check_blocks_by(block_rules(layout), blocks, num_tokens)
 
 
-def check_blocks_by(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
-    """`check_blocks` of a layout with these rules."""
+def check_blocks_by(
+    rules: BlockRules,
+    blocks: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+    whose: str = "this rank's",
+) -> None:
+    """`check_blocks` of a layout with these rules; of an engine, every rule of each group is checked."""
     if num_tokens < 1:
         raise _invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
-    groups = {rule.group.name: rule for rule in rules}
-    if groups.keys() != blocks.keys():
-        unknown, missing = sorted(blocks.keys() - groups.keys()), sorted(groups.keys() - blocks.keys())
+    groups = {rule.group.name for rule in rules}
+    if groups != blocks.keys():
+        unknown, missing = sorted(blocks.keys() - groups), sorted(groups - blocks.keys())
         if unknown:
-            raise _invalid(
-                f"cannot use blocks of group {unknown[0]!r}: this rank's groups are {_names(groups)}"
-            )
+            raise _invalid(f"cannot use blocks of group {unknown[0]!r}: {whose} groups are {_names(groups)}")
         raise _invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
-    for name, listed in blocks.items():
-        _check_list(groups[name].group, listed, num_tokens, groups[name].granule_tokens)
+    for group, granule_tokens in rules:
+        _check_list(group, blocks[group.name], num_tokens, granule_tokens)
 
 
 def check_request(
