@@ -52,15 +52,16 @@ class Publisher:
         when `after.query()` is true (a reader that is a second earlier than that is refused). If it
         raises, `PublishRefused` with the code `device-error` follows.
 
-        `blocks` lists every group of the engine; its stages may hold different ones, and each rank reads its own.
+        `blocks` lists every group of the engine; its stages may hold different ones, and each rank reads its
+        own.
 
-        The transfer is bound to the memory that the engine's ranks have as far as this session knows when this
-        is called: the daemon reports it, before `attach` and `register` return and whenever a rank comes or
-        resumes. If a rank sleeps, or comes back with other memory, before the transfer is read, even while no
-        daemon is there, it ends with the code `rank-lost`: publish what is in the ranks' memory now. A
+        The transfer is bound to the memory that the engine's ranks have, as far as this session knows when
+        this is called: the daemon reports it before `attach` and `register` return, and whenever a rank comes
+        or resumes. If a rank sleeps, or comes back with other memory, before the transfer is read, even while
+        no daemon is there, it ends with the code `rank-lost`: publish what is in the ranks' memory now. A
         session that knows no rank yet raises `engine-incomplete`. An engine that declares
-        `publish_implies_ready` is refused `transfer-not-ready` unless all its ranks were known; otherwise a rank
-        that was not is bound by its own `ready`.
+        `publish_implies_ready` is refused with `transfer-not-ready` unless all its ranks were known; else a
+        rank that was not known is bound by its own `ready`.
 
         From here until `Released` or `PublishRefused` names the transfer, its blocks must stay
         referenced and unchanged: through preemption, prefix-cache reset and weight updates. The
@@ -143,8 +144,8 @@ class RankHandle(Publisher):
         Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
 
         May be said before the transfer is published; a rank that publishes says it by that. Nobody
-        reads until every rank has said it, unless the engine declares `publish_implies_ready`. It holds for the
-        memory that the rank has now, and ends when the rank sleeps.
+        reads until every rank has said it, unless the engine declares `publish_implies_ready`. It holds for
+        the memory that the rank has now, and ends when the rank sleeps.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:

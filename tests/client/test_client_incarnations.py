@@ -33,7 +33,7 @@ def take(side: DaemonSide, *ranks: tuple[Rank, str], version: int = 2) -> None:
     attach = side.expect(worker.Attach)
     if ranks:
         side.say(worker.EngineRanks(ranks=ranks))
-    side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    side.say_registered(attach.request)
 
 
 def publisher(stage: Stage, *ranks: tuple[Rank, str]) -> Publisher:
@@ -42,7 +42,7 @@ def publisher(stage: Stage, *ranks: tuple[Rank, str]) -> Publisher:
     attach = stage.side.expect(worker.Attach)
     if ranks:
         stage.side.say(worker.EngineRanks(ranks=ranks))
-    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    stage.side.say_registered(attach.request)
     return attaching.result(WAIT_S)
 
 
