@@ -8,16 +8,16 @@ from typing import TypeVar
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToRoute
 from kvxferd.core.fences import Fences, PagePlace
-from kvxferd.core.limits import check_waiting
+from kvxferd.core.limits import check_count, check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import Grant, Transfer, TransferKey
-from kvxferd.errors import BusyError, Code
-from kvxferd.ids import AgentName, GrantId
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import AgentName, EngineKey, GrantId
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.ids_stream import split_ids
-from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_NAME_CHARS, MAX_RANKS
 from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
@@ -33,11 +33,20 @@ from kvxferd.wire.peer import (
 
 K = TypeVar("K")
 
+# 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 asks that
+# may wait (`limits.max_waiting`) 256 may be long: 32 MiB, and 256 MiB of the others at most.
+MAX_ASK_CHARS, LONG_ASK_CHARS, MAX_LONG_ASKS = 128 << 10, 8 << 10, 256
+MAX_ENDPOINT_CHARS = 512
+# Engines that say they have read one transfer, or want no more of it. A request is routed to a handful.
+MAX_READERS = 256
+
 
 @dataclass(slots=True)
 class _Ask:
     """A grant that is asked for and not answered."""
 
+    grant: GrantId  # among all peers' names
+    asker: str  # the peer's key, or its route
     route: bytes
     question: AskGrant
     asked_at: float
@@ -72,23 +81,32 @@ class Granting:
 
     # --- asking
 
-    def ask(self, route: bytes, question: AskGrant) -> None:
+    def ask(self, route: bytes, question: AskGrant, key: str = "") -> None:
         """Answer now, or once the transfer is published, ready, and its movers poll."""
-        waiting = self._asks.get(question.grant)
-        if waiting is not None:
-            self._unlist(self._asks_for, _key_of(waiting.question), question.grant)
-            waiting.route, waiting.question = route, question  # asked again: the last route is the live one
-            self._asks_for.setdefault(_key_of(question), {})[question.grant] = None
+        grant = _name_of(question.grant, key)
+        waiting = self._asks.get(grant)
+        try:
+            _check_names(question)
+            if waiting is None:
+                self._check_long(question)
+                askers = (ask.asker for ask in self._asks.values())
+                asker = key or route.hex()
+                check_waiting(askers, len(self._asks), asker, self._moment.settings.limits)
+        except KvxferdError as error:
+            self._moment.do(ToRoute(route, refusal_of(question.request, error)))
+            return
+        if waiting is None:
+            waiting = self._asks[grant] = _Ask(grant, key or route.hex(), route, question, self._moment.now)
         else:
-            try:
-                routes = (ask.route for ask in self._asks.values())
-                check_waiting(routes, len(self._asks), route, self._moment.settings.limits)
-            except BusyError as error:
-                self._moment.do(ToRoute(route, refusal_of(question.request, error)))
-                return
-            waiting = self._asks[question.grant] = _Ask(route, question, self._moment.now)
-            self._asks_for.setdefault(_key_of(question), {})[question.grant] = None
+            self._unlist(self._asks_for, _key_of(waiting.question), grant)
+            waiting.route, waiting.question = route, question  # asked again: the last route is the live one
+        self._asks_for.setdefault(_key_of(question), {})[grant] = None
         self._consider(waiting)
+
+    def _check_long(self, question: AskGrant) -> None:
+        if sum(len(agent) for _, agent in question.reads) > LONG_ASK_CHARS:
+            what = f"wait for a grant that names {len(question.reads)} agents: {len(self._asks)} others wait"
+            check_count(len(self._asks), MAX_LONG_ASKS, what, "not a setting")
 
     def reconsider(self) -> None:
         """Something changed that any ask may have waited for: a rank, a fence page, a mover."""
@@ -115,7 +133,7 @@ class Granting:
             return
         left_s = ask.asked_at + found.wait_s - self._moment.now
         if left_s > 0:
-            self._moment.after(("ask", question.grant), left_s, lambda: self._consider(ask))
+            self._moment.after(("ask", ask.grant), left_s, lambda: self._consider(ask))
             return
         self._refuse(ask, found.code, found.message)
 
@@ -125,15 +143,15 @@ class Granting:
         self._moment.do(ToRoute(ask.route, refused))
 
     def _drop(self, ask: _Ask) -> None:
-        del self._asks[ask.question.grant]
-        self._unlist(self._asks_for, _key_of(ask.question), ask.question.grant)
+        del self._asks[ask.grant]
+        self._unlist(self._asks_for, _key_of(ask.question), ask.grant)
         for agent in ask.agents:
-            self._unlist(self._asks_of, agent, ask.question.grant)
-        self._moment.timers.stop(("ask", ask.question.grant))
-        transfer = self._source.transfers.granted.get(ask.question.grant)
-        kept = transfer.grants[ask.question.grant].agents if transfer else frozenset()
+            self._unlist(self._asks_of, agent, ask.grant)
+        self._moment.timers.stop(("ask", ask.grant))
+        transfer = self._source.transfers.granted.get(ask.grant)
+        kept = transfer.grants[ask.grant].agents if transfer else frozenset()
         for agent in ask.agents - kept:
-            self._attendance.leave(agent, ask.question.grant)
+            self._attendance.leave(agent, ask.grant)
 
     @staticmethod
     def _unlist(index: dict[K, dict[GrantId, None]], key: K, grant: GrantId) -> None:
@@ -201,7 +219,7 @@ class Granting:
         what = f"cannot grant transfer {transfer.transfer_id}"
         if transfer.nonce != question.ref.nonce:
             return _Obstacle(Code.NONCE_WRONG, f"{what}: the reference's nonce is not the transfer's")
-        if self._source.transfers.granted.get(question.grant, transfer) is not transfer:
+        if self._source.transfers.granted.get(ask.grant, transfer) is not transfer:
             return _Obstacle(
                 Code.OUT_OF_PLACE,
                 f"{what}: grant {question.grant[:80]} is on another transfer; choose a new name",
@@ -225,11 +243,11 @@ class Granting:
             )
         agents = frozenset([place.agent, *(agent for _, agent in question.reads)])
         for agent in agents - ask.agents:
-            self._attendance.attend(agent, question.grant)
-            self._asks_of.setdefault(agent, {})[question.grant] = None
+            self._attendance.attend(agent, ask.grant)
+            self._asks_of.setdefault(agent, {})[ask.grant] = None
         for agent in ask.agents - agents:
-            self._attendance.leave(agent, question.grant)
-            self._unlist(self._asks_of, agent, question.grant)
+            self._attendance.leave(agent, ask.grant)
+            self._unlist(self._asks_of, agent, ask.grant)
         ask.agents = agents
         if not all(map(self._attendance.is_attending, agents)):
             return _Obstacle(Code.MOVER_LOST, f"{what}: its movers do not answer", self._patience(question))
@@ -240,12 +258,12 @@ class Granting:
 
     def _give(self, ask: _Ask, transfer: Transfer, place: PagePlace) -> None:
         question, now = ask.question, self._moment.now
-        settings, known = self._moment.settings, transfer.grants.get(question.grant)
+        settings, known = self._moment.settings, transfer.grants.get(ask.grant)
         born = known.born if known else now
         for agent in known.agents - ask.agents if known else ():
-            self._attendance.leave(agent, question.grant)
+            self._attendance.leave(agent, ask.grant)
         grant = Grant(
-            grant=question.grant,
+            grant=ask.grant,
             consumer=question.consumer,
             agents=ask.agents,
             born=born,
@@ -274,31 +292,35 @@ class Granting:
 
     # --- holding and letting go
 
-    def renew(self, route: bytes, question: RenewGrants) -> None:
+    def renew(self, route: bytes, question: RenewGrants, key: str = "") -> None:
         """Extend the grants that live; name those that have ended."""
         ended = []
         settings, now = self._moment.settings, self._moment.now
         for grant_id in question.grants:
-            transfer = self._source.transfers.granted.get(grant_id)
+            name = _name_of(grant_id, key)
+            transfer = self._source.transfers.granted.get(name)
             if transfer is None:
                 ended.append(grant_id)
                 continue
-            grant = transfer.grants[grant_id]
+            grant = transfer.grants[name]
             grant.until = min(now + settings.lease_s, grant.born + settings.max_hold_s)
         self._moment.do(ToRoute(route, GrantsRenewed(request=question.request, ended=tuple(ended))))
 
-    def give_back(self, route: bytes, question: ReturnGrant) -> None:
+    def give_back(self, route: bytes, question: ReturnGrant, key: str = "") -> None:
         """A pull that failed needs its grant no more."""
-        if waiting := self._asks.get(question.grant):
+        grant = _name_of(question.grant, key)
+        if waiting := self._asks.get(grant):
             self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
-        self._source.end_grant(question.grant)
+        self._source.end_grant(grant)
         self._moment.do(ToRoute(route, Done(request=question.request)))
 
-    def acknowledge(self, route: bytes, question: Acknowledge) -> None:
+    def acknowledge(self, route: bytes, question: Acknowledge, key: str = "") -> None:
         """A consumer rank holds the bytes; with the last one the transfer is complete."""
         transfer = self._owned(question.ref)
-        if transfer is not None:
-            self._source.end_grant(question.grant)
+        if transfer is not None and self._has_room(route, question, transfer):
+            grant = _name_of(question.grant, key)
+            if self._source.transfers.granted.get(grant) is transfer:
+                self._source.end_grant(grant)
             transfer.reader(question.consumer).acknowledged.add(question.consumer.rank)
             if transfer.is_read_by_all:
                 self._source.release(transfer, Code.COMPLETED)
@@ -307,16 +329,49 @@ class Granting:
     def abandon(self, route: bytes, question: AbandonTransfer) -> None:
         """A consumer engine wants nothing more of the transfer."""
         transfer = self._owned(question.ref)
-        if transfer is not None:
+        if transfer is not None and self._has_room(route, question, transfer):
             transfer.reader(question.consumer).abandoned = True
             if transfer.is_read_by_all:
                 self._source.release(transfer, Code.ABANDONED)
         self._moment.do(ToRoute(route, Done(request=question.request)))
 
+    def _has_room(self, route: bytes, question: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
+        """Whether the consumer may be kept beside the transfer. A made-up one is answered, and not kept."""
+        consumer = question.consumer
+        known = transfer.readers.get(EngineKey(consumer.engine_id, consumer.generation))
+        if known is not None:
+            return consumer.rank in known.acknowledged or len(known.acknowledged) < MAX_RANKS
+        names = (consumer.engine_id, consumer.generation)
+        return len(transfer.readers) < MAX_READERS and max(map(len, names)) <= MAX_NAME_CHARS
+
     def _owned(self, ref: TransferRef) -> Transfer | None:
         """The live transfer that the reference's holder may speak of."""
         transfer = self._source.transfers.live.get((ref.engine, ref.transfer_id))
         return transfer if transfer is not None and transfer.nonce == ref.nonce else None
+
+
+def _name_of(grant: GrantId, key: str) -> GrantId:
+    """The grant's name among all peers': an asker chooses it, and with CURVE can name none but its own."""
+    return GrantId(f"{key}/{grant}") if key else grant
+
+
+def _check_names(question: AskGrant) -> None:
+    """An ask may wait for seconds among thousands: what it says is kept as long."""
+    ref, consumer = question.ref, question.consumer
+    names = [question.grant, ref.engine_id, ref.generation, ref.transfer_id, ref.nonce]
+    names += [consumer.engine_id, consumer.generation, *(agent for _, agent in question.reads)]
+    longest = max(map(len, names))
+    if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
+        raise EngineError(
+            f"cannot grant: a name of {longest} characters in the question; {MAX_NAME_CHARS} is the limit",
+            Code.BAD_FRAME,
+        )
+    if sum(map(len, names)) > MAX_ASK_CHARS:
+        raise EngineError(
+            f"cannot grant: the question names {len(question.reads)} agents in more than {MAX_ASK_CHARS} "
+            "characters",
+            Code.BAD_FRAME,
+        )
 
 
 def _key_of(question: AskGrant) -> TransferKey:

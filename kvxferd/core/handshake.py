@@ -8,9 +8,10 @@ from kvxferd.core.effects import ToRoute
 from kvxferd.core.limits import check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
-from kvxferd.errors import BusyError, Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.plan import require_pp_aware
+from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
 
 
@@ -18,6 +19,7 @@ from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_
 class _Fetch:
     """Somebody waits for an engine."""
 
+    asker: str  # the peer's key, or its route
     route: bytes
     question: FetchEngine
     asked_at: float
@@ -31,18 +33,19 @@ class Handshakes:
         self._registry = registry
         self._fetches: dict[tuple[bytes, int], _Fetch] = {}
 
-    def fetch(self, route: bytes, question: FetchEngine) -> None:
+    def fetch(self, route: bytes, question: FetchEngine, key: str = "") -> None:
         """Answer now or later. The same question again changes nothing."""
-        key = (route, question.request)
-        if key not in self._fetches:
+        name, asker = (route, question.request), key or route.hex()
+        if name not in self._fetches:
             try:
-                routes = (fetch.route for fetch in self._fetches.values())
-                check_waiting(routes, len(self._fetches), route, self._moment.settings.limits)
-            except BusyError as error:
+                _check_names(question)
+                askers = (fetch.asker for fetch in self._fetches.values())
+                check_waiting(askers, len(self._fetches), asker, self._moment.settings.limits)
+            except KvxferdError as error:
                 self._moment.do(ToRoute(route, refusal_of(question.request, error)))
                 return
-            self._fetches[key] = _Fetch(route, question, self._moment.now)
-        self._consider(self._fetches[key])
+            self._fetches[name] = _Fetch(asker, route, question, self._moment.now)
+        self._consider(self._fetches[name])
 
     def reconsider(self) -> None:
         """A rank has come."""
@@ -99,3 +102,13 @@ class Handshakes:
             text = f"{what}: {len(lacking)} of its {len(engine.spec.ranks())} ranks are not there: {ranks}"
             return KvxferdError(text, Code.ENGINE_INCOMPLETE), min(question.wait_s, settings.handshake_wait_s)
         return None
+
+
+def _check_names(question: FetchEngine) -> None:
+    """A fetch waits for seconds, and what it says is kept as long."""
+    longest = max(len(question.engine_id), len(question.generation))
+    if longest > MAX_NAME_CHARS:
+        raise EngineError(
+            f"cannot hand out an engine with a name of {longest} characters; {MAX_NAME_CHARS} is the limit",
+            Code.BAD_FRAME,
+        )

@@ -83,14 +83,15 @@ class Load:
         self.inflight_bytes -= size_bytes
 
 
-def check_waiting(routes: Iterable[bytes], num_waiting: int, route: bytes, limits: Limits) -> None:
+def check_waiting(askers: Iterable[str], num_waiting: int, asker: str, limits: Limits) -> None:
     """Raise BusyError where one more question of a peer would wait too much.
 
-    `routes` of the questions that wait is looked at only once there are more than one peer may have.
+    An asker is a peer's CURVE key, or the route of one without. Those whose questions wait are counted only
+    once there are more than one peer may have.
     """
     if num_waiting < limits.max_waiting_per_peer:
         return
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
-    of_peer = sum(other == route for other in routes)
+    of_peer = sum(other == asker for other in askers)
     check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")

@@ -446,15 +446,15 @@ class Node:
             case Greet():
                 self._greet(route, message)
             case FetchEngine():
-                self.handshakes.fetch(route, message)
+                self.handshakes.fetch(route, message, key)
             case AskGrant():
-                self.granting.ask(route, message)
+                self.granting.ask(route, message, key)
             case RenewGrants():
-                self.granting.renew(route, message)
+                self.granting.renew(route, message, key)
             case ReturnGrant():
-                self.granting.give_back(route, message)
+                self.granting.give_back(route, message, key)
             case Acknowledge():
-                self.granting.acknowledge(route, message)
+                self.granting.acknowledge(route, message, key)
             case AbandonTransfer():
                 self.granting.abandon(route, message)
             case JoinRank():

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 from world import Host, Worker, World, spec_of
 
+from kvxferd.core import Settings, membership
 from kvxferd.core import events as ev
-from kvxferd.core import membership
+from kvxferd.core.granting import MAX_READERS
 from kvxferd.core.layouts import Layouts
+from kvxferd.core.limits import Limits
 from kvxferd.core.manifests import check_manifest, checked_layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.errors import Code
@@ -17,18 +19,22 @@ from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpe
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RegionAddress
+from kvxferd.wire.common import Message, RegionAddress, TransferRef
 from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
+    Acknowledge,
     AskGrant,
     AttendRank,
     Consumer,
     Done,
     EngineManifest,
+    FetchEngine,
     Granted,
     JoinRank,
     PeerRefused,
+    RenewGrants,
+    ReturnGrant,
     TransferReleased,
 )
 
@@ -389,3 +395,95 @@ def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, 
     assert failed.code is Code.PEER_UNREACHABLE
     assert "no name server answered" in failed.message
     assert not sink.host.node.snapshot().peers
+
+
+# --- grants, among peers that prove a key
+
+
+def with_key(world: World, host: Host, question: Message, key: str) -> list[Message]:
+    effects = host.node.feed(ev.RouteSaid(b"stranger", question, key), world.now)
+    host.node.check_integrity()
+    return [effect.message for effect in effects if getattr(effect, "route", None) == b"stranger"]
+
+
+@pytest.fixture
+def granted(world, source):
+    """A grant of the key 0a; its transfer."""
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
+    world.feed(source.host, ev.RouteSaid(b"reader", grant_of(world, source, ref), "0a"))
+    (mover,) = source.host.movers.values()
+    world.feed(source.host, ev.MoverSaid(mover.mover, mv.Attending(token=0)))
+    (transfer,) = source.host.node.source.transfers.live.values()
+    assert len(transfer.grants) == 1
+    return ref, transfer
+
+
+def test_a_grant_is_its_keys_whatever_another_names(world, source, granted):
+    _, transfer = granted
+    (done,) = with_key(world, source.host, ReturnGrant(request=1, grant="g"), "0b")
+    assert isinstance(done, Done)
+    (renewed,) = with_key(world, source.host, RenewGrants(request=1, grants=("g",)), "0b")
+    assert renewed.ended == ("g",)
+    assert len(transfer.grants) == 1
+    (renewed,) = with_key(world, source.host, RenewGrants(request=1, grants=("g",)), "0a")
+    assert not renewed.ended
+    with_key(world, source.host, ReturnGrant(request=1, grant="g"), "0a")
+    assert not transfer.grants
+
+
+def test_a_question_that_waits_keeps_its_asker(world, source):
+    """Another that uses its name waits beside it, and does not get its answer."""
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    question = grant_of(world, source, ref)
+    assert not with_key(world, source.host, question, "0a")
+    assert not with_key(world, source.host, msgspec.structs.replace(question, request=6), "0b")
+    asks = source.host.node.granting._asks.values()
+    assert sorted(ask.question.request for ask in asks) == [5, 6]
+
+
+def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, granted):
+    _, transfer = granted
+    other = source.publish("t2", [4], 4)
+    consumer = Consumer("decode", "g1", Rank(0, 0), 2)
+    with_key(world, source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer), "0a")
+    assert len(transfer.grants) == 1
+
+
+def test_made_up_readers_are_not_kept_without_end(world, source, granted):
+    ref, transfer = granted
+    for number in range(MAX_READERS + 10):
+        consumer = Consumer(f"made-up-{number}", "g1", Rank(0, 0), 2)
+        acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer)
+        assert with_key(world, source.host, acknowledge, "0b")
+    assert len(transfer.readers) == MAX_READERS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grant": "x" * 300},
+        {"reads": ((Rank(0, 0), "a" * 300),)},
+        {"reads": ((Rank(0, 0), "a" * 250),) * 600},
+    ],
+)
+def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, changes):
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    question = msgspec.structs.replace(grant_of(world, source, ref), **changes)
+    (refused,) = with_key(world, source.host, question, "0b")
+    assert refused.code is Code.BAD_FRAME
+    fetch = FetchEngine(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
+    (refused,) = with_key(world, source.host, fetch, "0b")
+    assert refused.code is Code.BAD_FRAME
+
+
+def test_many_routes_of_one_key_have_one_share():
+    world = World(settings=Settings(limits=Limits(max_waiting_per_peer=3, max_waiting=100)))
+    source = world.engine(world.host("p"), "prefill")[0]
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    answers: list[Message] = []
+    for number in range(6):
+        question = grant_of(world, source, ref, grant=f"g{number}")
+        event = ev.RouteSaid(b"%d" % number, question, "0b")
+        effects = source.host.node.feed(event, world.now)
+        answers += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
+    assert [a.code for a in answers] == [Code.BUSY] * 3
