@@ -41,8 +41,10 @@ def join(
 
 def wait_for(rank: client.RankHandle, kind: type[client.Event]) -> client.Event:
     """Return the rank's next event of that kind; stop at any other."""
+    events = select.poll()  # not select.select, which refuses descriptors above 1,023
+    events.register(rank.fileno(), select.POLLIN)
     while True:
-        if not select.select([rank.fileno()], [], [], 30)[0]:
+        if not events.poll(30_000):
             sys.exit("nothing happened for 30 s")
         for event in rank.poll():
             print(event)

@@ -11,7 +11,6 @@ import argparse
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Un
 from kvxferd.mover.nixl_transport import Library, import_library
 from kvxferd.mover.process import Crowd, prepare_thread
 from kvxferd.mover.shm import make_directory, remove_directory
+from kvxferd.polling import readable_of, wait_writable
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import Frame
@@ -60,7 +60,7 @@ class Parent:
 
     def _turn(self, library: Library) -> bool:
         link = self._control.fileno()
-        readable, _, _ = select.select([link, *self._pidfds], [], [])
+        readable = readable_of([link, *self._pidfds])
         for pidfd in readable:
             if pidfd != link:
                 self._reap(pidfd)
@@ -104,13 +104,13 @@ class Parent:
         self._control.send(encode(message), duplicates(fds))
         self._control.flush()
         while not self._control.idle:
-            select.select([], [self._control], [])
+            wait_writable(self._control.fileno())
             self._control.flush()
 
     def _wait_for_daemon(self) -> None:
         frames: list[Frame] | None = []
         while frames is not None:
-            select.select([self._control], [], [])
+            readable_of([self._control.fileno()])
             frames = self._control.receive()
             for frame in frames or ():
                 close_all(frame.fds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from kvxferd.link import Link
 from kvxferd.mover.loop import Mover
 from kvxferd.mover.process import prepare_thread
 from kvxferd.mover.transport import Transport
+from kvxferd.polling import wait_writable
 from kvxferd.resident.pacing import CourteousPacer
 from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import Leaving
@@ -144,4 +144,4 @@ def _say(stream: Link, message: Leaving) -> None:
         left_s = deadline - time.monotonic()
         if stream.idle or left_s <= 0:
             return
-        select.select([], [stream.fileno()], [], left_s)
+        wait_writable(stream.fileno(), left_s)

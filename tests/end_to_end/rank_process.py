@@ -7,6 +7,7 @@ import importlib
 import mmap
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import time
@@ -27,6 +28,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.drivers import open_driver
+from kvxferd.polling import readable_of
 
 GROUP = "full"
 OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most
@@ -192,7 +194,7 @@ class Agent:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            select.select([self.rank.fileno()], [], [], left)
+            readable_of([self.rank.fileno()], left)
             self.unread = list(self.rank.poll())
         event = self.unread.pop(0)
         fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
@@ -246,6 +248,13 @@ class Agent:
 
     def may_be_touched(self) -> bool:
         return self.rank.may_be_touched
+
+    def open_files(self, number: int) -> None:
+        """What is opened from here on has a number above that."""
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (2 * number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+        self.files = [os.open("/dev/null", os.O_RDONLY) for _ in range(number)]
 
     def num_threads(self) -> int:
         return len(os.listdir("/proc/self/task"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fleet import Fleet
+from fleet import FACTS, Fleet
+from rank_process import ranks_of
 from transfers import publish, pull_and_check, rank_shown, spec_of
 
 TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
@@ -40,3 +41,14 @@ def test_one_daemon_for_both_engines(fleet: Fleet) -> None:
     sinks = fleet.engine(daemon, spec_of("decode"), "register_resident")
     pull_and_check(sinks, publish(sources, 1), 1)
     pull_and_check(sources, publish(sinks, 2), 2)  # each is source and sink
+
+
+def test_an_engine_with_many_files(fleet: Fleet) -> None:
+    """`select.select` refuses descriptors above 1,023: the mover would never come up."""
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (own,) = ranks_of(spec_of("decode"))
+    sink = fleet.rank()
+    sink.open_files(1200)
+    sink.register_resident(daemon.worker_socket, own, **FACTS)
+    pull_and_check([sink], publish([source], 1), 1)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import GroupKind
 from kvxferd.memory import SealedMemory
+from kvxferd.polling import readable_of
 
 CONNECT_S = 30.0
 REGISTER_S = 60.0
@@ -199,7 +199,7 @@ class RankProcess:
         """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
         while not self._unread:
             left = deadline - time.perf_counter()
-            readable, _, _ = select.select([self._rank.fileno()], [], [], max(left, 0.0))
+            readable = readable_of([self._rank.fileno()], left)
             self._unread.extend(self._rank.poll())
             if not readable and not self._unread and left <= 0:
                 raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)

@@ -6,7 +6,6 @@ standard input until that is closed.
 
 from __future__ import annotations
 
-import select
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from kvxferd.cli.tether import tether
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.memory import SealedMemory
+from kvxferd.polling import readable_of
 
 CONNECT_S = 30.0
 # Ranks beyond the movers that are kept ready wait for one to be made.
@@ -136,7 +136,7 @@ class Worker:
         """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
         while not self._unread:
             left = deadline - time.monotonic()
-            readable, _, _ = select.select([self._rank.fileno()], [], [], max(left, 0.0))
+            readable = readable_of([self._rank.fileno()], left)
             self._unread = list(self._rank.poll())
             if not readable and not self._unread and left <= 0:
                 raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)

@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.drivers import open_driver
+from kvxferd.polling import readable_of
 
 NUM_PULLS = 4  # the first connects
 EVENT_S = 30.0
@@ -130,7 +130,7 @@ class Engine:
 
     def await_event(self, kind: type[client.Event]) -> Any:
         """Return the next event of a kind. Raises KvxferdError at any other end, or when nothing comes."""
-        while select.select([self.rank.fileno()], [], [], EVENT_S)[0]:
+        while readable_of([self.rank.fileno()], EVENT_S):
             for event in self.rank.poll():
                 if isinstance(event, kind):
                     return event
