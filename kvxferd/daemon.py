@@ -22,6 +22,7 @@ from kvxferd.config import Config, split_endpoint
 from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
 from kvxferd.control.keys import read_key, trust_of
+from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.settings import settings_of
 from kvxferd.control.worker_socket import WorkerSocket
@@ -36,6 +37,7 @@ from kvxferd.core.effects import (
     NeedMover,
     Observed,
     OverwriteFence,
+    SaveOwnerships,
     ShareFence,
     ToMover,
     ToPeer,
@@ -50,6 +52,7 @@ from kvxferd.core.events import (
     MoverSaid,
     MoverTaken,
     MoverUnavailable,
+    OwnershipsRead,
     PidfdNotSent,
     Tick,
 )
@@ -120,6 +123,8 @@ class Daemon:
                 settings=settings_of(self._config, self._trust),
                 new_token=lambda: secrets.token_hex(16),
             )
+            self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.listed)
+            closing.push_async_callback(self._ownership_file.close)
             self._make_movers(run_directory.movers_fd)
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
@@ -127,6 +132,8 @@ class Daemon:
             http = HttpServer(self._config, self._desk, self._metrics)
             closing.push_async_callback(http.stop)
             await http.start()
+            # Before the first session: whoever comes first must not have what is another's.
+            self._on_event(OwnershipsRead(self._ownership_file.read()))
             self._workers.start()
             closing.push_async_callback(self._stop_workers)
             for name in (signal.SIGTERM, signal.SIGINT):
@@ -322,6 +329,8 @@ class Daemon:
                 self._peers.answer(effect.route, effect.message)
             case ForgetPeer():
                 self._peers.forget(effect.endpoint)
+            case SaveOwnerships():
+                self._ownership_file.save_soon()
             case Observed():
                 self._observe(effect.record)
             case _:

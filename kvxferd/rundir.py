@@ -23,6 +23,7 @@ class RunDirectory:
         """Make the directory and take the daemon's lock. Raises ConfigError(already-running)."""
         try:
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            (path / "private").mkdir(mode=0o700, exist_ok=True)
             self._daemon_fd = os.open(path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self.movers_fd = os.open(path / "movers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -38,6 +39,7 @@ class RunDirectory:
         os.ftruncate(self._daemon_fd, 0)
         os.pwrite(self._daemon_fd, f"{os.getpid()}\n".encode(), 0)
         self._path = path
+        self.owners = path / "private" / "owners.json"  # whose engine ids are
 
     async def wait_for_movers(self, limit_s: float) -> None:
         """Return once no mover of an earlier daemon is left. Raises ConfigError(already-running)."""

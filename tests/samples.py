@@ -195,6 +195,10 @@ class StillNode:
         """The one that it knows."""
         return [PEER] if endpoint == PEER else []
 
+    def disown(self, engine_id: EngineId) -> int | None:
+        """One that has no ranks here."""
+        return 1000 if engine_id == "gone-0" else None
+
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Of the one engine that publishes."""
         live = [t for t in node_snapshot().transfers if t.transfer_id == transfer_id]

@@ -28,6 +28,7 @@ VERBS = {
     "drain": "kvxferd.cli.drain",
     "drop-peer": "kvxferd.cli.drop_peer",
     "cancel": "kvxferd.cli.cancel",
+    "disown": "kvxferd.cli.disown",
     "keygen": "kvxferd.cli.keygen",
 }
 

@@ -22,7 +22,7 @@ from kvxferd.client.outbox import Item, Outbox, Outgoing, SendPublish, SendPull
 from kvxferd.client.publishes import Publish, Publishes
 from kvxferd.client.pulls import Pulls
 from kvxferd.client.refs import TransferRef
-from kvxferd.client.standing import Standing
+from kvxferd.client.standing import PASSING_ON_REJOIN, Standing
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.wire import common, worker
@@ -438,6 +438,9 @@ class Session:
         heard = self.enrolment.refused(message, self.epoch)
         self._leave_if_proven()
         if not heard and self.enrolment.tenancy is Tenancy.HELD:
+            if message.code in PASSING_ON_REJOIN:
+                text = f"the daemon does not take the session back: {message.message}"
+                raise KvxferdError(text, Code.DAEMON_LOST)
             raise KvxferdError(message.message, message.code)
 
     def _suspended(self, now: float) -> None:

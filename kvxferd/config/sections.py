@@ -55,6 +55,7 @@ class WorkerConfig(Section, frozen=True):
     mode: FileMode = 0o660
     allowed_uids: Ids = ()  # both lists empty: the file's mode decides
     allowed_gids: Ids = ()
+    ownership_s: Seconds = 600.0  # an engine id stays its user's after its last rank has left
 
 
 class ControlConfig(Section, frozen=True):

@@ -10,7 +10,7 @@ import structlog
 from kvxferd.config import Config
 from kvxferd.control.keys import warnings_of
 from kvxferd.control.placements import placement_warnings
-from kvxferd.core.events import Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
+from kvxferd.core.events import DisownAsked, Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
@@ -83,6 +83,15 @@ class Desk:
             log.warning("peer dropped by an operator", endpoint=peer)
             self._feed(PeerDropAsked(peer))
         return known
+
+    def disown(self, engine_id: EngineId) -> int | None:
+        """Forget whose an engine id was. Return that user; None: nobody's, or ranks of it are here."""
+        uid = self._node.ownerships.uid_of(engine_id)
+        if uid is None or self._node.registry.has_local_rank(engine_id):
+            return None
+        log.warning("engine id disowned by an operator", engine=engine_id, uid=uid)
+        self._feed(DisownAsked(engine_id))
+        return uid
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Release a transfer published here. Return the engines whose it was; None: of any engine."""

@@ -26,6 +26,12 @@ class DropPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
 
 
+class Disown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine id that no rank here has."""
+
+    engine_id: EngineId
+
+
 class CancelTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A transfer published here. Without `engine_id`: of every engine that has one of that name."""
 
@@ -57,6 +63,19 @@ async def drop_peer(request: web.Request) -> web.StreamResponse:
     if dropped := request.app[VIEW].drop_peer(asked.endpoint):
         return json_response({"dropped": dropped})
     text = f"cannot drop peer {asked.endpoint}: no such peer is known; `kvxferd peers` lists them"
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def disown(request: web.Request) -> web.StreamResponse:
+    """Forget whose an engine id was: whoever registers it next has it."""
+    asked = await _asked(request, Disown)
+    uid = request.app[VIEW].disown(asked.engine_id)
+    if uid is not None:
+        return json_response({"disowned": asked.engine_id, "uid": uid})
+    text = (
+        f"cannot disown engine {asked.engine_id}: it is nobody's, or ranks of it are registered here; "
+        "`kvxferd engines` lists those: stop them first"
+    )
     return error_response(404, Code.NOT_FOUND, text)
 
 

@@ -119,6 +119,7 @@ ROUTES = [
     Route("GET", "/v1/history", Access.ANYONE, history),
     Route("POST", "/v1/drain", Access.ADMIN, levers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, levers.drop_peer),
+    Route("POST", "/v1/engines/disown", Access.ADMIN, levers.disown),
     Route("POST", "/v1/transfers/cancel", Access.ADMIN, levers.cancel_transfer),
     Route("POST", "/v1/pulls/cancel", Access.ADMIN, levers.cancel_pull),
 ]

@@ -21,6 +21,7 @@ def settings_of(config: Config, trust: Trust) -> Settings:
             max_waiting_per_peer=config.limits.max_waiting_per_peer,
             max_waiting=config.limits.max_waiting,
         ),
+        ownership_s=config.worker.ownership_s,
         lease_s=config.transfer.lease_s,
         max_hold_s=config.transfer.max_hold_s,
         unknown_wait_s=config.transfer.unknown_wait_s,

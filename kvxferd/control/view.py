@@ -40,6 +40,10 @@ class NodeView(Protocol):
         """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
         ...
 
+    def disown(self, engine_id: EngineId) -> int | None:
+        """Forget whose an engine id was. Return that user; None: nobody's, or ranks of it are here."""
+        ...
+
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Release a transfer published here. Return the engines whose it was; None: of any engine."""
         ...

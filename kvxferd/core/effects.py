@@ -119,6 +119,11 @@ class ForgetPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveOwnerships:
+    """Whose engine ids are has changed: keep `Node.ownerships.listed`, soon."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """Something ended that operators count and follow."""
 
@@ -139,5 +144,6 @@ Effect = (
     | ToPeer
     | ToRoute
     | ForgetPeer
+    | SaveOwnerships
     | Observed
 )

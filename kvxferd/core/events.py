@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.layouts import CheckedLayout
-from kvxferd.ids import AgentName, Endpoint, EngineKey, MoverId, PullId, SessionId, TransferId
+from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
@@ -129,6 +129,20 @@ class PeerUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnershipsRead:
+    """Whose engine ids were, by an earlier daemon's list. Before the first session."""
+
+    listed: tuple[tuple[EngineId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DisownAsked:
+    """An operator wants an engine id to be nobody's."""
+
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Refuse what is new, finish what runs."""
 
@@ -174,6 +188,8 @@ Event = (
     | RouteSaid
     | LayoutsChecked
     | PeerUnreachable
+    | OwnershipsRead
+    | DisownAsked
     | DrainAsked
     | PeerDropAsked
     | TransferCancelAsked

@@ -9,6 +9,7 @@ from typing import assert_never
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToPeer, ToRoute, ToWorker
 from kvxferd.core.events import (
+    DisownAsked,
     DrainAsked,
     Event,
     LanesSeen,
@@ -17,6 +18,7 @@ from kvxferd.core.events import (
     MoverSaid,
     MoverTaken,
     MoverUnavailable,
+    OwnershipsRead,
     PeerDropAsked,
     PeerSaid,
     PeerUnreachable,
@@ -37,6 +39,7 @@ from kvxferd.core.layouts import Layouts
 from kvxferd.core.membership import Home, Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.peers import Peers
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.questions import Questions
@@ -120,7 +123,8 @@ class Node:
             boot=boot, endpoint=endpoint, settings=settings or Settings(), new_token=new_token
         )
         self.sessions: dict[SessionId, Session] = {}
-        self.registry = Registry(endpoint)
+        self.ownerships = Ownerships(self.moment)
+        self.registry = Registry(endpoint, self.ownerships)
         self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
@@ -264,6 +268,10 @@ class Node:
                     self.layouts.learn(checked)
             case PeerUnreachable():
                 self.peers.unreachable(event.endpoint, event.reason)
+            case OwnershipsRead():
+                self.ownerships.restore(event.listed)
+            case DisownAsked():
+                self.ownerships.forget(event.engine_id)
             case DrainAsked():
                 self.moment.draining = True
             case PeerDropAsked():

@@ -141,8 +141,9 @@ class Ranks:
         if not self._registry.is_owner(session.uid, engine_id):
             owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
             raise EngineError(
-                f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are of uid "
-                f"{owners}; run it as that user, or choose another engine id",
+                f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are, or were "
+                f"last, of uid {owners}; run it as that user, choose another engine id, or have the operator "
+                "disown it",
                 Code.NOT_ALLOWED,
             )
 
@@ -331,6 +332,7 @@ class Ranks:
 
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
         rank.state = RankState.READY
+        self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
         self._answer(session, rank)
         self._serve_fence(rank.spec.key, session)
         self._pulls.post_waiting(rank)
@@ -485,6 +487,8 @@ class Ranks:
         self._pulls.rank_gone(rank)
         self._reports.remove(session, rank.spec.key)
         self._registry.remove(rank)
+        if not self._registry.has_local_rank(rank.spec.engine_id):
+            self._registry.ownerships.last_rank_left(rank.spec.engine_id)
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
         if not self._registry.is_home(rank.spec):

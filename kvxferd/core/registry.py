@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
 from kvxferd.core.lanes import Lanes
+from kvxferd.core.ownerships import Ownerships
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -241,8 +242,9 @@ class LocalEngine:
 class Registry:
     """Which engines are here. At most one record per rank and generation."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, ownerships: Ownerships) -> None:
         self._endpoint = endpoint
+        self.ownerships = ownerships
         self._engines: dict[EngineKey, LocalEngine] = {}
         self._newest: dict[EngineId, EngineKey] = {}
 
@@ -258,9 +260,20 @@ class Registry:
         return self._newest.get(engine_id)
 
     def owners(self, engine_id: EngineId) -> set[int]:
-        """The users whose workers are ranks of the engine's newest start here."""
+        """The users whose workers are ranks of the engine's newest start here; of none, whose it was last."""
         engine = self._engines.get(self._newest[engine_id]) if engine_id in self._newest else None
-        return {r.uid for r in engine.ranks.values() if isinstance(r, LocalRank)} if engine else set()
+        present = {r.uid for r in engine.ranks.values() if isinstance(r, LocalRank)} if engine else set()
+        last = self.ownerships.uid_of(engine_id)
+        return present or ({last} if last is not None else set())
+
+    def has_local_rank(self, engine_id: EngineId) -> bool:
+        """Whether a rank of any start of the engine is connected here."""
+        return any(
+            isinstance(record, LocalRank)
+            for key, engine in self._engines.items()
+            if key.engine_id == engine_id
+            for record in engine.ranks.values()
+        )
 
     def is_owner(self, uid: int, engine_id: EngineId) -> bool:
         """Whether that user may act for the engine: root, its ranks' user, or anybody while it has none."""

@@ -23,6 +23,7 @@ class Settings:
     quiesce_s: float = 5.0  # a mover in doubt is given this long, then killed
     attend_linger_s: float = 2.0  # a source mover polls on after its last grant ended
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
+    ownership_s: float = 600.0  # an engine id stays its user's after its last rank has left
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     trust: Trust = EVERYBODY
     limits: Limits = DEFAULT_LIMITS

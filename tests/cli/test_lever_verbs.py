@@ -26,6 +26,8 @@ from kvxferd.errors import ConfigError
         (["cancel", "--pull", "8"], 2, "[not-found]"),
         (["cancel"], 2, "either a TRANSFER or --pull N"),
         (["cancel", "req-1", "--pull", "9"], 2, "either a TRANSFER or --pull N"),
+        (["disown", "gone-0"], 0, "disowned gone-0, which was uid 1000's"),
+        (["disown", "decode-0"], 2, "[not-found]"),
         (["drain"], 0, "draining"),
         (["drain", "--wait"], 1, "transfer req-1 of decode-0, granted"),
     ],

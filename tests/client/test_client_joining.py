@@ -9,7 +9,7 @@ import threading
 import msgspec
 import pytest
 from client_stage import LAYOUT, REGION, SIZE, SPEC, Stage
-from scripted_daemon import ENDPOINT, WAIT_S
+from scripted_daemon import ENDPOINT, WAIT_S, until
 
 from kvxferd.client import Region, connect
 from kvxferd.errors import Code, EngineError, KvxferdError, LayoutError
@@ -227,3 +227,19 @@ def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -
         connecting.result(WAIT_S)
     assert failed.value.code is Code.BAD_VERSION
     assert stage.daemon.nobody_comes(0.3)
+
+
+def test_who_was_taken_before_is_not_refused_for_good(stage: Stage) -> None:
+    """Somebody else has its engine id for a moment, after a restart of the daemon."""
+    rank = stage.rank(version=2)
+    stage.daemon.stop()
+    stage.daemon.start()
+    for _ in range(2):
+        side = stage.daemon.accept()
+        side.greet(version=2)
+        register = side.expect(worker.Register)
+        text = "its ranks here are of uid 1001"
+        side.say(worker.Refused(request=register.request, code=Code.NOT_ALLOWED, message=text))
+    stage.rejoin(version=2)
+    until(lambda: rank.is_connected, "taken again")
+    assert rank.poll() == []

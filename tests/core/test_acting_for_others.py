@@ -118,6 +118,7 @@ def test_an_engine_is_its_users(world, uid, allowed, generation):
         assert {m.code for m in second.heard(wk.Refused) + publisher.heard(wk.Refused)} == {Code.NOT_ALLOWED}
         assert not host.node.registry.is_superseded(owner.spec.key)
         owner.close()
+        world.advance(world.settings.ownership_s + 1)
         world.register_again(second)
         assert second.heard(wk.Registered)
 

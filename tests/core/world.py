@@ -482,7 +482,7 @@ class World:
                 host.records.append(effect.record)
             case fx.ForgetPeer():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
-            case fx.AdoptRegions() | fx.MakeFence():
+            case fx.AdoptRegions() | fx.MakeFence() | fx.SaveOwnerships():
                 pass
 
     def _give_mover(self, host: Host, session: SessionId) -> None:

@@ -364,7 +364,7 @@ class Host:
             case fx.ToRoute():
                 era = int(effect.route.rpartition(b"/")[2])
                 self._sent.append(OURS + bytes([era]) + encode(effect.message))
-            case fx.AdoptRegions() | fx.MakeFence() | fx.ForgetPeer() | fx.Observed():
+            case fx.AdoptRegions() | fx.MakeFence() | fx.SaveOwnerships() | fx.ForgetPeer() | fx.Observed():
                 pass
 
     def _answer(self, mover: int, message: mv.FromMover) -> None:

@@ -1,0 +1,25 @@
+"""`kvxferd disown`: let another user have an engine id."""
+
+from __future__ import annotations
+
+import click
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json
+
+
+@click.command("disown")
+@click.argument("engine_id")
+@json_option
+@asks_daemon
+def disown(daemon: Daemon, engine_id: str, as_json: bool) -> None:
+    """Forget whose ENGINE_ID was: whoever registers it next has it.
+
+    An engine id is its user's while ranks of it are registered, and for worker.ownership_s after the
+    last has left. Only root and the user that runs the daemon may.
+    """
+    answer = daemon.post("/v1/engines/disown", {"engine_id": engine_id})
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"disowned {answer['disowned']}, which was uid {answer['uid']}'s")

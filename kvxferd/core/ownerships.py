@@ -1,0 +1,88 @@
+"""Whose an engine id is while none of its ranks is here: its last user's, for some minutes.
+
+A daemon's restart leaves every engine without ranks for a second. Without this whoever registers first
+in that second has the id, and the engine that comes back is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvxferd.core.effects import SaveOwnerships
+from kvxferd.core.moment import Moment
+from kvxferd.ids import EngineId
+
+# A user has at most 64 ranks at a time (limits.max_ranks), one engine each at most. 256 are those and
+# three starts of each under new names within the minutes for which an id is kept.
+MAX_PER_USER = 256
+# 16 users at their bound. With ids of 256 characters this is 1.2 MB of file and 3 MB of memory.
+MAX_OWNERSHIPS = 4096
+
+
+@dataclass(slots=True)
+class _Ownership:
+    uid: int
+    present: bool  # a rank of the engine is here
+
+
+class Ownerships:
+    """Engine ids and their users. What the shell keeps on disk is `listed`."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        self._kept: dict[EngineId, _Ownership] = {}  # the longest not ready first
+
+    def uid_of(self, engine_id: EngineId) -> int | None:
+        """Return the user who has the id; None: nobody."""
+        kept = self._kept.get(engine_id)
+        return kept.uid if kept is not None else None
+
+    def listed(self) -> tuple[tuple[EngineId, int], ...]:
+        """Return every id with its user, in the order in which `restore` takes them."""
+        return tuple((engine_id, kept.uid) for engine_id, kept in self._kept.items())
+
+    def restore(self, listed: Iterable[tuple[EngineId, int]]) -> None:
+        """Take what an earlier daemon listed. Each is kept as if its last rank had left now."""
+        for engine_id, uid in listed:
+            if self._make_room(uid):
+                self._kept[engine_id] = _Ownership(uid, present=False)
+                self._expire_later(engine_id)
+
+    def rank_ready(self, engine_id: EngineId, uid: int) -> None:
+        """A rank of the engine is readable: the id is its user's."""
+        known = self._kept.pop(engine_id, None)
+        self._moment.timers.stop(_timer(engine_id))
+        if known is None and not self._make_room(uid):
+            return  # it is the engine's as long as it is here, and no longer
+        self._kept[engine_id] = _Ownership(uid, present=True)
+        if known is None or known.uid != uid:
+            self._moment.do(SaveOwnerships())
+
+    def last_rank_left(self, engine_id: EngineId) -> None:
+        """No rank of the engine is here any more."""
+        if kept := self._kept.get(engine_id):
+            kept.present = False
+            self._expire_later(engine_id)
+
+    def forget(self, engine_id: EngineId) -> None:
+        """The id is nobody's."""
+        self._moment.timers.stop(_timer(engine_id))
+        if self._kept.pop(engine_id, None) is not None:
+            self._moment.do(SaveOwnerships())
+
+    def _expire_later(self, engine_id: EngineId) -> None:
+        after_s = self._moment.settings.ownership_s
+        self._moment.after(_timer(engine_id), after_s, lambda: self.forget(engine_id))
+
+    def _make_room(self, uid: int) -> bool:
+        """At the user's bound, drop that user's oldest. Return False at the node's: none is dropped."""
+        own = [engine_id for engine_id, kept in self._kept.items() if kept.uid == uid]
+        if len(own) >= MAX_PER_USER:
+            absent = (engine_id for engine_id in own if not self._kept[engine_id].present)
+            self.forget(next(absent, own[0]))
+        return len(self._kept) < MAX_OWNERSHIPS
+
+
+def _timer(engine_id: EngineId) -> tuple[str, EngineId]:
+    return ("ownership", engine_id)

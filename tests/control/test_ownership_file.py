@@ -1,0 +1,49 @@
+"""The file that says whose engine ids are: written whole, read whole, put aside when it is nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvxferd.control.ownership_file import OwnershipFile
+
+OWNED = (("prefill", 1000), ("decode \u00e9", 0))
+
+
+async def test_what_is_saved_is_read_in_its_order(tmp_path: Path):
+    listed = [OWNED[:1]]
+    file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
+    assert file.read() == ()
+    file.save_soon()
+    listed.append(OWNED)
+    file.save_soon()
+    async with asyncio.timeout(10):
+        await file._writing
+    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == OWNED
+    assert (tmp_path / "owners.json").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["owners.json"]
+
+
+async def test_closing_writes_what_waits(tmp_path: Path):
+    file = OwnershipFile(tmp_path / "owners.json", lambda: OWNED)
+    file.save_soon()
+    await file.close()
+    assert file.read() == OWNED
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000])
+def test_nonsense_is_put_aside_and_nobody_owns_anything(tmp_path: Path, content: bytes):
+    path = tmp_path / "owners.json"
+    path.write_bytes(content)
+    assert OwnershipFile(path, tuple).read() == ()
+    assert (tmp_path / "owners.unreadable").read_bytes() == content
+    assert not path.exists()
+
+
+async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
+    file = OwnershipFile(tmp_path / "nowhere" / "owners.json", lambda: OWNED)
+    file.save_soon()
+    async with asyncio.timeout(10):
+        await file._writing

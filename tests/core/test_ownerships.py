@@ -1,0 +1,111 @@
+"""An engine id is its user's through a restart of the daemon, for some minutes, and within bounds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from test_acting_for_others import connect_as, register_as
+from world import World, spec_of
+
+from kvxferd.core import events as ev
+from kvxferd.core import ownerships
+from kvxferd.core.moment import Moment
+from kvxferd.core.ownerships import Ownerships
+from kvxferd.core.settings import Settings
+from kvxferd.errors import Code
+from kvxferd.ids import BootId, Endpoint
+from kvxferd.wire import worker as wk
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def restarted(world: World, name: str):
+    """The next daemon of that node, with what the last one had kept."""
+    listed = world.hosts[name].node.ownerships.listed()
+    host = world.host(name)
+    world.feed(host, ev.OwnershipsRead(listed))
+    return host
+
+
+def refusals(worker) -> list[Code]:
+    return [m.code for m in worker.heard(wk.Refused)]
+
+
+def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
+    register_as(world, world.host("p"), 1000, spec_of("prefill"))
+    host = restarted(world, "p")
+    squatter = register_as(world, host, 1001, spec_of("prefill", generation="squatted"))
+    publisher = connect_as(world, host, 1001)
+    publisher.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
+    assert refusals(squatter) == refusals(publisher) == [Code.NOT_ALLOWED]
+    assert "uid 1000" in squatter.heard(wk.Refused)[0].message
+    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+
+
+def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
+    host = world.host("p")
+    first, second = (
+        register_as(world, host, 1000, msgspec.structs.replace(spec_of("prefill", tp=2), tp_rank=rank))
+        for rank in (0, 1)
+    )
+    first.close()
+    world.advance(2 * world.settings.ownership_s)
+    second.close()
+    world.advance(world.settings.ownership_s - 1)
+    assert refusals(register_as(world, host, 1001, spec_of("prefill"))) == [Code.NOT_ALLOWED]
+    world.advance(2)
+    assert register_as(world, host, 1001, spec_of("prefill")).heard(wk.Registered)
+    assert host.node.ownerships.listed() == (("prefill", 1001),)
+
+
+def test_who_never_had_a_readable_rank_owns_nothing(world):
+    host = world.host("p")
+    host.give_movers = False
+    register_as(world, host, 1001, spec_of("prefill")).close()
+    assert host.node.ownerships.listed() == ()
+
+
+def test_an_operator_gives_an_id_back(world):
+    register_as(world, world.host("p"), 1001, spec_of("prefill")).close()
+    host = restarted(world, "p")
+    world.feed(host, ev.DisownAsked("prefill"))
+    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+
+
+def test_root_takes_over_and_has_it_then(world):
+    host = world.host("p")
+    register_as(world, host, 1000, spec_of("prefill")).close()
+    register_as(world, host, 0, spec_of("prefill", generation="g2"))
+    assert host.node.ownerships.listed() == (("prefill", 0),)
+    assert refusals(register_as(world, host, 1000, spec_of("prefill", generation="g3"))) == [Code.NOT_ALLOWED]
+
+
+# --- bounds
+
+
+def owned() -> Ownerships:
+    endpoint = Endpoint("tcp://a:1")
+    return Ownerships(Moment(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+
+
+def test_a_users_bound_costs_that_user_the_oldest(monkeypatch):
+    monkeypatch.setattr(ownerships, "MAX_PER_USER", 3)
+    own = owned()
+    own.rank_ready("other", 2000)
+    for name in ("live", "a", "b", "c"):
+        own.rank_ready(name, 1000)
+        if name != "live":
+            own.last_rank_left(name)
+    assert dict(own.listed()) == {"other": 2000, "live": 1000, "b": 1000, "c": 1000}
+
+
+def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
+    monkeypatch.setattr(ownerships, "MAX_OWNERSHIPS", 2)
+    own = owned()
+    own.restore((("a", 1), ("b", 2), ("c", 3)))
+    own.rank_ready("d", 4)
+    own.rank_ready("a", 1)
+    assert dict(own.listed()) == {"a": 1, "b": 2}
