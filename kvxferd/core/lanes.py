@@ -40,6 +40,7 @@ class Lanes(NamedTuple):
 
     reach: str  # "itself", "node" (another process of this machine) or "network"
     transports: tuple[str, ...]  # "cma/memory", "rc_mlx5/mlx5_0:1", ...; in UCX's order
+    is_whole: bool = True  # False: something in the line was not understood
 
 
 def parse_line(line: str) -> UcxLine | None:
@@ -59,7 +60,13 @@ def parse_lanes(text: str) -> Lanes | None:
         if group["use"] not in _NOT_DATA
         for transport in group["transports"].split()
     ]
-    return Lanes(_REACH[match["reach"]], tuple(dict.fromkeys(transports)))
+    is_whole = not _GROUP.sub("", match["lanes"]).strip()
+    return Lanes(_REACH[match["reach"]], tuple(dict.fromkeys(transports)), is_whole)
+
+
+def is_about_lanes(text: str) -> bool:
+    """Whether the text is of a connection, in whatever form."""
+    return "cfg#" in text
 
 
 def for_data(transports: tuple[str, ...]) -> str:
@@ -67,8 +74,8 @@ def for_data(transports: tuple[str, ...]) -> str:
 
     TCP is always there, to connect and to be watched by; data goes over it only where nothing else is.
     """
-    fast = [t for t in transports if _kind(t) not in {_SLOW, *_SHARED_QUEUES}]
-    names = [_kind(t) if t.endswith("/memory") else t for t in fast]
+    fast = [t for t in transports if kind_of(t) not in {_SLOW, *_SHARED_QUEUES}]
+    names = [kind_of(t) if t.endswith("/memory") else t for t in fast]
     return ", ".join(dict.fromkeys(names)) or (_SLOW if transports else "")
 
 
@@ -86,9 +93,10 @@ def is_slow_on_node(itself: tuple[str, ...], node: tuple[str, ...]) -> bool:
     What it uses to itself shows what the machine and the settings allow. The difference is the
     other process: its user, or its PID namespace.
     """
-    could = {_kind(t) for t in itself} & _HOST_COPIES
-    return bool(node) and bool(could) and not any(_kind(t) != _SLOW for t in node)
+    could = {kind_of(t) for t in itself} & _HOST_COPIES
+    return bool(node) and bool(could) and not any(kind_of(t) != _SLOW for t in node)
 
 
-def _kind(transport: str) -> str:
+def kind_of(transport: str) -> str:
+    """Return the transport's name without its device."""
     return transport.partition("/")[0]

@@ -62,6 +62,8 @@ from kvxferd.wire.mover import (
     Attending,
     BindRefused,
     Bound,
+    DisconnectJudged,
+    DisconnectSeen,
     FenceMapped,
     FenceRefused,
     Leaving,
@@ -370,6 +372,9 @@ class Node:
                 self.pulls.done(said.pull, mover.mover, said.outcome)
             case PullQuiet():
                 self.pulls.quiet(said.pull, mover.mover)
+            case DisconnectSeen():
+                # Of a resident mover nobody reads a log; a child's question is answered before it comes here.
+                self.moment.do(ToMover(mover.mover, DisconnectJudged(number=said.number, over=False)))
             case Leaving():
                 self.movers.kill(mover.mover)
             case _:

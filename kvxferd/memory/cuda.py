@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.memory.driver import Device, Stretch
+from kvxferd.memory.driver import Device, Stretch, WriteOrder
 
 _NAME_BYTES = 256
 
@@ -85,8 +85,11 @@ class CudaDriver:
         return described
 
     def _has(self, ordinal: int, attribute: str) -> bool:
+        return bool(self._attribute(ordinal, attribute))
+
+    def _attribute(self, ordinal: int, attribute: str) -> int:
         number = getattr(self._cuda.CUdevice_attribute, attribute)
-        return bool(self._call("cuDeviceGetAttribute", number, self._call("cuDeviceGet", ordinal)))
+        return int(self._call("cuDeviceGetAttribute", number, self._call("cuDeviceGet", ordinal)))
 
     def _find(self, uuid: str) -> Device:
         for device in self._devices:
@@ -119,6 +122,25 @@ class CudaDriver:
     def device_of(self, address: int) -> str:
         attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return self._devices[int(self._call("cuPointerGetAttribute", attribute, address))].uuid
+
+    def write_order(self, uuid: str) -> WriteOrder:
+        ordinal = self._find(uuid).ordinal
+        ways = ("CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED", "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED")
+        if not any(self._has(ordinal, way) for way in ways):
+            return WriteOrder.NATIVE  # no card can write there
+        cuda = self._cuda
+        none = cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE
+        if self._attribute(ordinal, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING") > int(none):
+            return WriteOrder.NATIVE  # for the device that owns the memory, which is all that reads it
+        options = self._attribute(ordinal, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
+        host = cuda.CUflushGPUDirectRDMAWritesOptions.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+        return WriteOrder.FLUSH if options & int(host) else WriteOrder.NONE
+
+    def flush_writes(self) -> None:
+        cuda = self._cuda
+        target = cuda.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+        scope = cuda.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+        self._call("cuFlushGPUDirectRDMAWrites", target, scope)
 
     # --- physical memory
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 # For tests, and for a node whose movers must leave its GPUs alone ("none").
@@ -30,6 +31,14 @@ class Stretch(NamedTuple):
 
     base: int
     size_bytes: int
+
+
+class WriteOrder(StrEnum):
+    """Whether what a network card has written to a device is there for the device's own work to see."""
+
+    NATIVE = "native"  # it is, or no network card writes to this device
+    FLUSH = "flush"  # after `flush_writes`
+    NONE = "none"  # nobody can tell: a card must not write there directly
 
 
 class Driver(Protocol):
@@ -60,6 +69,14 @@ class Driver(Protocol):
 
     def device_of(self, address: int) -> str:
         """Return the UUID of the device whose memory the address is in."""
+        ...
+
+    def write_order(self, uuid: str) -> WriteOrder:
+        """Return what network cards' writes to the device need before its own work may read them."""
+        ...
+
+    def flush_writes(self) -> None:
+        """Return once all that network cards have written to the current device is there to see."""
         ...
 
     # --- physical memory: a handle is released once by whoever got it; memory lives on while it is mapped

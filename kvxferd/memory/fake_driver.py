@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError, EngineError
-from kvxferd.memory.driver import Device, Stretch
+from kvxferd.memory.driver import Device, Stretch, WriteOrder
 from kvxferd.memory.inspect import check_memfd
 from kvxferd.memory.memfd import SealedMemory
 
@@ -27,6 +27,7 @@ FAKE_DEVICES = (
     Device("GPU-fake-1", 1, "fake 1", 8 << 30),
 )
 GRANULARITY = 64 << 10
+WRITE_ORDER_VARIABLE = "KVXFERD_FAKE_WRITE_ORDER"
 _PREFIX = "kvxferd-fake:"  # in a memfd's name: what it is, of which device, how large
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -70,6 +71,7 @@ class FakeDriver:
     mem_type = "DRAM"
 
     def __init__(self) -> None:
+        self.num_flushes = 0
         self.polls_per_copy = 1  # an event says no so often before its copies land
         self._handles: dict[int, _Physical] = {}
         self._numbers = itertools.count(1)
@@ -95,6 +97,13 @@ class FakeDriver:
     def device_of(self, address: int) -> str:
         base = self.stretch(address).base
         return self._mapped[base][1].uuid if base in self._mapped else self._plain[base][1]
+
+    def write_order(self, uuid: str) -> WriteOrder:
+        _device(uuid)
+        return WriteOrder(os.environ.get(WRITE_ORDER_VARIABLE, WriteOrder.NATIVE))
+
+    def flush_writes(self) -> None:
+        self.num_flushes += 1
 
     # --- physical memory
 

@@ -13,7 +13,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import SessionId
 from kvxferd.memory import Mapping, check_memfd, map_memfd
 from kvxferd.memory.device import DeviceMapping
-from kvxferd.memory.driver import Driver
+from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.drivers import open_driver
 from kvxferd.memory.inspect import check_exports
 from kvxferd.memory.populating import populate
@@ -61,6 +61,7 @@ class Bindings:
         self._always_stage = always_stage
         self._placement = Placement()
         self.regions: tuple[RegionAddress, ...] = ()
+        self.flush: Callable[[], None] | None = None  # what a device asks for before read bytes count
 
     def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
         """Map and register all regions, or none. Raises KvxferdError."""
@@ -127,7 +128,7 @@ class Bindings:
         self._kept(mapping, undoing)
         handles = dict(zip(numbers, mapping.handles, strict=True))
         found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.handles]
-        spans = self._reach("direct", driver, found, undoing)
+        spans = self._reach("direct", driver, uuid, found, undoing)
         regions = tuple(
             RegionAddress(
                 export.region,
@@ -143,13 +144,20 @@ class Bindings:
         return Spread(regions, spans)
 
     def _reach(
-        self, kind: str, driver: Driver, found: Sequence[Span], undoing: ExitStack
+        self, kind: str, driver: Driver, uuid: str, found: Sequence[Span], undoing: ExitStack
     ) -> tuple[Span, ...]:
         """Have a GPU's memory read by the library, or by copies. Returns what readers must load.
 
-        A registration that succeeds proves nothing: only a read does.
+        A registration that succeeds proves nothing: only a read does. And a read proves nothing of the
+        order in which the device sees what a network card writes: that the driver must say.
         """
         why = "mover.placement is staged" if self._always_stage else ""
+        order = driver.write_order(uuid)
+        if not why and order is WriteOrder.NONE:
+            why = (
+                f"cannot have a network card write to {uuid}: it neither orders such writes nor flushes them "
+                "(GPU_DIRECT_RDMA_WRITES_ORDERING, GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)"
+            )
         if not why:
             with ExitStack() as registering:
                 try:
@@ -160,6 +168,7 @@ class Bindings:
                     proof = Proof(False, error.message, False, 0.0)
                 if proof.ok:
                     self._placement = placement_of(kind, proof)
+                    self.flush = driver.flush_writes if order is WriteOrder.FLUSH else None
                     undoing.push(registering.pop_all())
                     return tuple(found)
                 why = proof.why
@@ -195,7 +204,7 @@ class Bindings:
             uuid, driver = _one_device(on_device), self._driver()
             ordinal = driver.use(uuid)
             found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
-            spans += self._reach("resident", driver, found, undoing)
+            spans += self._reach("resident", driver, uuid, found, undoing)
             staged = self._placement.kind == "staged"
             regions += [
                 RegionAddress(e.region, e.address, e.size_bytes, ordinal, driver.mem_type, staged=staged)

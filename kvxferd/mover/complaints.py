@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import struct
+import termios
 from collections.abc import Callable
 
-from kvxferd.core.lanes import UcxLine, parse_line
+from kvxferd.core.lanes import UcxLine, is_about_lanes, parse_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,16 +21,38 @@ MAX_LINE_BYTES = 4 << 10  # a traceback's line; what is longer is cut, what neve
 class Complaints:
     """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
 
-    def __init__(self, pipe: int, on_ucx: Callable[[UcxLine], None]) -> None:
-        """Take over the reading end. `on_ucx` gets what UCX says for information; the rest are warnings."""
+    def __init__(
+        self, pipe: int, on_ucx: Callable[[UcxLine], None], on_loss: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take over the reading end. `on_ucx` gets what UCX says for information; the rest are warnings.
+
+        `on_loss`: the pipe was so full that lines may be lost.
+        """
         self._on_ucx = on_ucx
+        self._on_loss = on_loss
+        self._capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
         os.set_blocking(pipe, False)
         self._pipe = pipe
         self._rest = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe, self._read)
 
+    def catch_up(self) -> None:
+        """Take all that was written before this call."""
+        left = self._num_waiting()
+        while left > 0 and self._pipe >= 0:
+            self._read()
+            left -= READ_BYTES
+
+    def _num_waiting(self) -> int:
+        if self._pipe < 0:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
+
     def _read(self) -> None:
+        # A line that does not fit into a page's rest begins another page: a pipe is full at half its bytes.
+        if self._num_waiting() > self._capacity // 4:
+            self._on_loss()
         try:
             chunk = os.read(self._pipe, READ_BYTES)
         except BlockingIOError:
@@ -45,7 +70,10 @@ class Complaints:
         if said is not None and said.level == "INFO":
             _LOG.debug("%s", text)
             self._on_ucx(said)
-        elif text:
+            return
+        if is_about_lanes(text):
+            self._on_loss()  # whose it is cannot be read: something else was written into the line
+        if text:
             _LOG.warning("%s", text)
 
     def drain(self) -> None:

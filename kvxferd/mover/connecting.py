@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch, word_run
 from kvxferd.mover.transport import ReadHandle, Transport, TransportError
@@ -32,11 +33,17 @@ class Connecting:
     """The reads that are under way. One thread."""
 
     def __init__(
-        self, transport: Transport, remotes: Remotes, scratch: Scratch, clock: Callable[[], float]
+        self,
+        transport: Transport,
+        remotes: Remotes,
+        scratch: Scratch,
+        disconnects: Disconnects,
+        clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._remotes = remotes
         self._scratch = scratch
+        self._disconnects = disconnects
         self._clock = clock
         self._readings: list[_Reading] = []
         self._met: set[AgentName] = set()
@@ -86,3 +93,5 @@ class Connecting:
         self._remotes.ended(agent, error.lost)
         if error.settled:  # else something may still land there
             self._scratch.give_back(slot)
+        elif error.lost:
+            self._disconnects.ask(lambda over: self._scratch.give_back(slot) if over else None)

@@ -43,6 +43,7 @@ class MoverHandle:
         self.pid = -1
         self.pidfd = -1
         self.lanes: list[Lanes] = []  # how it has connected so far
+        self.has_unknown_lanes = False  # it has connected in a way that cannot be read, or not any more
         self._stream = Link(link)
         self._on_message = on_message
         self._on_exit = on_exit

@@ -36,6 +36,7 @@ class ParentProcess:
 
     `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
     `on_exit` comes once, after the last of them. `on_ucx`: what UCX says in any of its processes.
+    `on_loss`: some of that may be lost.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ParentProcess:
         on_said: Callable[[Said, int], None],
         on_exit: Callable[[], None],
         on_ucx: Callable[[UcxLine], None],
+        on_loss: Callable[[], None],
     ) -> None:
         self._on_said = on_said
         self._on_exit = on_exit
@@ -62,7 +64,7 @@ class ParentProcess:
                 raise
             finally:
                 os.close(writing)
-        self._complaints = Complaints(reading, on_ucx)
+        self._complaints = Complaints(reading, on_ucx, on_loss)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._stream.fileno(), self._read)
         self._loop.add_reader(self._pidfd, self._exited)
@@ -76,6 +78,10 @@ class ParentProcess:
         """Ask for a mover on the given end of a socketpair, which the caller closes."""
         self._stream.send(encode(Fork(mover=mover, agent=agent)), duplicates([link.fileno()]))
         self._flush()
+
+    def read_log(self) -> None:
+        """Take all that its processes have written so far."""
+        self._complaints.catch_up()
 
     def end(self) -> None:
         """Have it end its movers and itself; `on_exit` follows. Idempotent."""

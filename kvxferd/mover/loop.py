@@ -16,6 +16,7 @@ from kvxferd.ids import PullId, Ticket
 from kvxferd.link import Link, close_all, duplicates
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.binding import Bindings
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.notices import Notices
 from kvxferd.mover.pacing import Pacer
 from kvxferd.mover.pulls import PullEngine
@@ -49,9 +50,10 @@ class Mover:
     ) -> None:
         """`own`: as `Bindings` takes it. `max_runs`: about as many runs are worked out at a time."""
         self._stream = stream
-        self._transport = StagedTransport(transport)
+        self._disconnects = Disconnects()
+        self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        self._engine = PullEngine(self._transport, max_runs=max_runs)
+        self._engine = PullEngine(self._transport, max_runs=max_runs, disconnects=self._disconnects)
         self._bindings = Bindings(
             self._transport, own=own, always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged"
         )
@@ -174,6 +176,8 @@ class Mover:
                 self._engine.start(self._joined(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)
+            case wire.DisconnectJudged():
+                self._disconnects.judged(message.number, message.over)
             case _:
                 assert_never(message)
 
@@ -183,7 +187,7 @@ class Mover:
             if len(fds) < num_last:
                 raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
             answer = self._bindings.bind(message.regions, fds[:-num_last])
-            self._engine.bind(answer.regions)
+            self._engine.bind(answer.regions, self._bindings.flush)
             if message.notices:
                 self._heed(os.dup(fds[-2]))
             self._watch_worker(os.dup(fds[-1]))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvxferd.errors import Code, MoverError
 from kvxferd.hiding import hidden
 from kvxferd.ids import AgentName
+from kvxferd.mover.disconnects import setting_proves_over
 from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.notes import MAX_NOTE_BYTES
@@ -114,6 +115,7 @@ class NixlTransport:
         self._api = library.api
         self._agent = agent
         self._library = library.description
+        self._is_proving = setting_proves_over(os.environ.get("UCX_TLS", ""))
         self._registered: dict[Span, Any] = {}
         self._handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
         # Where nobody takes them, what anybody sends is kept no longer than the next thousand.
@@ -197,7 +199,7 @@ class NixlTransport:
         try:
             handle.done = self._nixl.transfer(request) == "DONE"
         except Exception as error:
-            raise _read_error(agent, error) from error
+            raise self._read_error(agent, error) from error
         return handle
 
     def _descriptors(self, address: Uint64s, length: Uint64s, place: Place) -> Any:
@@ -211,8 +213,18 @@ class NixlTransport:
             try:
                 handle.done = self._nixl.check_xfer_state(handle.request) == "DONE"
             except Exception as error:
-                raise _read_error(handle.agent, error) from error
+                raise self._read_error(handle.agent, error) from error
         return handle.done
+
+    def _read_error(self, agent: AgentName, error: Exception) -> TransportError:
+        """Say what a failed transfer proves: see `disconnects` for a lost connection.
+
+        Any other failure of something posted proves nothing, because the library reports the last
+        descriptor's error while others may be under way.
+        """
+        lost = type(error).__name__ == _LOST
+        text = f"cannot read from agent {agent}: {_say(error)}"
+        return TransportError(text, settled=lost and self._is_proving, lost=lost)
 
     def release(self, handle: ReadHandle) -> None:
         assert isinstance(handle, NixlRead)
@@ -272,18 +284,6 @@ def split_metadata(metadata: bytes) -> list[bytes]:
     if not metadata.startswith(_JOINED):
         return [metadata]
     return msgspec.msgpack.decode(metadata[len(_JOINED) :], type=list[bytes])
-
-
-def _read_error(agent: AgentName, error: Exception) -> TransportError:
-    """Say what a failed transfer proves.
-
-    A disconnect is reported from an endpoint in its failed state, which UCX closes by force: all
-    its outstanding requests are over (tried over CMA and TCP: no byte lands after the first
-    report, on any handle of that agent). Any other failure of something posted proves nothing,
-    because the library reports the last descriptor's error while others may be under way.
-    """
-    lost = type(error).__name__ == _LOST
-    return TransportError(f"cannot read from agent {agent}: {_say(error)}", settled=lost, lost=lost)
 
 
 def _say(error: Exception) -> str:

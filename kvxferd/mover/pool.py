@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from kvxferd.core.lanes import Lanes, UcxLine, parse_lanes
+from kvxferd.core.lanes import Lanes, UcxLine, is_about_lanes, parse_lanes
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.control import Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.disconnects import lanes_prove_over
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.launch import ParentProcess, Said
-from kvxferd.wire.mover import FromMover, Up
+from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, FromMover, Up
 
 _LOG = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class MoverPool:
                 self._parent_said,
                 self._parent_exited,
                 self._ucx_said,
+                self._ucx_unheard,
             )
         except OSError as error:
             _LOG.error("cannot start the movers' parent: %s", error)
@@ -171,8 +173,17 @@ class MoverPool:
                 self._starting.pop(said.mover).discard()
                 self._refuse_one(MoverError(f"cannot fork a mover: {said.reason}", Code.MOVER_LOST))
 
+    def _ucx_unheard(self) -> None:
+        """Lines may be lost, of any mover."""
+        for mover in self._all():
+            mover.has_unknown_lanes = True
+
     def _ucx_said(self, line: UcxLine) -> None:
-        if (lanes := parse_lanes(line.text)) is None:
+        if not is_about_lanes(line.text):
+            return
+        lanes = parse_lanes(line.text)
+        if lanes is None:  # whose it is does not matter: it is of a version of UCX that is not known
+            self._ucx_unheard()
             return
         mover = next((mover for mover in self._all() if mover.pid == line.pid), None)
         if mover is None:  # its `Forked` comes another way
@@ -228,6 +239,9 @@ class MoverPool:
             parent.fork(mover_id, agent, theirs)
 
     def _mover_said(self, mover: MoverHandle, message: FromMover) -> None:
+        if isinstance(message, DisconnectSeen):
+            mover.send(DisconnectJudged(number=message.number, over=self._is_over(mover)))
+            return
         if not isinstance(message, Up):
             self._on_message(mover.mover_id, message)
             return
@@ -239,6 +253,16 @@ class MoverPool:
                 waiter.set_result(mover)
                 return
         self._warm.append(mover)
+
+    def _is_over(self, mover: MoverHandle) -> bool:
+        """Whether a connection that the mover has lost has no read under way any more.
+
+        Its line in the log was written before the mover could read anything: by now it is in the pipe.
+        """
+        if self._parent is None:
+            return False
+        self._parent.read_log()
+        return not mover.has_unknown_lanes and lanes_prove_over(mover.lanes)
 
     def _mover_exited(self, mover: MoverHandle) -> None:
         if self._starting.pop(mover.mover_id, None) is not None:

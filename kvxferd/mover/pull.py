@@ -49,7 +49,9 @@ class Pull:
     flights: list[Flight] = field(default_factory=list)
     fault: Fault | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
+    num_unjudged: int = 0  # reads whose connection was lost, which may be over or not
     started: bool = False
+    is_flushed: bool = False  # what it read is visible to the GPU that it was read for
     reported: bool = False
     fence_slot: int | None = None
     fence_posted_at: float | None = None
@@ -120,7 +122,7 @@ class Pull:
         return PullOutcome(
             delivered=fault is None,
             started=self.started,
-            finished=not self.flights and not self.in_doubt,
+            finished=not self.flights and not self.in_doubt and not self.num_unjudged,
             quiet_follows=not self.in_doubt,
             code=fault.code if fault else None,
             message=fault.message if fault else "",

@@ -4,7 +4,8 @@ No I/O but the transport's. `step` is called for as long as `is_busy`; what is t
 in `outbox`. What a failed read proves, and what the engine says of it:
 
 * an address or agent that the library refuses: nothing was posted.
-* a lost connection: every read from that agent is over (`TransportError.settled`).
+* a lost connection: every read from that agent is over where the transports prove that, which the daemon
+  is asked (`disconnects`); else as any other failure.
 * any other failure of a posted read proves nothing: the pull ends with ``finished=False`` and no
   `PullQuiet` will come, because the library has no way to ask again. Only this mover's death ends it.
 
@@ -21,9 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, RegionId
 from kvxferd.mover.connecting import Connecting
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.pull import Fault, Flight, Pull
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch, word_run
@@ -50,15 +52,18 @@ class PullEngine:
         transport: Transport,
         clock: Callable[[], float] = time.perf_counter,
         max_runs: int = MAX_RUNS,
+        disconnects: Disconnects | None = None,
     ) -> None:
         """`max_runs`: about as many runs of one pull are worked out at a time."""
-        self.outbox: deque[FromMover] = deque()
+        self._disconnects = Disconnects() if disconnects is None else disconnects
+        self.outbox: deque[FromMover] = self._disconnects.outbox
         self.remotes = Remotes(transport)
         self._transport = transport
         self._clock = clock
         self._max_runs = max_runs
         self._scratch = Scratch(transport)
-        self._connecting = Connecting(transport, self.remotes, self._scratch, clock)
+        self._connecting = Connecting(transport, self.remotes, self._scratch, self._disconnects, clock)
+        self._flush: Callable[[], None] | None = None
         self._bases: Mapping[RegionId, int] = {}
         self._terrain: Terrain | None = None
         self._plans: dict[Digest, Expander] = {}
@@ -83,8 +88,13 @@ class PullEngine:
         """Whether `step` asks the library about something, which drives it."""
         return self._connecting.is_busy or self.num_flights > 0
 
-    def bind(self, regions: Sequence[RegionAddress]) -> None:
-        """Say where the local regions lie."""
+    def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
+        """Say where the local regions lie.
+
+        `flush`, where a GPU asks for it, makes what was written there visible to the GPU's own work.
+        Raises DeviceError.
+        """
+        self._flush = flush
         self._bases = {region.region: region.address for region in regions}
         self._terrain = None if is_plain(regions) else Terrain(regions)
 
@@ -284,13 +294,22 @@ class PullEngine:
         self.remotes.ended(agent, lost)
         if lost:
             self._budgets.pop(agent, None)
-        pull.in_doubt |= not settled
+        if lost and not settled:
+            pull.num_unjudged += 1
+            self._disconnects.ask(lambda over: self._judged(pull, over))
+        else:
+            pull.in_doubt |= not settled
         pull.fail(Fault(Code.TRANSPORT, message, self._clock(), agent))
+
+    @staticmethod
+    def _judged(pull: Pull, over: bool) -> None:
+        pull.num_unjudged -= 1
+        pull.in_doubt |= not over
 
     def _conclude(self, pull: Pull) -> bool:
         """Tell what there is to tell of a pull; forget it once it is quiet."""
         now = self._clock()
-        if pull.flights:
+        if pull.flights or (pull.num_unjudged and not pull.in_doubt):
             fault = pull.fault
             if fault is None or fault.code is Code.CANCELLED or pull.reported or now < fault.at + SETTLE_S:
                 return False
@@ -298,6 +317,8 @@ class PullEngine:
             return True
         if not self._is_over(pull):
             return False
+        if pull.started and not pull.is_flushed:
+            self._flush_writes(pull, now)
         if pull.fault is None and pull.fence_slot is not None:
             self._compare(pull, now)
         if not pull.reported:
@@ -306,6 +327,17 @@ class PullEngine:
             self.outbox.append(PullQuiet(pull=pull.pull))
         self._forget(pull)
         return True
+
+    def _flush_writes(self, pull: Pull, now: float) -> None:
+        """Every read is terminal. The GPU must see the bytes before the blocks are delivered or free."""
+        pull.is_flushed = True
+        if self._flush is None:
+            return
+        try:
+            self._flush()
+        except DeviceError as error:
+            pull.in_doubt = True  # what the card has sent may not have arrived
+            pull.fail(Fault(error.code, error.message, now))
 
     @staticmethod
     def _is_over(pull: Pull) -> bool:

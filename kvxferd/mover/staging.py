@@ -20,6 +20,7 @@ from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.chunk import Chunk, Stage, StagedRead
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.lending import Lender
 from kvxferd.mover.pinned import Pinned
 from kvxferd.mover.ring import Ring, chunks, packed_at
@@ -50,7 +51,9 @@ class StagedTransport:
         clock: Callable[[], float] = time.perf_counter,
         slot_bytes: int = SLOT_BYTES,
         num_slots: int = NUM_SLOTS,
+        disconnects: Disconnects | None = None,
     ) -> None:
+        self._disconnects = Disconnects() if disconnects is None else disconnects
         self._inner = inner
         self._clock = clock
         self._slot_bytes = slot_bytes
@@ -329,22 +332,30 @@ class StagedTransport:
         read.active.remove(chunk)
         if chunk.number:
             self._return(read, chunk)
-        if chunk.stamp_slot is not None and error.settled:
-            self._stamps().give_back(chunk.stamp_slot)
+        if error.lost and not error.settled:
+            self._disconnects.ask(lambda over: self._free(chunk, over))
+        else:
+            self._free(chunk, error.settled)
         settled = error.settled
-        if chunk.slot is not None and self._ring is not None:
-            if settled:
-                self._ring.give_back(chunk.slot)
-            else:
-                self._ring.lose(chunk.slot)
-                # What may still land lands in the slot; only a copy writes the place where it belongs.
-                settled = chunk.stage is not Stage.COPYING
+        if chunk.slot is not None:
+            # What may still land lands in the slot; only a copy writes the place where it belongs.
+            settled |= chunk.stage is not Stage.COPYING
         elif chunk.stage is Stage.CHECKING:
             settled = True  # the chunk itself is read
         first = read.fault
         if first is None or (first.settled and not settled):
             message = error.message if first is None else first.message
             read.fault = TransportError(message, settled=settled, lost=error.lost)
+
+    def _free(self, chunk: Chunk, over: bool) -> None:
+        """Take a failed chunk's slots back, or lose them where something may still land."""
+        if chunk.stamp_slot is not None and over:
+            self._stamps().give_back(chunk.stamp_slot)
+        if chunk.slot is not None and self._ring is not None:
+            if over:
+                self._ring.give_back(chunk.slot)
+            else:
+                self._ring.lose(chunk.slot)
 
     # --- what other movers say
 

@@ -44,7 +44,8 @@ class TransportError(MoverError):
     """A library call failed.
 
     `settled`: nothing that the failed call or handle posted can still write. `lost`: the connection
-    to the agent is dead; every post to it fails until it is dropped and loaded again.
+    to the agent is dead; every post to it fails until it is dropped and loaded again. Lost and not
+    settled: whether something can still write depends on the transports (`disconnects`).
     """
 
     def __init__(self, message: str, *, settled: bool, lost: bool = False) -> None:

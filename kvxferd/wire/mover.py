@@ -115,6 +115,13 @@ class AbortPull(Message, frozen=True, tag="abort-pull"):
     pull: PullId
 
 
+class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
+    """Answers `DisconnectSeen`: whether nothing lands any more of what was read over that connection."""
+
+    number: int
+    over: bool
+
+
 # --- mover to daemon
 
 
@@ -202,6 +209,12 @@ class PullQuiet(Message, frozen=True, tag="pull-quiet"):
     pull: PullId
 
 
+class DisconnectSeen(Message, frozen=True, tag="disconnect-seen"):
+    """A connection was lost under a read. Whether that read is over depends on the transports."""
+
+    number: int
+
+
 class Leaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends by itself and takes nothing more. When the stream ends, its agent is gone."""
 
@@ -220,6 +233,7 @@ ToMover = (
     | DropRemote
     | StartPull
     | AbortPull
+    | DisconnectJudged
     | BlockIds
 )
 FromMover = (
@@ -232,5 +246,6 @@ FromMover = (
     | Attending
     | PullDone
     | PullQuiet
+    | DisconnectSeen
     | Leaving
 )

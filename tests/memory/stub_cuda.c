@@ -68,7 +68,15 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, 0xAB, 16); return 
 int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "stub", length); return device; }
 int cuDeviceTotalMem(size_t *bytes, int device) { *bytes = TOTAL; return device; }
 ALIAS(cuDeviceTotalMem_v2, cuDeviceTotalMem);
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute > 0; return device; }
+static int number_in(const char *name, int otherwise) { const char *text = getenv(name); return text ? atoi(text) : otherwise; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (attribute == 117) *value = number_in("STUB_FLUSH_OPTIONS", 1);    /* GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS */
+    else if (attribute == 118) *value = number_in("STUB_WRITES_ORDERING", 0); /* GPU_DIRECT_RDMA_WRITES_ORDERING */
+    else if (attribute == 116 || attribute == 124) *value = number_in("STUB_RDMA", 1); /* RDMA, dma-buf */
+    else *value = attribute > 0;
+    return device;
+}
+int cuFlushGPUDirectRDMAWrites(int target, int scope) { return target || scope != 100 ? INVALID_VALUE : depth ? OK : 201; }
 int cuDevicePrimaryCtxRetain(void **made, int device) { *made = &context; return device; }
 int cuCtxSetCurrent(void *ctx) { depth = depth ? depth : 1; return ctx == &context ? OK : INVALID_VALUE; }
 int cuCtxPushCurrent(void *ctx) { depth++; return ctx == &context ? OK : INVALID_VALUE; }

@@ -101,3 +101,21 @@ def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, n
 
 def test_memory_of_the_device_is_imported(stub: Path) -> None:
     assert said_by(stub, IMPORT).splitlines()[0] == "imported"
+
+
+@pytest.mark.parametrize(
+    ("environment", "order"),
+    [
+        ({"STUB_WRITES_ORDERING": "200"}, "native"),
+        ({"STUB_WRITES_ORDERING": "100", "STUB_FLUSH_OPTIONS": "0"}, "native"),
+        ({"STUB_FLUSH_OPTIONS": "1"}, "flush"),
+        ({"STUB_FLUSH_OPTIONS": "3"}, "flush"),
+        ({"STUB_FLUSH_OPTIONS": "2"}, "none"),  # by a stream's memory operations alone
+        ({"STUB_FLUSH_OPTIONS": "0"}, "none"),
+        ({"STUB_FLUSH_OPTIONS": "0", "STUB_RDMA": "0"}, "native"),  # no card writes there
+    ],
+)
+def test_what_writes_of_a_network_card_need(stub: Path, environment: dict[str, str], order: str) -> None:
+    asked = "from kvxferd.memory.cuda import CudaDriver; d = CudaDriver(); "
+    asked += "print(d.write_order(d.devices()[0].uuid).value)"
+    assert said_by(stub, asked, **environment) == order

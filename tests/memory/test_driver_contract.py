@@ -11,7 +11,7 @@ from devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import Driver
+from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.drivers import open_driver
 
 
@@ -182,3 +182,13 @@ def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
         assert raised.value.code is Code.DEVICE_UNAVAILABLE
         assert name in raised.value.message
     assert open_driver("fake") is open_driver("fake")
+
+
+def test_writes_of_network_cards_can_be_flushed_where_that_is_asked_for(driver: Driver) -> None:
+    uuid = driver.devices()[0].uuid
+    driver.use(uuid)
+    assert driver.write_order(uuid) in WriteOrder
+    if driver.write_order(uuid) is WriteOrder.FLUSH:
+        driver.flush_writes()
+    with pytest.raises(DeviceError):
+        driver.write_order("GPU-nowhere")

@@ -11,6 +11,7 @@ from rig import Node, serve, sink, worker
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.connecting import PATIENCE_S, Connecting
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.remotes import Remotes
 from kvxferd.mover.scratch import Scratch
@@ -37,7 +38,7 @@ class Rig:
         self.remotes = Remotes(here)
         self.remotes.load(THERE, self.metadata)
         self.scratch = Scratch(here)
-        self.connecting = Connecting(here, self.remotes, self.scratch, lambda: self.now)
+        self.connecting = Connecting(here, self.remotes, self.scratch, Disconnects(), lambda: self.now)
 
     @property
     def num_reads(self) -> int:

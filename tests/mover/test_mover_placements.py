@@ -11,7 +11,7 @@ from devices import Segment
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.memory.device import DeviceMemory
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
+from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
 from kvxferd.mover import probe
 from kvxferd.mover.binding import Bindings
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
@@ -215,3 +215,34 @@ def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
     assert list(driver._reserved.values()) == [sum(SIZES)]
     assert not driver._handles
     assert len(driver._host) == 2, "the staging buffers, and no window"
+
+
+# --- in which order a GPU sees what a network card writes
+
+
+@pytest.mark.parametrize(("order", "is_flushed"), [("native", False), ("flush", True)])
+def test_a_gpu_is_flushed_where_it_asks_for_it(
+    order: str, is_flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WRITE_ORDER_VARIABLE, order)
+    worker = Worker()
+    try:
+        assert worker.bind().placement.kind == "direct"
+        assert (worker.bindings.flush is not None) is is_flushed
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("how", ["bind", "bind_own"])
+def test_a_gpu_that_neither_orders_nor_flushes_is_read_by_copies(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WRITE_ORDER_VARIABLE, "none")
+    worker = Worker()
+    try:
+        placement = getattr(worker, how)().placement
+        assert placement.kind == "staged"
+        assert "GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why
+        assert worker.bindings.flush is None
+    finally:
+        worker.close()

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from rig import GROUP, packed
 
-from kvxferd.errors import Code
+from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.mover import pulls
+from kvxferd.mover.disconnects import Disconnects
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.pulls import PullEngine
 from kvxferd.mover.slices import MAX_DESCRIPTORS, MAX_PIECE_BYTES, Budget, Slicer
@@ -73,7 +74,8 @@ class Bench:
         transport = MemoryTransport(self.fabric, AgentName("d/0"))
         ours = layout(spec("D", 1, 0))
         self.local = Memory(transport, ours.regions[0].size_bytes)
-        self.engine = PullEngine(transport, lambda: self.now, max_runs)
+        self.disconnects = Disconnects()
+        self.engine = PullEngine(transport, lambda: self.now, max_runs, self.disconnects)
         self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
@@ -429,3 +431,59 @@ def test_a_word_that_changes_between_two_parts_is_no_delivery() -> None:
     bench.fence.page[0:16] = bytes(16)
     bench.run()
     assert bench.outcomes()[number].code is Code.RELEASED
+
+
+# --- a GPU that wants to be flushed
+
+
+class Gpu:
+    """Counts flushes, and what had ended before each; refuses on demand."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.flushes: list[int] = []
+        self.refuses = False
+        bench.engine.bind([RegionAddress(RegionId("kv"), *bench.local.span[:2])], self.flush)
+
+    def flush(self) -> None:
+        if self.refuses:
+            raise DeviceError("cannot cuFlushGPUDirectRDMAWrites")
+        self.flushes.append(len(self.bench.outcomes()))
+        assert not self.bench.engine.num_flights
+
+
+def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    for num_ended in range(2):
+        number = bench.start(scattered(8))
+        bench.run()
+        assert bench.outcomes()[number].delivered
+        assert gpu.flushes == list(range(num_ended + 1))
+
+
+def test_a_gpu_is_flushed_before_a_failed_pulls_blocks_are_free(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    bench.fabric.polls_per_read = 2
+    bench.fabric.faults[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[number].finished
+    assert gpu.flushes == [0]
+
+
+def test_nothing_is_flushed_for_a_pull_that_never_began(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    number = bench.start(scattered(8), plan=Digest("unknown"))
+    bench.run()
+    assert not bench.outcomes()[number].started
+    assert gpu.flushes == []
+
+
+def test_a_flush_that_fails_leaves_doubt(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    gpu.refuses = True
+    number = bench.start(scattered(8))
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
+    assert outcome.code is Code.DEVICE_ERROR
