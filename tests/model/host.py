@@ -331,6 +331,8 @@ class Host:
     def _act(self, effect: fx.Effect) -> None:
         match effect:
             case fx.ToWorker() if isinstance(effect.message, wk.MoverOffered):
+                assert effect.pidfd_of is not None
+                self.watched.add(effect.pidfd_of)
                 watched = wk.MoverAcknowledged(number=effect.message.number)
                 self._local.append(ev.WorkerSaid(effect.session, watched))
             case fx.ToWorker() if isinstance(effect.message, wk.PullsInterrupted):
@@ -351,6 +353,7 @@ class Host:
             case fx.KillMover():
                 self._kill(self.movers[effect.mover])
             case fx.BindMover():
+                assert effect.mover in self.watched, "a mover has memory that its worker does not watch"
                 region = self.workers[effect.session].layout.regions[0]
                 address = RegionAddress(region.region, 4096, region.size_bytes)
                 self._answer(effect.mover, mv.Bound(regions=(address,), metadata=b""))
@@ -381,6 +384,7 @@ class Host:
             case mv.DropRemote():
                 mover.remotes.discard(message.agent)
             case mv.StartPull():
+                assert self.node.movers.works(mover.mover), "a mover that is to end got a pull"
                 agent = message.sources[0].agent
                 local, remote = (unpack_ids(side["full"].ids) for side in (message.local, message.remote))
                 pairs = [(mine, agent, theirs) for mine, theirs in zip(local, remote, strict=True)]
