@@ -91,6 +91,7 @@ class Host:
         self.workers: dict[int, Worker] = {}
         self.movers: dict[int, Mover] = {}
         self.deaths = 0
+        self.watched: set[int] = set()  # movers that their workers have acknowledged
         self.is_up = True
         self.era = 0  # counts this node's daemons
         self._sent: list[bytes] = []
