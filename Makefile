@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Faults against real daemons, movers and workers; the last line is JSON. SABOTAGE=corrupt, late-write,
-# hang or leak shows that a broken promise is noticed.
+# hang, leak or unbound shows that a broken promise is noticed.
 FAULTS ?= 100
 .PHONY: chaos
 chaos: $(STAMP)

@@ -79,7 +79,8 @@ class Epoch:
         self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
         # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
         self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
-        nodes = [Node(name, directory / name, TRANSPORTS[transport]) for name in ("p", "d")]
+        module = "chaos.unbound" if sabotage == "unbound" else "kvxferd.cli"
+        nodes = [Node(name, directory / name, TRANSPORTS[transport], module=module) for name in ("p", "d")]
         self.fleet.nodes += nodes
         try:
             self._start(nodes, shape)
@@ -95,7 +96,7 @@ class Epoch:
         stages = nodes if shape.spans else [nodes[0]]
         facts = FACTS | {"layout": "HND"}
         self.fleet.engines.append(Engine(prefill, stages, facts, has_scheduler=shape.scheduler))
-        sabotage = self._sabotage if self._sabotage != "leak" else ""
+        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound") else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
         self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
         assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (

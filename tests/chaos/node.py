@@ -41,7 +41,8 @@ class Node:
     """`kvxferd serve`, killed and started again at will.
 
     Other daemons reach it through `link`, or directly at `address` where one is given. `prefix` is
-    what its command is run with: a network namespace, say.
+    what its command is run with: a network namespace, say. `module` is what serves: one of the tests', to
+    show that a mend is needed.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Node:
         environ: dict[str, str],
         address: str = "",
         prefix: tuple[str, ...] = (),
+        module: str = "kvxferd.cli",
     ) -> None:
         self.name = name
         self.directory = directory
@@ -67,7 +69,8 @@ class Node:
         self.stopped_s = 0.0  # how long the daemon has been stopped in all
         self.num_stopped = 0  # stops of this node's processes under way
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | environ
-        self._command = [*prefix, sys.executable, "-m", "kvxferd.cli", "serve"]
+        self._environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+        self._command = [*prefix, sys.executable, "-m", module, "serve"]
         self._command += ["--node-run-dir", str(directory)]
         self._command += ["--peer-bind", bound, "--peer-advertise", self.endpoint]
         self._command += [word for flag in FLAGS.items() for word in flag]

@@ -34,3 +34,9 @@ def test_a_broken_promise_is_noticed(tmp_path, sabotage, broken):
     counts = {name: getattr(tally, name) for name in ("wrong_items", "hung", "leaked")}
     assert counts[broken] > 0, tally.line(7)
     assert not tally.is_good
+
+
+def test_a_publish_of_memory_that_slept_is_noticed(tmp_path):
+    """Daemons that publish whatever memory is there: without their mend this delivers other bytes."""
+    tally = chaos(3, 4, tmp_path, "unbound", only="suspend prefill, daemon dead")
+    assert tally.wrong_items > 0, tally.line(3)

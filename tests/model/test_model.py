@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
+from kvxferd.client.enrolment import Enrolment
+from kvxferd.client.fence import FenceSlots
 from kvxferd.core import effects as fx
 from kvxferd.core.pull import MOVES, Phase, Pull, Signal
 from kvxferd.core.pulls import Pulls
+from kvxferd.core.registry import LocalEngine
+from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
-from kvxferd.core.transfers import Transfer
+from kvxferd.core.transfers import Transfer, Transfers
 from kvxferd.errors import Code
+from kvxferd.ids import Rank
+from kvxferd.wire.worker import Publish
 from model.host import Host, Job, Mover
 from model.scenario import Scenario
 from model.search import Search
@@ -47,6 +53,51 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
 def test_without_the_fence_wrong_bytes_are_delivered():
     with pytest.raises(Broken, match="was delivered"):
         Search(Scenario(blind=True)).run()
+
+
+# --- memory that sleeps comes back with other content, and what was published of it is void
+
+SLEEPS = {
+    "while the daemon is dead": Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False),
+    "while a publish is under way": Scenario(clients=True, lag=True, sleeps=1, cancel=False),
+    "while the home is dead": Scenario(clients=True, spans=True, sleeps=1, crashes=(1, 0), cancel=False),
+}
+
+
+@pytest.mark.parametrize("when", SLEEPS)
+def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
+    """Not of the memory that its session knew when it was called."""
+
+    def present(source: Source, session: Session, engine: LocalEngine, said: Publish) -> dict[Rank, str]:
+        return {rank: record.incarnation for rank, record in engine.ranks.items()}
+
+    monkeypatch.setattr(Source, "_bound_to", present)
+    with pytest.raises(Broken, match="was delivered"):
+        Search(SLEEPS[when]).run()
+
+
+def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
+    ready = Source.ready
+    monkeypatch.setattr(Source, "ready", lambda source, rank, _, name: ready(source, rank, "", name))
+    monkeypatch.setattr(Transfers, "end_early_ready", lambda *_: None)
+    with pytest.raises(Broken, match="was delivered"):
+        Search(Scenario(clients=True, ready=True, sleeps=1, cancel=False)).run()
+
+
+def test_a_transfer_that_is_released_and_published_again_is_found(monkeypatch):
+    """Its daemon told a rank, and died before it told the scheduler."""
+    monkeypatch.setattr(FenceSlots, "is_overwritten", lambda *_: False)
+    with pytest.raises(Broken, match="was delivered"):
+        Search(Scenario(clients=True, again=True, lag=True, crashes=(1, 0), cancel=False)).run()
+
+
+def test_memory_that_is_suspended_and_mapped_is_found(monkeypatch):
+    monkeypatch.setattr(Enrolment, "proven_gone", True)
+    with pytest.raises(Broken, match="is suspended and mapped"):
+        Search(Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False)).run()
+
+
+# --- what else is broken on purpose
 
 
 def test_a_word_that_is_said_twice_is_found(monkeypatch):
