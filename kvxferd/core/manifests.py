@@ -23,6 +23,9 @@ from kvxferd.wire.limits import (
 )
 
 MEM_TYPES = ("DRAM", "VRAM")
+# Stretches of a whole engine's regions that are registered each by itself: 32 ranks of 8,192 different ones.
+# Equal ones that follow each other are one entry. Checking them takes 50 ms.
+MAX_ENGINE_PIECES = 1 << 18
 
 
 def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
@@ -63,6 +66,12 @@ def check_manifests(manifests: tuple[RankManifest, ...], layouts: Layouts) -> di
             f"tensors; each rank once, and {MAX_ENGINE_TENSORS} tensors at most",
             Code.LAYOUT_INVALID,
         )
+    if sum(_num_pieces(manifest) for manifest in manifests) > MAX_ENGINE_PIECES:
+        raise EngineError(
+            f"cannot use the manifest of engine {spec.key}: its regions lie in more than {MAX_ENGINE_PIECES} "
+            "pieces",
+            Code.REGION_INVALID,
+        )
     places = Places()
     return {manifest.rank: check_manifest(manifest, layouts, places) for manifest in manifests}
 
@@ -81,6 +90,12 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
     }:
         raise EngineError(
             f"cannot use rank {spec.rank} of engine {spec.key}: it binds other regions than its layout's",
+            Code.REGION_INVALID,
+        )
+    if _num_pieces(manifest) > MAX_DESCRIPTORS_PER_RANK:
+        raise EngineError(
+            f"cannot use rank {spec.rank} of engine {spec.key}: its regions lie in more than "
+            f"{MAX_DESCRIPTORS_PER_RANK} pieces",
             Code.REGION_INVALID,
         )
     if wrong := next((r.region for r in binding.regions if not _can_be(r)), None):
@@ -105,6 +120,10 @@ def checked_layouts(manifests: tuple[RankManifest, ...], layouts: Layouts) -> tu
     """
     ranks = check_manifests(manifests, layouts)
     return tuple(CheckedLayout(digest_of(m.layout), m.layout, m.spec.num_layers) for m in ranks.values())
+
+
+def _num_pieces(manifest: RankManifest) -> int:
+    return sum(len(region.pieces) for region in manifest.binding.regions)
 
 
 def _can_be(region: RegionAddress) -> bool:
