@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import secrets
 import signal
 import time
@@ -19,6 +18,11 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, split_endpoint
+from kvxferd.control.descriptor_budget import (
+    descriptor_warnings,
+    http_descriptors,
+    raise_descriptor_limit,
+)
 from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
 from kvxferd.control.keys import read_key, trust_of
@@ -129,7 +133,8 @@ class Daemon:
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
             self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
-            http = HttpServer(self._config, self._desk, self._metrics)
+            descriptors = raise_descriptor_limit()
+            http = HttpServer(self._config, self._desk, self._metrics, http_descriptors(descriptors))
             closing.push_async_callback(http.stop)
             await http.start()
             # Before the first session: whoever comes first must not have what is another's.
@@ -138,7 +143,7 @@ class Daemon:
             closing.push_async_callback(self._stop_workers)
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, self._on_signal)
-            for warning in self._desk.warnings():
+            for warning in (*self._desk.warnings(), *descriptor_warnings(self._config.limits, descriptors)):
                 log.warning(warning)
             log.info(
                 "serving",
@@ -191,16 +196,15 @@ class Daemon:
 
     async def _drained(self) -> None:
         """Wait until nothing runs, or as long as a drain may take."""
-        snapshot = self.snapshot()
-        log.info("draining", pulls=len(snapshot.pulls), transfers=len(snapshot.transfers))
+        log.info("draining", pulls=len(self._node.pulls), transfers=len(self._node.source.transfers.live))
         patience_us = int((self._config.drain.limit_s + STOP_S) * 1e6)
         self._notifier.say("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
         try:
             async with asyncio.timeout(self._config.drain.limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            left = self.snapshot()
-            log.warning("drain limit reached", pulls=len(left.pulls), transfers=len(left.transfers))
+            pulls, transfers = len(self._node.pulls), len(self._node.source.transfers.live)
+            log.warning("drain limit reached", pulls=pulls, transfers=transfers)
         self._desk.drain_over()
 
     async def _stop_workers(self) -> None:
@@ -390,9 +394,7 @@ class Daemon:
 
 def serve(config: Config) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
-    # A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
 
     async def run() -> int:
         return await Daemon(config).run()

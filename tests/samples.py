@@ -1,5 +1,7 @@
 """A node as tests of what shows it need one: nothing empty, no two numbers alike."""
 
+from collections.abc import Iterator
+
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     HandshakeRecord,
@@ -101,6 +103,9 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
             PeerSnapshot(endpoint=PEER, boot=BootId("boot-b"), state="up", engines=(remote,), num_grants=7),
         ),
         transfers=(_transfer("req-1", "granted", 2), _transfer("req-2", "writing", 0)),
+        transfer_states={"granted": 1, "writing": 1},
+        num_grants_given=2,
+        pull_phases={"wire": 1},
         pulls=(
             PullSnapshot(
                 pull=PullId(9),
@@ -182,6 +187,11 @@ class StillNode:
     def snapshot(self) -> NodeSnapshot:
         """The sample."""
         return node_snapshot(draining=self.draining)
+
+    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
+        """The sample, in two steps."""
+        yield None
+        yield self.snapshot()
 
     def readiness(self) -> list[str]:
         """As given."""

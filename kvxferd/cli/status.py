@@ -43,8 +43,8 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
         ("placements", _placements(ranks)),
         ("sessions", str(node.num_sessions)),
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
-        ("transfers", f"{len(node.transfers)} held, {sum(t.num_grants for t in node.transfers)} grants"),
-        ("pulls", f"{len(node.pulls)} running, {node.num_quarantined} quarantined"),
+        ("transfers", f"{sum(node.transfer_states.values())} held, {node.num_grants_given} grants"),
+        ("pulls", f"{sum(node.pull_phases.values())} running, {node.num_quarantined} quarantined"),
     ]
 
 

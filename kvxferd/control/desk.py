@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -48,6 +48,11 @@ class Desk:
         self._feed(Tick())
         return self._node.snapshot()
 
+    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
+        """Everything; None before it, where the caller may let others run."""
+        self._feed(Tick())
+        return self._node.snapshot_steps()
+
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
         newest = self._node.registry.newest(engine_id)
@@ -68,7 +73,7 @@ class Desk:
 
     def warnings(self) -> list[str]:
         """What an operator should mend although the node works."""
-        return [*warnings_of(self._config.peer), *placement_warnings(self._node.snapshot())]
+        return [*warnings_of(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
 
     def history(self) -> list[Record]:
         """What ended last, oldest first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +19,10 @@ import structlog
 from aiohttp import web
 
 from kvxferd.config import Config, split_host_port
+from kvxferd.control.descriptor_budget import MAX_HTTP
+from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners, Pace
 from kvxferd.control.routes import ROUTES, Access, Route
+from kvxferd.control.sharing import ANSWERS, SharedAnswers, is_operator
 from kvxferd.control.view import METRICS, VIEW, NodeView, error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.observe.metrics import Metrics
@@ -27,10 +31,12 @@ __all__ = ["HttpServer", "NodeView"]
 
 CONTROL_SOCKET_MODE = 0o660
 # No route takes a body of more than a few names.
-MAX_BODY_BYTES = 64 << 10
+MAX_BODY_BYTES = 16 << 10
 # Answers are small and local: what has not been taken by then is not waited for.
 SHUTDOWN_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+PACE: web.AppKey[Pace] = web.AppKey("pace", Pace)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,8 +44,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpServer:
     """Serves a node on `control.socket` and, unless it is off, on `http.bind`."""
 
-    def __init__(self, config: Config, view: NodeView, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, view: NodeView, metrics: Metrics, max_connections: int = MAX_HTTP
+    ) -> None:
         self._config = config
+        self._max_connections = max_connections
         self._app = _application(view, metrics)
         self._closing = AsyncExitStack()
         self._tcp_address: tuple[str, int] | None = None
@@ -55,15 +64,18 @@ class HttpServer:
             runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             closing.push_async_callback(runner.cleanup)
+            assert runner.server is not None
+            self.listeners = listeners = HttpListeners(runner.server, self._max_connections)
+            closing.push_async_callback(listeners.stop)
             path = Path(self._config.control.socket)
             listener = _listen_unix(path)
-            # Called before the runner's clean-up: nobody finds a socket that nobody answers.
+            # Called before the listeners are closed: nobody finds a socket that nobody answers.
             closing.callback(path.unlink, missing_ok=True)
-            await web.SockSite(runner, listener).start()
+            listeners.listen(listener)
             if self._config.http.bind:
                 listener = _listen_tcp(self._config.http.bind)
                 host, port = listener.getsockname()[:2]
-                await web.SockSite(runner, listener).start()
+                listeners.listen(listener)
                 self._tcp_address = (host, port)
             self._closing = closing.pop_all()
 
@@ -99,11 +111,13 @@ def _holder_of(path: Path) -> int | None:
 
 
 def _application(view: NodeView, metrics: Metrics) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_limited, _errors_as_json], client_max_size=MAX_BODY_BYTES)
     app[VIEW] = view
+    app[ANSWERS] = SharedAnswers(view)
+    app[PACE] = Pace(time.monotonic)
     app[METRICS] = metrics
     for route in ROUTES:
-        handler = _guarded(route) if route.access is Access.ADMIN else route.handler
+        handler = _guarded(route) if route.access is Access.ADMIN else _shared(route)
         app.router.add_route(route.method, route.path, handler)
     return app
 
@@ -125,6 +139,36 @@ def _guarded(route: Route) -> Handler:
         return await route.handler(request)
 
     return guarded
+
+
+def _shared(route: Route) -> Handler:
+    async def shared(request: web.Request) -> web.StreamResponse:
+        if not route.shared or is_operator(request):
+            return await route.handler(request)
+        return await request.app[ANSWERS].answer(request, route.handler)
+
+    return shared
+
+
+@web.middleware
+async def _limited(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let strangers ask at a pace, and nobody pile up answers that are not read."""
+    connection = request.protocol
+    assert isinstance(connection, HttpConnection)
+    connection.begin()
+    try:
+        if is_operator(request):
+            return await handler(request)
+        if not await request.app[PACE].wait(connection.source, lambda: request.transport is None):
+            raise ConnectionResetError
+        answer = await handler(request)
+        size = (answer.content_length or 0) if isinstance(answer, web.Response) else 0
+        if connection.listeners.num_unsent + size > MAX_UNSENT_BYTES:
+            text = f"cannot {request.method} {request.path}: too many answers are not read; try again later"
+            return error_response(503, Code.BUSY, text)
+        return answer
+    finally:
+        connection.end()
 
 
 @web.middleware
@@ -188,5 +232,4 @@ def _listen_tcp(bind: str) -> socket.socket:
         listener = socket.create_server(address, family=family, backlog=128)
     except OSError as error:
         raise ConfigError(f"cannot listen on http.bind = {bind!r}: {error.strerror or error}") from error
-    listener.setblocking(False)
     return listener

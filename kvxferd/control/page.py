@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from html import escape
 
 import kvxferd
-from kvxferd.core.snapshot import NodeSnapshot, PullRecord, Record
+from kvxferd.core.snapshot import NodeSnapshot, PullRecord, Record, RemoteEngineSnapshot
 from kvxferd.observe.gauges import engine_state
 
 REFRESH_S = 5
 MAX_PULLS = 20
+MAX_ROWS = 100  # of one table: a browser asks again every five seconds
+MAX_NAMES = 8
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
@@ -54,9 +56,7 @@ def _engines(node: NodeSnapshot) -> str:
 
 
 def _peers(node: NodeSnapshot) -> str:
-    rows = [
-        (p.endpoint, p.state, ", ".join(e.engine_id for e in p.engines), p.num_grants) for p in node.peers
-    ]
+    rows = [(p.endpoint, p.state, _some(p.engines), p.num_grants) for p in node.peers]
     return _table("Peers", ("endpoint", "state", "engines", "grants"), rows)
 
 
@@ -93,8 +93,15 @@ def _readiness(node: NodeSnapshot, reasons: Sequence[str]) -> str:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    num_left, rows = len(rows) - MAX_ROWS, rows[:MAX_ROWS]
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     if not body:
         return f"<h2>{title}</h2><p class=none>none</p>"
     head = "".join(f"<th>{cell}</th>" for cell in heads)
-    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
+    more = f"<p class=none>and {num_left} more</p>" if num_left > 0 else ""
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>{more}"
+
+
+def _some(engines: Sequence[RemoteEngineSnapshot]) -> str:
+    names = ", ".join(engine.engine_id for engine in engines[:MAX_NAMES])
+    return names if len(engines) <= MAX_NAMES else f"{names} and {len(engines) - MAX_NAMES} more"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
+from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
 from kvxferd.observe.logs import SLOW_ON_NODE
 
 
-def placement_warnings(node: NodeSnapshot) -> list[str]:
+def placement_warnings(engines: Iterable[EngineSnapshot]) -> list[str]:
     """Return one sentence for each thing that is wrong, however many ranks it concerns."""
-    ranks = [(engine.engine_id, rank) for engine in node.engines for rank in engine.ranks]
+    ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]
     found: dict[str, list[str]] = {}
     for engine_id, rank in ranks:
         for problem in _problems(rank):

@@ -11,6 +11,7 @@ from aiohttp import web
 import kvxferd
 from kvxferd.control import levers
 from kvxferd.control.page import render_page
+from kvxferd.control.sharing import snapshot_for
 from kvxferd.control.view import METRICS, VIEW, error_response, json_response
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
@@ -25,25 +26,26 @@ class Access(Enum):
 
 
 class Route(NamedTuple):
-    """One row of the table."""
+    """One row of the table. `shared`: strangers who ask within a moment share one answer."""
 
     method: str
     path: str
     access: Access
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    shared: bool = False
 
 
 async def page(request: web.Request) -> web.StreamResponse:
     """The status page, for a browser."""
-    view = request.app[VIEW]
-    text = render_page(view.snapshot(), view.readiness(), view.history())
+    view, node = request.app[VIEW], await snapshot_for(request)
+    text = render_page(node, view.readiness(), view.history())
     return web.Response(text=text, content_type="text/html")
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
     return web.Response(
-        body=request.app[METRICS].render(),
+        body=request.app[METRICS].render(await snapshot_for(request)),
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )
 
@@ -70,14 +72,14 @@ async def status(request: web.Request) -> web.StreamResponse:
             "ready": not reasons,
             "reasons": reasons,
             "warnings": view.warnings(),
-            "node": view.snapshot(),
+            "node": await snapshot_for(request),
         }
     )
 
 
 async def engines(request: web.Request) -> web.StreamResponse:
     """Local engines and their ranks."""
-    return json_response({"engines": request.app[VIEW].snapshot().engines})
+    return json_response({"engines": (await snapshot_for(request)).engines})
 
 
 async def layouts(request: web.Request) -> web.StreamResponse:
@@ -92,13 +94,20 @@ async def layouts(request: web.Request) -> web.StreamResponse:
 
 async def peers(request: web.Request) -> web.StreamResponse:
     """Other daemons, and the engines learnt from them."""
-    return json_response({"peers": request.app[VIEW].snapshot().peers})
+    return json_response({"peers": (await snapshot_for(request)).peers})
 
 
 async def transfers(request: web.Request) -> web.StreamResponse:
-    """Transfers published here and pulls that run here."""
-    node = request.app[VIEW].snapshot()
-    return json_response({"transfers": node.transfers, "pulls": node.pulls})
+    """Transfers published here and pulls that run here: the first of them, and how many there are."""
+    node = await snapshot_for(request)
+    return json_response(
+        {
+            "transfers": node.transfers,
+            "pulls": node.pulls,
+            "num_transfers": sum(node.transfer_states.values()),
+            "num_pulls": sum(node.pull_phases.values()),
+        }
+    )
 
 
 async def history(request: web.Request) -> web.StreamResponse:
@@ -107,16 +116,16 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 
 ROUTES = [
-    Route("GET", "/", Access.ANYONE, page),
-    Route("GET", "/metrics", Access.ANYONE, metrics),
+    Route("GET", "/", Access.ANYONE, page, shared=True),
+    Route("GET", "/metrics", Access.ANYONE, metrics, shared=True),
     Route("GET", "/healthz", Access.ANYONE, healthz),
     Route("GET", "/readyz", Access.ANYONE, readyz),
-    Route("GET", "/v1/status", Access.ANYONE, status),
-    Route("GET", "/v1/engines", Access.ANYONE, engines),
+    Route("GET", "/v1/status", Access.ANYONE, status, shared=True),
+    Route("GET", "/v1/engines", Access.ANYONE, engines, shared=True),
     Route("GET", "/v1/engines/{engine_id}/layouts", Access.ANYONE, layouts),
-    Route("GET", "/v1/peers", Access.ANYONE, peers),
-    Route("GET", "/v1/transfers", Access.ANYONE, transfers),
-    Route("GET", "/v1/history", Access.ANYONE, history),
+    Route("GET", "/v1/peers", Access.ANYONE, peers, shared=True),
+    Route("GET", "/v1/transfers", Access.ANYONE, transfers, shared=True),
+    Route("GET", "/v1/history", Access.ANYONE, history, shared=True),
     Route("POST", "/v1/drain", Access.ADMIN, levers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, levers.drop_peer),
     Route("POST", "/v1/engines/disown", Access.ADMIN, levers.disown),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -16,8 +17,8 @@ from kvxferd.observe.metrics import Metrics
 class NodeView(Protocol):
     """What HTTP knows of the node it serves."""
 
-    def snapshot(self) -> NodeSnapshot:
-        """Return everything, at this moment."""
+    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
+        """Yield everything; before it None, where the loop may turn."""
         ...
 
     def readiness(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import assert_never
 
@@ -50,8 +50,8 @@ from kvxferd.core.requests import Requests
 from kvxferd.core.routes import Routes
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import show_engines, show_transfers
-from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.core.showing import list_pulls, list_transfers, show_engines
+from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, MoverId, SessionId
@@ -201,19 +201,32 @@ class Node:
         return not len(self.pulls) and not self.source.transfers.live
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything, as of the last event."""
-        return NodeSnapshot(
+        """Everything, as of the last event. With many transfers it takes long: see `snapshot_steps`."""
+        return next(shown for shown in self.snapshot_steps() if shown is not None)
+
+    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
+        """Everything; None before it, where events may be fed: what changes meanwhile is shown either way."""
+        transfers = yield from list_transfers(self.source, self.registry, self.moment)
+        pulls = yield from list_pulls(self.pulls)
+        yield NodeSnapshot(
             boot=self.moment.boot,
             endpoint=self.moment.endpoint,
             draining=self.moment.draining,
             num_sessions=len(self.sessions),
             num_quarantined=self.pulls.num_quarantined,
             quarantined_bytes=self.pulls.quarantined_bytes,
-            engines=show_engines(self.registry, self.moment.endpoint, self.movers),
+            engines=self.engines_snapshot(),
             peers=self.peers.snapshot(self.holds.num_grants()),
-            transfers=show_transfers(self.source, self.registry, self.moment.now),
-            pulls=self.pulls.snapshot(),
+            transfers=tuple(transfers.shown),
+            pulls=tuple(pulls.shown),
+            transfer_states=dict(transfers.states),
+            num_grants_given=transfers.num_grants,
+            pull_phases=dict(pulls.states),
         )
+
+    def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
+        """The engines of which a rank is known here."""
+        return show_engines(self.registry, self.moment.endpoint, self.movers)
 
     def refusal_of_join(self, said: JoinOutline, key: str) -> PeerRefused | None:
         """Why a member's rank cannot be joined, whatever its layout; None: the layout decides."""

@@ -442,23 +442,28 @@ class Pulls:
         )
         self._moment.do(Observed(record))
 
-    def snapshot(self) -> tuple[PullSnapshot, ...]:
+    def running(self) -> list[Pull]:
+        """Those that have not ended."""
+        return list(self._pulls.values())
+
+    def show(self, pull: Pull) -> PullSnapshot:
         """For people."""
         now = self._moment.now
-        return tuple(
-            PullSnapshot(
-                pull=pull.pull,
-                transfer_id=pull.ref.transfer_id,
-                source=pull.ref.engine_id,
-                sink=pull.rank.spec.engine_id,
-                rank=pull.rank.spec.rank,
-                phase=pull.hold.state if pull.phase is Phase.HOLDING else pull.phase,
-                grant=pull.hold.grant,
-                age_s=round(now - pull.received, 3),
-                deadline_left_s=round(pull.deadline - now, 3),
-            )
-            for pull in self._pulls.values()
+        return PullSnapshot(
+            pull=pull.pull,
+            transfer_id=pull.ref.transfer_id,
+            source=pull.ref.engine_id,
+            sink=pull.rank.spec.engine_id,
+            rank=pull.rank.spec.rank,
+            phase=pull.hold.state if pull.phase is Phase.HOLDING else pull.phase,
+            grant=pull.hold.grant,
+            age_s=round(now - pull.received, 3),
+            deadline_left_s=round(pull.deadline - now, 3),
         )
+
+    def snapshot(self) -> tuple[PullSnapshot, ...]:
+        """All of them."""
+        return tuple(map(self.show, self.running()))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves."""

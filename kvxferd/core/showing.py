@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
 from kvxferd.core.lanes import for_data, slow_ones
+from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.placements import is_proved, lanes_of
+from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     LanesSnapshot,
     PlacementSnapshot,
+    PullSnapshot,
     RankSnapshot,
     TransferSnapshot,
 )
 from kvxferd.core.source import Source
 from kvxferd.ids import Endpoint
 
+# 2,000 transfers take 5 ms to show. With pauses between such pieces a look at the node holds nobody up.
+PIECE = 2_000
+# As many transfers, and as many pulls, are shown; all are counted. It is the limit of one engine, and takes
+# 30 ms of a core.
+MAX_SHOWN = 8_192
 
-def show_transfers(source: Source, registry: Registry, now: float) -> tuple[TransferSnapshot, ...]:
-    """Every live transfer of this node's engines."""
-    shown = []
-    for transfer in source.transfers.live.values():
-        engine = registry.get(transfer.engine)
-        is_ready = engine is not None and source.is_ready(transfer, engine)
-        shown.append(transfer.snapshot(now, is_ready))
-    return tuple(shown)
+Shown = TypeVar("Shown", TransferSnapshot, PullSnapshot)
+
+
+@dataclass(slots=True)
+class Listing(Generic[Shown]):
+    """The first of many things, and how many there are in which state."""
+
+    shown: list[Shown] = field(default_factory=list)
+    states: Counter[str] = field(default_factory=Counter)
+    num_grants: int = 0
+
+
+Steps = Generator[None, None, Listing[Shown]]
+
+
+def list_transfers(source: Source, registry: Registry, moment: Moment) -> Steps[TransferSnapshot]:
+    """Go through the live transfers of this node's engines in pieces; yield after each, return all."""
+    listing: Listing[TransferSnapshot] = Listing()
+    live = list(source.transfers.live.values())
+    for start in range(0, len(live), PIECE):
+        for transfer in live[start : start + PIECE]:
+            engine = registry.get(transfer.engine)
+            state = transfer.state(engine is not None and source.is_ready(transfer, engine))
+            listing.states[state] += 1
+            listing.num_grants += len(transfer.grants)
+            if len(listing.shown) < MAX_SHOWN:
+                listing.shown.append(transfer.snapshot(moment.now, state))
+        yield None
+    return listing
+
+
+def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
+    """The same for pulls that have not ended."""
+    listing: Listing[PullSnapshot] = Listing()
+    running = pulls.running()
+    for start in range(0, len(running), PIECE):
+        for pull in running[start : start + PIECE]:
+            shown = pulls.show(pull)
+            listing.states[shown.phase] += 1
+            if len(listing.shown) < MAX_SHOWN:
+                listing.shown.append(shown)
+        yield None
+    return listing
 
 
 def show_engines(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:

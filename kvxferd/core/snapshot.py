@@ -191,5 +191,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int  # of local memory, those blocks
     engines: tuple[EngineSnapshot, ...]
     peers: tuple[PeerSnapshot, ...]
-    transfers: tuple[TransferSnapshot, ...]
+    transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.showing`; the counts are of all
     pulls: tuple[PullSnapshot, ...]
+    transfer_states: dict[str, int] = {}
+    num_grants_given: int = 0
+    pull_phases: dict[str, int] = {}

@@ -92,13 +92,17 @@ class Transfer:
         """
         return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
 
-    def snapshot(self, now: float, is_ready: bool) -> TransferSnapshot:
+    def state(self, is_ready: bool) -> str:
+        """For people: "granted", "readable" or "writing"."""
+        return "granted" if self.grants else "readable" if is_ready else "writing"
+
+    def snapshot(self, now: float, state: str) -> TransferSnapshot:
         """For people."""
         return TransferSnapshot(
             transfer_id=self.transfer_id,
             engine_id=self.engine.engine_id,
             generation=self.engine.generation,
-            state="granted" if self.grants else "readable" if is_ready else "writing",
+            state=state,
             num_tokens=self.num_tokens,
             num_grants=len(self.grants),
             num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),

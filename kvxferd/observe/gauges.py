@@ -34,17 +34,15 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     yield _by("kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _states(node.peers))
     yield _by(
         "kvxferd_live_leases", "Transfers published here and not released.", "state",
-        TRANSFER_STATES, _states(node.transfers),
+        TRANSFER_STATES, node.transfer_states,
     )  # fmt: skip
-    yield _single(
-        "kvxferd_grants_given", "Readers' entries on those leases.", sum(t.num_grants for t in node.transfers)
-    )
+    yield _single("kvxferd_grants_given", "Readers' entries on those leases.", node.num_grants_given)
     yield _single(
         "kvxferd_grants_held", "Grants that local pulls hold at peers.", sum(p.num_grants for p in node.peers)
     )
     yield _by(
         "kvxferd_running_pulls", "Pulls of local ranks that have not ended.", "phase",
-        PHASES, Counter(pull.phase for pull in node.pulls),
+        PHASES, node.pull_phases,
     )  # fmt: skip
     yield _single(
         "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined

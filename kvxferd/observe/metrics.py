@@ -51,10 +51,11 @@ class SnapshotCollector(Collector):
 
     def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
         self._snapshot = snapshot
+        self.taken: NodeSnapshot | None = None  # by whoever scrapes
 
     def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
         """Yield every gauge of this moment."""
-        return gauges_of(self._snapshot())
+        return gauges_of(self.taken or self._snapshot())
 
 
 class LogCollector(Collector):
@@ -118,7 +119,8 @@ class Metrics:
         )  # fmt: skip
         build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
         build.labels(kvxferd.__version__).set(1)
-        registry.register(SnapshotCollector(snapshot))
+        self._gauges = SnapshotCollector(snapshot)
+        registry.register(self._gauges)
         registry.register(LogCollector())
         prometheus_client.ProcessCollector(registry=registry)
         self._start_at_zero()
@@ -144,9 +146,13 @@ class Metrics:
             case _:
                 assert_never(record)
 
-    def render(self) -> bytes:
-        """Return everything in Prometheus' text format."""
-        return prometheus_client.generate_latest(self.registry)
+    def render(self, node: NodeSnapshot | None = None) -> bytes:
+        """Return everything in Prometheus' text format; the gauges from a snapshot where one is given."""
+        self._gauges.taken = node
+        try:
+            return prometheus_client.generate_latest(self.registry)
+        finally:
+            self._gauges.taken = None
 
     def _record_pull(self, record: PullRecord) -> None:
         code = NO_CODE if record.code is None else record.code.value

@@ -23,23 +23,23 @@ def with_placement(kind: str, why: str) -> NodeSnapshot:
 
 
 def test_a_slow_path_on_one_node_is_one_sentence_that_names_the_ranks():
-    (warning,) = placement_warnings(node_snapshot())
+    (warning,) = placement_warnings(node_snapshot().engines)
     assert "goes over TCP" in warning
     assert "hostPID" in warning
     assert warning.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
 
 
 def test_memory_that_is_not_proved_says_why():
-    (warning,) = placement_warnings(with_placement("direct", "a read brought other bytes"))
+    (warning,) = placement_warnings(with_placement("direct", "a read brought other bytes").engines)
     assert "a read brought other bytes" in warning
     assert "kvxferd doctor" in warning
 
 
 def test_a_fallback_says_why():
-    (warning,) = placement_warnings(with_placement("staged", "no dma-buf"))
+    (warning,) = placement_warnings(with_placement("staged", "no dma-buf").engines)
     assert "staged way" in warning
     assert "no dma-buf" in warning
 
 
 def test_nothing_is_wrong_where_nothing_is():
-    assert placement_warnings(with_placement("direct", "")) == []
+    assert placement_warnings(with_placement("direct", "").engines) == []

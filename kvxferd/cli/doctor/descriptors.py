@@ -6,16 +6,13 @@ import resource
 from collections.abc import Iterator
 
 from kvxferd.cli.doctor.finding import Finding, Node, ok, warn
-
-# Sessions, each with a socket and a fence page; movers, each with a socket and a process descriptor; peers.
-PER_SESSION, PER_RANK, PER_PEER = 3, 4, 4
+from kvxferd.control.descriptor_budget import descriptors_needed
 
 
 def check(node: Node) -> Iterator[Finding]:
     """The hard limit: the daemon raises its soft one to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = node.config.limits
-    needed = limits.max_sessions * PER_SESSION + limits.max_ranks * PER_RANK + limits.max_peers * PER_PEER
+    needed = descriptors_needed(node.config.limits)
     if hard != resource.RLIM_INFINITY and hard < needed:
         yield warn(
             "descriptors",

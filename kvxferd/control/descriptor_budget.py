@@ -1,0 +1,51 @@
+"""How many descriptors the daemon needs, and how many of them HTTP may have."""
+
+from __future__ import annotations
+
+import resource
+
+from kvxferd.config import LimitsConfig
+
+# The event loop, listeners, locks, ZMQ's own, the movers' parent, the log, and what Python opens meanwhile.
+BASE = 64
+PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
+PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
+PER_PEER = 4
+# HTTP has an eighth and at most this: a scraper, probes, browsers and the command line need ten.
+MAX_HTTP = 128
+MIN_HTTP = 12
+
+
+def descriptors_needed(limits: LimitsConfig) -> int:
+    """What a full node has open, apart from the descriptors that GPU ranks bring."""
+    workers = limits.max_sessions * PER_SESSION + limits.max_ranks * PER_RANK
+    return BASE + workers + limits.max_peers * PER_PEER + MAX_HTTP
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit to the hard one and return it.
+
+    A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def http_descriptors(limit: int) -> int:
+    """How many connections HTTP may hold under that limit; workers and movers have the rest."""
+    if limit == resource.RLIM_INFINITY:
+        return MAX_HTTP
+    return max(MIN_HTTP, min(MAX_HTTP, limit // 8))
+
+
+def descriptor_warnings(limits: LimitsConfig, limit: int) -> list[str]:
+    """Return what an operator should know of the limit before the node is full."""
+    needed = descriptors_needed(limits)
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return []
+    return [
+        f"RLIMIT_NOFILE is {limit}, and a full node of these limits has {needed} descriptors open, more with "
+        "GPU ranks: raise the hard limit (LimitNOFILE= of the unit), or lower limits.max_sessions and "
+        "limits.max_peers"
+    ]

@@ -1,0 +1,283 @@
+"""Connections to HTTP: how many, from whom, and for how long. What is too many or too slow is closed.
+
+aiohttp accepts without limit and waits without limit for a slow reader, so connections are accepted here.
+There are three shares: TCP; users on control.sock; root and the daemon's own user there. Who fills one keeps
+nobody out of another. In a full share a new connection takes the place of the oldest idle one of the source
+that has the most, so that who holds connections open keeps nobody out of their own share either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from kvxferd.control.callers import credentials_of
+
+log = structlog.get_logger()
+
+HEADER_S = 10.0  # from the connection to its first whole request
+IDLE_S = 60.0  # between requests; Prometheus asks every 15 to 60 s, and connects anew where it must
+ANSWER_S = 30.0  # of a stranger's request; reading the body is in it
+TAKE_S = 10.0  # for taking an answer: 8 MiB take 1 s on a slow link
+LINGER_S = 1.0  # aiohttp's, for a body that nobody wanted
+SWEEP_S = 1.0
+ACCEPT_AGAIN_S = 0.2
+ACCEPTS_PER_TURN = 16
+BACKLOG = 128
+# Request line, headers and body of what may wait on one connection: no route takes more than a few names,
+# and a browser's cookies for this host have 4 KiB. 128 connections have 8 MiB of it, and five times that as
+# Python objects.
+MAX_REQUEST_BYTES = 64 << 10
+MAX_LINE_BYTES = 4 << 10
+MAX_HEADERS = 64
+# Answers that wait to be taken, on all connections of strangers together: four of the largest (8,192
+# transfers with names of 256 characters), or 16 of what a full node has.
+MAX_UNSENT_BYTES = 32 << 20
+
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
+
+
+class Share:
+    """The connections of one kind of client."""
+
+    def __init__(self, max_connections: int, *, is_operator: bool = False) -> None:
+        self.max_connections = max_connections
+        self.is_operator = is_operator  # root or the daemon's own user, on control.sock
+        self.connections: dict[HttpConnection, None] = {}  # oldest first
+
+    def make_room(self) -> bool:
+        """Close an idle connection where the share is full. False: every one of them is being answered."""
+        if len(self.connections) < self.max_connections:
+            return True
+        num_of = Counter(connection.source for connection in self.connections)
+        idle = [connection for connection in self.connections if not connection.is_answered]
+        if not idle:
+            return False
+        # The first of the largest: connections stand in the order in which they came.
+        max(idle, key=lambda connection: num_of[connection.source]).drop()
+        return True
+
+
+class HttpConnection(web.RequestHandler):
+    """aiohttp's protocol of one connection, with limits of its own."""
+
+    def __init__(self, server: web.Server, listeners: HttpListeners, share: Share, source: str) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=IDLE_S,
+            lingering_time=LINGER_S,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+        self.listeners = listeners
+        self.share = share
+        self.source = source
+        self.is_answered = False
+        self._num_requests = 0
+        self._since = self._loop.time()
+        self._num_received = 0
+        self._is_dropped = False
+        share.connections[self] = None
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of answers that its client has not taken."""
+        transport = self.transport
+        return 0 if transport is None else transport.get_write_buffer_size()
+
+    def begin(self) -> None:
+        """A request is complete and is being answered."""
+        self.is_answered = True
+        self._num_requests += 1
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """Its answer is ready to be sent."""
+        self.is_answered = False
+        self._num_received = 0
+        self._since = self._loop.time()
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its client has had its time."""
+        waited_s = now - self._since
+        if self.is_answered:
+            return not self.share.is_operator and waited_s > ANSWER_S
+        if self.num_unsent:
+            return waited_s > TAKE_S
+        return waited_s > (IDLE_S if self._num_requests else HEADER_S)
+
+    def drop(self) -> None:
+        """Close it at once, whatever waits to be sent."""
+        self._is_dropped = True
+        self.share.connections.pop(self, None)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, unless it has lost its place while it was being accepted."""
+        super().connection_made(transport)
+        if self._is_dropped:
+            self.drop()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, up to the limit of a request."""
+        self._num_received += len(data)
+        if self._num_received > MAX_REQUEST_BYTES:
+            self.drop()
+            return
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Leave the share."""
+        self.share.connections.pop(self, None)
+        super().connection_lost(exc)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Nothing: what is no HTTP is a stranger's nonsense, and handlers' own errors are logged by them."""
+
+
+class HttpListeners:
+    """Accepts connections for one aiohttp server and watches their time."""
+
+    def __init__(self, server: web.Server, max_connections: int) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._tcp = Share(max_connections // 2)
+        self._users = Share(max_connections // 4)
+        self._operators = Share(max_connections // 4, is_operator=True)
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def shares(self) -> tuple[Share, Share, Share]:
+        """TCP, users on control.sock, operators on control.sock."""
+        return self._tcp, self._users, self._operators
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of answers that strangers have not taken."""
+        return sum(c.num_unsent for share in (self._tcp, self._users) for c in share.connections)
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept from that socket, which is closed by `stop`."""
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._listeners.append(listener)
+        self._watch(listener)
+
+    async def stop(self) -> None:
+        """Close the listeners, and connections that are still being accepted."""
+        self._sweeper.cancel()
+        for listener in self._listeners:
+            self._loop.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _watch(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # No descriptor left. An idle connection of HTTP gives its own back; who waits is asked again.
+                log.warning("http: cannot accept", reason=error.strerror)
+                max(self.shares[:2], key=lambda share: len(share.connections)).make_room()
+                self._loop.remove_reader(listener.fileno())
+                self._loop.call_later(ACCEPT_AGAIN_S, self._watch, listener)
+                return
+            self._take(accepted, address)
+
+    def _take(self, accepted: socket.socket, address: Any) -> None:
+        share, source = self._tcp, ""
+        if accepted.family == socket.AF_UNIX:
+            uid = credentials_of(accepted).uid
+            share, source = self._users, f"uid {uid}"
+            if uid in (0, os.geteuid()):
+                share = self._operators
+        else:
+            source = str(address[0])
+        accepted.setblocking(False)
+        if not share.make_room():
+            with suppress(OSError):
+                accepted.send(_FULL)
+            accepted.close()
+            return
+        connection = HttpConnection(self._server, self, share, source)
+        self._start(self._connect(connection, accepted))
+
+    async def _connect(self, connection: HttpConnection, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, accepted)
+        except (OSError, asyncio.CancelledError):
+            connection.drop()
+            accepted.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for share in self.shares:
+            for connection in [c for c in share.connections if c.is_overdue(now)]:
+                connection.drop()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+
+class Pace:
+    """How often one source of strangers may ask: what comes faster waits for its turn.
+
+    An answer that is kept costs the loop 0.5 ms (aiohttp 3.14, 2 MB), an engine's layouts 5: 20 a second are
+    at most 10 % of it. What waits is bounded by the connections; a client that goes away while it waits has
+    asked nothing.
+    """
+
+    PER_S = 20.0
+    BURST = 50.0
+    POLL_S = 0.02
+    MAX_SOURCES = 1_024
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}  # requests that may come at once, as of when
+
+    def admit(self, source: str) -> bool:
+        """Whether the source may ask now; that counts as a request."""
+        now = self._clock()
+        left, then = self._left.pop(source, (self.BURST, now))
+        left = min(self.BURST, left + (now - then) * self.PER_S)
+        if len(self._left) >= self.MAX_SOURCES:
+            del self._left[next(iter(self._left))]  # it asked longest ago
+        self._left[source] = (left - 1 if left >= 1 else left, now)
+        return left >= 1
+
+    async def wait(self, source: str, is_gone: Callable[[], bool]) -> bool:
+        """Return once the source may ask; False: whoever asked has gone."""
+        while not self.admit(source):
+            await asyncio.sleep(self.POLL_S)
+            if is_gone():
+                return False
+        return True
