@@ -23,8 +23,10 @@ MAX_BYTES = 1 << 48
 MAX_RANKS = 1 << 20
 MAX_LAYERS = 1 << 20
 MAX_UNITS = 1 << 30
-# A thousand layers of sixteen components; a check takes 10 us a tensor.
-MAX_TENSORS = 16384
+# 128 layers of sixteen components; a check takes 10 to 25 us a tensor, and nobody else is served meanwhile.
+MAX_TENSORS = 2048
+# Heads, or channels of a state, that one rank holds in so many pieces: known layouts have one to three.
+MAX_UNIT_RANGES = 256
 # A block's tokens take part in 21-bit arithmetic where requests are expanded.
 MAX_BLOCK_TOKENS = (1 << 21) - 1
 # Block ids are int32.
@@ -59,10 +61,13 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None 
     seen: set[tuple[int, str]] = set()
     for tensor in layout.tensors:
         place = (tensor.layer, tensor.component)
-        _require(place not in seen, f"{_cannot(tensor)}: it is listed twice")
+        if place in seen:
+            raise LayoutError(f"{_cannot(tensor)}: it is listed twice")
         seen.add(place)
-        _require(tensor.group in groups, f"{_cannot(tensor)}: there is no group {tensor.group!r}")
-        _require(tensor.region in regions, f"{_cannot(tensor)}: there is no region {tensor.region!r}")
+        if tensor.group not in groups:
+            raise LayoutError(f"{_cannot(tensor)}: there is no group {tensor.group!r}")
+        if tensor.region not in regions:
+            raise LayoutError(f"{_cannot(tensor)}: there is no region {tensor.region!r}")
         _check_tensor(layout, tensor, groups[tensor.group])
         _check_extent(tensor, groups[tensor.group], regions[tensor.region].size_bytes)
     _check_overlaps(layout, groups, Places() if places is None else places)
@@ -146,43 +151,49 @@ def _check_group(group: Group) -> None:
 
 
 def _check_tensor(layout: RankLayout, tensor: CacheTensor, group: Group) -> None:
-    """One tensor's numbers by themselves."""
-    cannot = _cannot(tensor)
+    """One tensor's numbers by themselves. No sentence is made of a tensor that has nothing wrong."""
     for name, text in (("component", tensor.component), ("dtype", tensor.dtype)):
         _check_name(text, name)
-    _require(
-        len(tensor.encoding) <= MAX_NAME_CHARS, f"{cannot}: its encoding is over {MAX_NAME_CHARS} characters"
-    )
-    _require(
-        layout.start_layer <= tensor.layer < layout.end_layer,
-        f"{cannot}: the rank's layers are [{layout.start_layer}, {layout.end_layer})",
-    )
+    if len(tensor.encoding) > MAX_NAME_CHARS:
+        raise LayoutError(f"{_cannot(tensor)}: its encoding is over {MAX_NAME_CHARS} characters")
+    if not layout.start_layer <= tensor.layer < layout.end_layer:
+        raise LayoutError(
+            f"{_cannot(tensor)}: the rank's layers are [{layout.start_layer}, {layout.end_layer})"
+        )
     for name in ("offset", "block_stride", "token_stride", "unit_stride", "chunk_stride", "chunk_bytes"):
-        value = getattr(tensor, name)
-        _require(0 <= value <= MAX_BYTES, f"{cannot}: {name} {value} is not 0 to {MAX_BYTES}")
+        if not 0 <= (value := getattr(tensor, name)) <= MAX_BYTES:
+            raise LayoutError(f"{_cannot(tensor)}: {name} {value} is not 0 to {MAX_BYTES}")
     for name in ("num_chunks", "itemsize", "granule_tokens"):
-        value = getattr(tensor, name)
-        _require(1 <= value <= MAX_UNITS, f"{cannot}: {name} {value} is not 1 to {MAX_UNITS}")
+        if not 1 <= (value := getattr(tensor, name)) <= MAX_UNITS:
+            raise LayoutError(f"{_cannot(tensor)}: {name} {value} is not 1 to {MAX_UNITS}")
     _check_units(tensor)
     granule = tensor.granule_tokens
     if group.kind is GroupKind.STATE:
-        _require(granule == 1, f"{cannot}: a state has no tokens, granule_tokens is {granule}")
+        if granule != 1:
+            raise LayoutError(f"{_cannot(tensor)}: a state has no tokens, granule_tokens is {granule}")
         return
     block_tokens = group.block_tokens // group.physical_blocks_per_logical
-    _require(
-        block_tokens % granule == 0,
-        f"{cannot}: granule_tokens {granule} does not divide its blocks of {block_tokens} tokens",
-    )
+    if block_tokens % granule:
+        raise LayoutError(
+            f"{_cannot(tensor)}: granule_tokens {granule} does not divide its blocks of {block_tokens} tokens"
+        )
     shard = group.token_shard
-    _require(
-        shard.count == 1 or shard.interleave % granule == 0,
-        f"{cannot}: granule_tokens {granule} does not divide the interleave {shard.interleave}",
-    )
+    if shard.count != 1 and shard.interleave % granule:
+        raise LayoutError(
+            f"{_cannot(tensor)}: granule_tokens {granule} does not divide the interleave {shard.interleave}"
+        )
 
 
 def _check_units(tensor: CacheTensor) -> None:
     """Unit ranges: none empty, none twice. A component of no width is one empty range, or no range."""
-    if tensor.num_units == 0 and len(tensor.units) <= 1:
+    if len(tensor.units) > MAX_UNIT_RANGES:
+        raise LayoutError(
+            f"{_cannot(tensor)}: its units are in {len(tensor.units)} ranges, {MAX_UNIT_RANGES} go"
+        )
+    if len(tensor.units) == 1:
+        ((start, stop),) = ((units.start, units.stop) for units in tensor.units)
+        if start != stop and not 0 <= start < stop <= MAX_UNITS:
+            raise LayoutError(f"{_cannot(tensor)}: unit range [{start}, {stop}) is empty")
         return
     ordered = sorted((units.start, units.stop) for units in tensor.units)
     for start, stop in ordered:
@@ -198,11 +209,11 @@ def _check_extent(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
     reach = tensor.offset + tensor.chunk_bytes
     for count, stride in axes_of(tensor, group):
         reach += (count - 1) * stride
-    _require(
-        reach <= region_bytes,
-        f"{_cannot(tensor)}: its last block, {group.num_blocks - 1}, reaches to byte {reach} of region "
-        f"{tensor.region!r}, which has {region_bytes}",
-    )
+    if reach > region_bytes:
+        raise LayoutError(
+            f"{_cannot(tensor)}: its last block, {group.num_blocks - 1}, reaches to byte {reach} of region "
+            f"{tensor.region!r}, which has {region_bytes}"
+        )
 
 
 def axes_of(tensor: CacheTensor, group: Group) -> list[tuple[int, int]]:
@@ -246,10 +257,10 @@ def _by_name(items: Iterable[_Named], name_of: Callable[[_Named], str], what: st
 
 
 def _check_name(text: str, what: str) -> None:
-    _require(
-        0 < len(text) <= MAX_NAME_CHARS,
-        f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed",
-    )
+    if not 0 < len(text) <= MAX_NAME_CHARS:
+        raise LayoutError(
+            f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed"
+        )
 
 
 def _cannot(tensor: CacheTensor) -> str:

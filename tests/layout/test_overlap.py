@@ -84,7 +84,7 @@ def test_what_cannot_be_told_apart_counts_as_overlapping() -> None:
 
 def test_layouts_that_come_together_share_their_places() -> None:
     """One is told apart; the fourth is one too many."""
-    unlike = [(0, 1, [(20_000, 6)]), (3, 1, [(20_000, 12)])]
+    unlike = [(0, 1, [(5_000, 6)]), (3, 1, [(5_000, 12)])]
     assert find_overlap(unlike) is None
     places = Places()
     assert [find_overlap(unlike, places) for _ in range(2)] == [None, (0, 1)]
