@@ -112,13 +112,13 @@ class Link:
                 return True
         return False
 
-    def receive(self) -> list[Frame] | None:
+    def receive(self, max_reads: int = MAX_READS) -> list[Frame] | None:
         """Return the frames that have arrived, None at the end. Raises ProtocolError.
 
         Whoever takes the frames owns their descriptors.
         """
         frames: list[Frame] = []
-        for _ in range(MAX_READS):
+        for _ in range(max_reads):
             if self._ended or not self._read(frames):
                 break
         if self._ended and not frames:

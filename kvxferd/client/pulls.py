@@ -17,10 +17,10 @@ from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.wire import common, worker
+from kvxferd.wire.limits import MAX_NOTICED
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
 MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or something holds them
-MAX_NOTICED = 1024  # as many pulls of a rank as a mover may have by default (limits.max_pulls_per_rank)
 # An engine of 1,024 running requests has at most as many pulls; 64 times that is one that leaks.
 MAX_LIVE_PULLS = 1 << 16
 

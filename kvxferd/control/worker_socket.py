@@ -19,6 +19,7 @@ import structlog
 
 from kvxferd.config import WorkerConfig
 from kvxferd.control.callers import Credentials, credentials_of, death_watch
+from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import mover_socket, take_offer
 from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
@@ -47,6 +48,7 @@ log = structlog.get_logger()
 MAX_QUEUED_BYTES = 32 << 20
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2
+LAST_TURNS = 64  # of a dead worker: a process forked from it may go on sending
 FAREWELL_S = 0.5  # how long a closed session may take to read why
 
 
@@ -56,6 +58,7 @@ class _Connection:
 
     session: SessionId
     link: Link
+    inbox: Inbox
     credentials: Credentials
     death: int  # readable once the worker is dead: a pidfd where there is one
     alive: int  # where `death` is a pipe, its other end; else -1
@@ -67,6 +70,8 @@ class _Connection:
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
     mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
+    is_dead: bool = False  # its worker is, and what it had sent is being taken
+    has_more: bool = False  # frames wait for the session's next turn, and its socket is not read
     writing: bool = False
     closing: bool = False  # takes no more frames; what is queued still goes out
     ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
@@ -74,6 +79,7 @@ class _Connection:
     def release(self) -> None:
         """Close everything."""
         self.link.close()
+        self.inbox.close()
         self.bring(None)
         if self.fence is not None:
             self.fence.close()
@@ -170,7 +176,7 @@ class WorkerSocket:
             link.close()
             return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, credentials, death, alive)
+        connection = _Connection(session, link, Inbox(link), credentials, death, alive)
         self._connections[session] = connection
         self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
         loop = asyncio.get_running_loop()
@@ -203,26 +209,50 @@ class WorkerSocket:
     # --- hearing
 
     def _readable(self, connection: _Connection) -> None:
+        if connection.ended or connection.is_dead:
+            return
         try:
-            frames = connection.link.receive()
-            if frames is None:
-                self._end(connection)
-                return
-            while frames:
-                frame = frames.pop(0)
-                try:
-                    self._hear(connection, frame)
-                except BaseException:
-                    for left in frames:
-                        close_all(left.fds)
-                    raise
+            has_more = connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
         except ProtocolError as error:
             self._expel(connection, error)
+            return
+        if connection.inbox.ended:
+            self._end(connection)
+        elif not connection.ended:
+            self._wait_for(connection, has_more)
+
+    def _wait_for(self, connection: _Connection, has_more: bool) -> None:
+        """Have the session's next turn come: behind everybody else's, or when something arrives."""
+        loop = asyncio.get_running_loop()
+        if has_more:
+            loop.call_soon(self._readable, connection)
+        if has_more != connection.has_more:
+            connection.has_more = has_more
+            if has_more:
+                loop.remove_reader(connection.link.fileno())
+            else:
+                loop.add_reader(connection.link.fileno(), self._readable, connection)
 
     def _died(self, connection: _Connection) -> None:
         """The worker is dead. A process forked from it may hold its socket, and is not the worker."""
-        self._readable(connection)  # its last words
-        self._end(connection)
+        loop = asyncio.get_running_loop()
+        connection.is_dead = True
+        loop.remove_reader(connection.death)
+        loop.remove_reader(connection.link.fileno())
+        self._hear_out(connection, LAST_TURNS)
+
+    def _hear_out(self, connection: _Connection, num_turns: int) -> None:
+        """Take what a dead worker had sent, in turns too, then end its session."""
+        if connection.ended:
+            return
+        try:
+            connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
+        except ProtocolError as error:
+            self._expel(connection, error)
+        if num_turns and connection.inbox.num_taken and not connection.inbox.ended:
+            asyncio.get_running_loop().call_soon(self._hear_out, connection, num_turns - 1)
+        else:
+            self._end(connection)
 
     def _hear(self, connection: _Connection, frame: Frame) -> None:
         if connection.closing or connection.ended:

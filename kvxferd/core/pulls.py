@@ -40,6 +40,8 @@ class Pulls:
         self._holds = holds
         self._movers = movers
         self._pulls: dict[PullId, Pull] = {}
+        # The same by session and ticket: a session with few pulls pays nothing for those of others.
+        self._of_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
         self._last = 0
         self._load = Load(moment.settings.limits)
         self.stalls = Stalls(moment)
@@ -69,6 +71,7 @@ class Pulls:
     def start(self, pull: Pull) -> None:
         """Follow a pull whose hold has been asked for."""
         self._pulls[pull.pull] = pull
+        self._of_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
         self._load.add(pull.rank.session, pull.local_bytes)
         self._moment.timers.set(("deadline", pull.pull), pull.deadline, lambda: self._expire(pull))
         self._holds.when_settled(pull.hold, lambda: self._settled(pull))
@@ -113,8 +116,8 @@ class Pulls:
 
     def post_waiting(self, rank: LocalRank) -> None:
         """The rank has a mover again: post what waited for it."""
-        for pull in list(self._pulls.values()):
-            if pull.rank is rank and pull.phase is Phase.HOLDING and pull.hold.state is HoldState.HELD:
+        for pull in self._asked_by(rank):
+            if pull.phase is Phase.HOLDING and pull.hold.state is HoldState.HELD:
                 self.post(pull)
 
     def _send(self, mover: MoverId, pull: Pull) -> None:
@@ -333,6 +336,12 @@ class Pulls:
 
     def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.pull]
+        tickets = self._of_session[pull.rank.session]
+        tickets[pull.ticket].remove(pull)
+        if not tickets[pull.ticket]:
+            del tickets[pull.ticket]
+        if not tickets:
+            del self._of_session[pull.rank.session]
         self._load.remove(pull.rank.session, pull.local_bytes)
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
@@ -341,19 +350,25 @@ class Pulls:
 
     def noticed(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
         """The worker has these bytes, by its mover's word, which has not come here or never will."""
-        known = set(tickets)
-        for pull in [p for p in self._pulls.values() if p.rank is rank and p.ticket in known]:
-            # To an engine that was told of a failure, it was no delivery.
-            if pull.phase in (Phase.POSTED, Phase.STOPPING):
-                pull.arrived = True
-            elif pull.awaits_worker and pull.phase is Phase.HOLDING:
-                self._deliver(pull, PullOutcome(delivered=True, told=True))
+        for ticket in tickets:
+            for pull in self._asked_by(rank, ticket):
+                # To an engine that was told of a failure, it was no delivery.
+                if pull.phase in (Phase.POSTED, Phase.STOPPING):
+                    pull.arrived = True
+                elif pull.awaits_worker and pull.phase is Phase.HOLDING:
+                    self._deliver(pull, PullOutcome(delivered=True, told=True))
+
+    def _asked_by(self, rank: LocalRank, ticket: Ticket | None = None) -> list[Pull]:
+        """Return the rank's pulls: of one ticket, or all."""
+        tickets = self._of_session.get(rank.session, {})
+        found = tickets.values() if ticket is None else [tickets.get(ticket, [])]
+        return [pull for pulls in found for pull in pulls if pull.rank is rank]
 
     # --- stopping
 
     def cancel(self, rank: LocalRank, ticket: Ticket) -> None:
         """The engine wants the pull no more. Unknown tickets have ended already."""
-        for pull in [p for p in self._pulls.values() if p.rank is rank and p.ticket == ticket]:
+        for pull in self._asked_by(rank, ticket):
             self._cancel(pull)
 
     def cancel_pull(self, number: PullId) -> None:
@@ -367,7 +382,7 @@ class Pulls:
 
     def cancel_transfer(self, rank: LocalRank, ref: TransferRef) -> None:
         """The engine abandons the transfer."""
-        for pull in [p for p in self._pulls.values() if p.rank is rank and p.ref == ref]:
+        for pull in [p for p in self._asked_by(rank) if p.ref == ref]:
             self._cancel(pull)
 
     def _cancel(self, pull: Pull) -> None:
@@ -391,12 +406,12 @@ class Pulls:
 
     def refuse_held(self, rank: LocalRank, code: Code, message: str) -> None:
         """Fail the rank's pulls that no mover has."""
-        for pull in [p for p in self._pulls.values() if p.rank is rank and p.phase is Phase.HOLDING]:
+        for pull in [p for p in self._asked_by(rank) if p.phase is Phase.HOLDING]:
             self._refuse(pull, code, f"cannot pull transfer {pull.ref.transfer_id}: {message}")
 
     def rank_gone(self, rank: LocalRank) -> None:
         """The worker is gone: nobody to tell, and its mover is being killed."""
-        for pull in [p for p in self._pulls.values() if p.rank is rank]:
+        for pull in self._asked_by(rank):
             self._forget(pull)
             if pull.arrived and pull.phase is not Phase.IN_DOUBT:
                 self._holds.acknowledge(pull.hold, lambda _: None)
@@ -467,6 +482,8 @@ class Pulls:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves."""
+        indexed = [p.pull for of in self._of_session.values() for pulls in of.values() for p in pulls]
+        assert sorted(indexed) == sorted(self._pulls), "pulls are not found by their session and ticket"
         for pull in self._pulls.values():
             assert not pull.blocks_are_free, f"pull {pull.pull} is over and still followed"
             assert (pull.mover is None) == (pull.phase is Phase.HOLDING), f"pull {pull.pull}: {pull.phase}"

@@ -23,7 +23,14 @@ from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate
 from kvxferd.wire.common import BlockIds, Descriptors, TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
-from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES, MAX_NAME_CHARS
+from kvxferd.wire.ids_stream import Blocks
+from kvxferd.wire.limits import (
+    FENCE_SLOTS,
+    FENCE_WORD_BYTES,
+    MAX_GROUPS_PER_REQUEST,
+    MAX_NAME_CHARS,
+    MAX_NOTICED,
+)
 from kvxferd.wire.peer import AbandonTransfer, Consumer, Question
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
@@ -106,8 +113,7 @@ class Requests:
                 if session.rank is not None:
                     self._pulls.cancel(session.rank, said.ticket)
             case Noticed():
-                if session.rank is not None:
-                    self._pulls.noticed(session.rank, said.tickets)
+                self._noticed(session, said)
             case PullsResumed():
                 if session.rank is not None:
                     self._pulls.resumed(session.rank, said)
@@ -118,9 +124,17 @@ class Requests:
             case _:
                 assert_never(said)
 
+    def _noticed(self, session: Session, said: Noticed) -> None:
+        most = max(MAX_NOTICED, self._moment.settings.limits.max_pulls_per_rank)
+        if len(said.tickets) > most:
+            raise ProtocolError(f"cannot take {len(said.tickets)} tickets: {most} pulls may run")
+        if session.rank is not None:
+            self._pulls.noticed(session.rank, said.tickets)
+
     # --- the source's side
 
     def _publish(self, session: Session, said: Publish, fence_word: bytes) -> None:
+        _check_groups(said.blocks)
         blocks = session.assembly.complete(said.blocks, said.stream)
         problem = ""
         if session.engine is None:
@@ -161,6 +175,7 @@ class Requests:
     # --- the sink's side
 
     def _pull(self, session: Session, said: PullRequest) -> None:
+        _check_groups(said.blocks)
         blocks = session.assembly.complete(said.blocks, said.stream)
         try:
             rank, ref = self._admit(session, said, blocks)
@@ -281,3 +296,9 @@ class Requests:
         """What it had prepared is given back."""
         for ref in list(session.prepared):
             self._unprepare(session, ref)
+
+
+def _check_groups(blocks: Blocks) -> None:
+    """Raise ProtocolError for more groups than a request has: what follows looks at each, and sorts them."""
+    if len(blocks) > MAX_GROUPS_PER_REQUEST:
+        raise ProtocolError(f"cannot take {len(blocks)} groups: at most {MAX_GROUPS_PER_REQUEST} go")

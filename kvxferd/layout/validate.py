@@ -258,9 +258,7 @@ def _by_name(items: Iterable[_Named], name_of: Callable[[_Named], str], what: st
 
 def _check_name(text: str, what: str) -> None:
     if not 0 < len(text) <= MAX_NAME_CHARS:
-        raise LayoutError(
-            f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed"
-        )
+        raise LayoutError(f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed")
 
 
 def _cannot(tensor: CacheTensor) -> str:

@@ -217,7 +217,7 @@ def costly(layout: RankLayout) -> RankLayout:
         for component, offset, stride in (("a", 0, 6), ("b", 3, 12))
     )
     return msgspec.structs.replace(
-        layout, tensors=tensors, groups=(Group("state", 20_000, kind=GroupKind.STATE),)
+        layout, tensors=tensors, groups=(Group("state", 5_000, kind=GroupKind.STATE),)
     )
 
 

@@ -1,0 +1,71 @@
+"""What one message may cost: counted in what it looks at, not in time."""
+
+from __future__ import annotations
+
+import pytest
+from world import IDS, SINK_IDS, TOKENS, World, mover_of
+
+from kvxferd.errors import Code
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_NOTICED
+
+
+class Counted(int):
+    """A ticket that counts how often it is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("num_pulls", [1, 64])
+def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(num_pulls: int) -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    (sink,) = world.engine(world.host("b"), "decode")
+    mover_of(sink).hold = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(num_pulls)]
+    Counted.num_compared = 0
+    strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_NOTICED - num_pulls))
+    sink.say(wk.Noticed(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
+    assert Counted.num_compared <= 4 * MAX_NOTICED
+    mover_of(sink).die()
+    assert all(isinstance(sink.ended(ticket), wk.Delivered | None) for ticket in tickets)
+
+
+def test_more_tickets_than_there_can_be_pulls_end_the_session() -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    sink.say(wk.Noticed(tickets=tuple(range(MAX_NOTICED + 1))))  # type: ignore[arg-type]
+    (farewell,) = sink.heard(wk.Farewell)
+    assert isinstance(farewell, wk.Farewell)
+    assert farewell.code is Code.BAD_FRAME
+
+
+@pytest.mark.parametrize("kind", ["publish", "pull"])
+def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    blocks = {f"g{n}": PackedBlocks(b"") for n in range(MAX_GROUPS_PER_REQUEST + 1)}
+    if kind == "publish":
+        sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, num_tokens=1, fence_slot=0), b"x" * 16)
+    else:
+        ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
+        sink.say(wk.Pull(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
+    assert sink.heard(wk.Farewell)
+
+
+def test_a_reference_of_the_wire_is_looked_at_too() -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    ref = TransferRef("tcp://a:9441", "e", "g", "t", "n", ready_tokens=1 << 63)
+    sink.say(wk.Pull(ticket=1, ref=ref, blocks={"full": PackedBlocks(b"")}, num_tokens=1, deadline_s=1.0))
+    (failed,) = sink.heard(wk.Failed)
+    assert isinstance(failed, wk.Failed)
+    assert failed.code is Code.TRANSFER_UNKNOWN
