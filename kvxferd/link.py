@@ -32,15 +32,23 @@ class _Unsent:
     fds: tuple[int, ...]  # go with the first byte
 
 
+def new_room() -> memoryview:
+    """Return what a link reads into."""
+    return memoryview(bytearray(RECEIVE_BYTES))
+
+
 class Link:
     """Frames out, frames in. After anything raised, only `close` is left."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        """Take over a connected stream socket; it must not share its flags with anybody's."""
+    def __init__(self, connected: socket.socket, room: memoryview | None = None) -> None:
+        """Take over a connected stream socket; it must not share its flags with anybody's.
+
+        `room`: what is read into, and empty between two calls: links of one thread may share it.
+        """
         connected.setblocking(False)
         self._socket = connected
         self._decoder = FrameDecoder()
-        self._room = memoryview(bytearray(RECEIVE_BYTES))  # a new one for each read costs more than the read
+        self._room = new_room() if room is None else room  # a new one for each read costs more than the read
         self._unsent: deque[_Unsent] = deque()
         self._received: set[int] = set()  # descriptors that no frame has handed on yet
         self._broken = False
@@ -55,6 +63,15 @@ class Link:
     def idle(self) -> bool:
         """Whether everything given to `send` is with the kernel."""
         return not self._unsent
+
+    def limit_frames(self, max_bytes: int, max_fds: int) -> None:
+        """Take no larger frames from here on."""
+        self._decoder.max_payload_bytes, self._decoder.max_fds = max_bytes, max_fds
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Bytes of a frame that is not whole, and descriptors that no frame has handed on."""
+        return self._decoder.num_kept_bytes, len(self._received)
 
     def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
         """Queue a frame. The link owns `fds` from here on and closes them when they are sent."""
@@ -151,7 +168,7 @@ class Link:
             return False
         frames += self._decoder.feed(self._room[:num_bytes], fds)
         # Less than was asked for is all there was, unless the kernel stopped behind descriptors.
-        return num_bytes == RECEIVE_BYTES or bool(fds)
+        return num_bytes == len(self._room) or bool(fds)
 
     def close(self) -> None:
         """Close the socket, and every descriptor that was not handed on. Idempotent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum, auto
 
+import msgspec
+
 from kvxferd.client.exports import Exports
 from kvxferd.client.membership import Member, RankMember
 from kvxferd.client.movers import Launch, ResidentMover
@@ -13,8 +15,8 @@ from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import BootId
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_REGISTER_BYTES
+from kvxferd.wire.common import Descriptors, Refusal
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 
 
 class Tenancy(Enum):
@@ -42,6 +44,7 @@ class Enrolment:
         self.boot = BootId("")  # of the daemon at the other end
         self.version = 1  # of the protocol that it speaks
         self._launch: Launch | None = None
+        self._owed: tuple[int, ...] = ()  # descriptors that the daemon has not asked for yet
         self._own: list[ResidentMover] = []  # those that are not quiet yet
         self._unwatched: list[ResidentMover] = []
 
@@ -85,8 +88,8 @@ class Enrolment:
             return False
         return self.tenancy is Tenancy.HELD or (self.tenancy is Tenancy.LEAVING and self._unproven)
 
-    def ask(self) -> Outgoing:
-        """Return `Register` or `Attach`. Only when `wanted`."""
+    def ask(self, notices: int) -> Outgoing:
+        """Return `Register` or `Attach`. Only when `wanted`. `notices`: the descriptor of their far end."""
         self._request += 1
         self.expects_fence = True
         member = self.member
@@ -97,7 +100,30 @@ class Enrolment:
             )
         assert member.exports is not None, "memory that is held is exported"
         register = _register(self._request, member, member.exports)
-        return Outgoing(register, self._offered(member.exports))
+        offered = self._offered(member.exports)
+        if self.version < worker.FIRST_WITH_LATE_DESCRIPTORS:
+            return Outgoing(register, offered)
+        num_regions = len(member.exports.fds)
+        regions, mover = offered[:num_regions], offered[num_regions:]
+        most = MAX_FDS_PER_FRAME - len(mover) - 1
+        self._owed, announced = regions[most:], num_regions if num_regions > most else 0
+        register = msgspec.structs.replace(register, num_descriptors=announced, notices=True)
+        return Outgoing(register, (*regions[:most], *mover, notices))
+
+    def owed(self, request: int) -> list[Outgoing]:
+        """Return the descriptors that a registration announced and did not carry."""
+        self._check(request)
+        owed, self._owed = self._owed, ()
+        if not owed:
+            return []
+        assert isinstance(self.member, RankMember)
+        assert self.member.exports is not None
+        before = len(self.member.exports.fds) - len(owed)
+        starts = range(0, len(owed), MAX_FDS_PER_FRAME)
+        return [
+            Outgoing(Descriptors(first=before + start), owed[start : start + MAX_FDS_PER_FRAME])
+            for start in starts
+        ]
 
     def _offered(self, exports: Exports) -> tuple[int, ...]:
         """Return what goes along with the memory's description."""
@@ -259,6 +285,7 @@ class Enrolment:
     def _let_go(self) -> None:
         if isinstance(self.member, RankMember) and self.member.exports is not None:
             exports, self.member = self.member.exports, replace(self.member, exports=None)
+            self._owed = ()
             exports.close()
 
     def _check(self, request: int) -> None:

@@ -52,6 +52,7 @@ class Session:
         self._emit = emit
         self._name = name
         self._hello_fds = fds  # of the fence page, and of the notices
+        self._notices_fd = fds[-1]
         self._lease_s = 0.0
         self._endpoint = Endpoint("")
         self._patience: float | None = None  # when the daemon must have answered
@@ -189,7 +190,7 @@ class Session:
     def _ask_if_wanted(self, patience: float | None) -> None:
         if self.standing is Standing.OPEN and self.enrolment.wanted:
             self.standing, self._patience = Standing.JOINING, patience
-            asked = self.enrolment.ask()
+            asked = self.enrolment.ask(self._notices_fd)
             self._outbox.say(asked.message, asked.fds)
 
     def _leave_if_proven(self) -> None:
@@ -329,6 +330,10 @@ class Session:
                 self._welcomed(message, now)
             case worker.Registered():
                 self._registered(message, now)
+            case worker.DescriptorsWanted():
+                self._require(Standing.JOINING, message)
+                for owed in self.enrolment.owed(message.request):
+                    self._outbox.say(owed.message, owed.fds)
             case worker.EngineRanks():
                 self._known.report(message.ranks)
             case worker.Refused():

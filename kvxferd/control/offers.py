@@ -20,8 +20,11 @@ class Offer(NamedTuple):
     problem: Refusal | None
 
 
-def take_offer(message: Register | Resume, fds: tuple[int, ...]) -> Offer:
-    """Sort what came with a registration, and say what is wrong with it. All of it is the caller's."""
+def take_offer(message: Register | Resume, fds: tuple[int, ...], is_whole: bool = True) -> Offer:
+    """Sort what came with a registration, and say what is wrong with it. All of it is the caller's.
+
+    Where it is not whole, `check_offer` says of the regions what is wrong when the rest has come.
+    """
     mover = None
     try:
         if message.placement == "resident":
@@ -37,10 +40,18 @@ def take_offer(message: Register | Resume, fds: tuple[int, ...]) -> Offer:
                 "register through kvxferd.resident",
                 Code.REGION_INVALID,
             )
-        check_exports(message.regions, fds)
     except EngineError as error:
         return Offer(fds, mover, Refusal(error.code, error.message))
-    return Offer(fds, mover, None)
+    return Offer(fds, mover, check_offer(message, fds) if is_whole else None)
+
+
+def check_offer(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | None:
+    """Say what is wrong with the regions and their descriptors, which are all there."""
+    try:
+        check_exports(message.regions, fds)
+    except EngineError as error:
+        return Refusal(error.code, error.message)
+    return None
 
 
 def mover_socket(fds: tuple[int, ...]) -> socket.socket:

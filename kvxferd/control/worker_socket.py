@@ -18,26 +18,32 @@ from pathlib import Path
 import structlog
 
 from kvxferd.config import WorkerConfig
+from kvxferd.control.admission import Admission, Waiting
 from kvxferd.control.callers import Credentials, credentials_of, death_watch
 from kvxferd.control.inbox import Inbox
-from kvxferd.control.offers import mover_socket, take_offer
-from kvxferd.core.events import Event, WorkerClosed, WorkerOpened, WorkerSaid
+from kvxferd.control.offers import check_offer, mover_socket, take_offer
+from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
+from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId
-from kvxferd.link import Link, close_all
+from kvxferd.link import Link, close_all, new_room
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first, encode
 from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.limits import FENCE_SLOTS
+from kvxferd.wire.limits import FENCE_SLOTS, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
+    FIRST_WITH_LATE_DESCRIPTORS,
+    DescriptorsWanted,
     Farewell,
     Hello,
     NewMover,
     Publish,
+    Refused,
     Register,
+    Registered,
     Resume,
     Suspended,
 )
@@ -46,10 +52,20 @@ log = structlog.get_logger()
 
 # 100,000 events of the largest kind. A client that reads nothing for so long is not coming back.
 MAX_QUEUED_BYTES = 32 << 20
+# Answers to a hello and to a registration or two, which are all that a session gets before it is admitted.
+MAX_QUEUED_BEFORE = 64 << 10
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2
 LAST_TURNS = 64  # of a dead worker: a process forked from it may go on sending
 FAREWELL_S = 0.5  # how long a closed session may take to read why
+
+
+NO_DESCRIPTORS = Refusal(
+    Code.BUSY,
+    "cannot take more descriptors: the ranks of this user, or of this node, have all that workers may; "
+    "put more memory behind each, raise the daemon's limit of open files, or try again later",
+    RETRY_LATER_S,
+)
 
 
 @dataclass(slots=True)
@@ -65,8 +81,13 @@ class _Connection:
     version: int = 0  # of the protocol, agreed on by hello
     greeted: bool = False
     fence: UnmappedFencePage | None = None
+    offered_notices: int | None = None  # of a registration that is not adopted; -1: it has none
     notices: int = -1  # where movers say Delivered themselves
+    admitted: bool = False  # its registration, or attachment, was found right
+    waiting: Waiting = field(default_factory=Waiting)  # what it keeps before
     early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
+    announced: Register | None = None  # has more descriptors than came with it
+    num_counted: int = 0  # descriptors that its user's share is charged with
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
     mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
@@ -84,7 +105,30 @@ class _Connection:
         if self.fence is not None:
             self.fence.close()
         own = (fd for fd in (self.notices, self.death, self.alive) if fd >= 0)
-        close_all([*self.early.take(), *self.offered, *self.adopted, *own])
+        self.drop_offered()
+        close_all([*self.adopted, *own])
+        self.adopted = ()
+
+    def drop_offered(self) -> None:
+        """Close what no registration has."""
+        close_all([*self.early.take(), *self.offered])
+        self.offered, self.announced = (), None
+        self.offer_notices(None)
+
+    def offer_notices(self, fd: int | None) -> None:
+        """Keep the socket of a registration that is not adopted; -1: it has none, None: there is none."""
+        if self.offered_notices is not None and self.offered_notices >= 0:
+            close_all([self.offered_notices])
+        self.offered_notices = fd
+
+    def adopt(self) -> None:
+        """What came last is the registration's."""
+        close_all(self.adopted)
+        self.adopted, self.offered = self.offered, ()
+        if self.offered_notices is not None:
+            close_all([self.notices] if self.notices >= 0 else [])
+            self.notices, self.offered_notices = self.offered_notices, None
+        self.admitted = True
 
     def bring(self, mover: socket.socket | None) -> None:
         """Keep the socket of a resident mover, the last that came."""
@@ -105,6 +149,8 @@ class WorkerSocket:
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, _Connection] = {}
         self._numbers = itertools.count(1)
+        self._admission = Admission()
+        self._room = new_room()  # one for all links: 256 of their own would be 64 MiB
 
     # --- listening
 
@@ -163,7 +209,9 @@ class WorkerSocket:
             loop.call_later(ACCEPT_AGAIN_S, self._listen)
             return
         credentials = credentials_of(accepted)
-        link = Link(accepted)
+        link = Link(accepted, self._room)
+        # No message is larger than the largest registration: block ids come in parts of half of it.
+        link.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
         if (farewell := self._obstacle(credentials)) is not None:
             link.send(encode(farewell))
             link.flush()
@@ -218,8 +266,22 @@ class WorkerSocket:
             return
         if connection.inbox.ended:
             self._end(connection)
+        elif not self._may_keep(connection):
+            pass
         elif not connection.ended:
             self._wait_for(connection, has_more)
+
+    def _may_keep(self, connection: _Connection) -> bool:
+        """Count what is kept of a session that is not admitted, and end it where that is too much."""
+        if connection.ended:
+            return False
+        kept = (0, 0) if connection.admitted else connection.link.kept
+        try:
+            self._admission.keep(connection.credentials.uid, connection.waiting, *kept)
+        except ProtocolError as error:
+            self._expel(connection, error)
+            return False
+        return True
 
     def _wait_for(self, connection: _Connection, has_more: bool) -> None:
         """Have the session's next turn come: behind everybody else's, or when something arrives."""
@@ -270,21 +332,20 @@ class WorkerSocket:
         word = b""
         if isinstance(message, Publish) and connection.fence and 0 <= message.fence_slot < FENCE_SLOTS:
             word = connection.fence.read(message.fence_slot)
-        self._on_event(WorkerSaid(connection.session, message, problem, word))
+        lacks = isinstance(message, Register) and connection.announced is message
+        self._on_event(WorkerSaid(connection.session, message, problem, word, lacks))
+        if isinstance(message, Descriptors):
+            self._complete(connection)
 
     def _take_descriptors(
         self, connection: _Connection, message: object, fds: tuple[int, ...]
     ) -> Refusal | None:
         """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
         if isinstance(message, Descriptors):
-            close_all(connection.early.add(message.first, fds))
+            self._take_part(connection, message, fds)
             return None
         if isinstance(message, Register | Resume):
-            close_all(connection.offered)
-            offer = take_offer(message, (*connection.early.take(), *fds))
-            connection.offered = offer.regions
-            connection.bring(offer.mover)
-            return offer.problem
+            return self._take_registration(connection, message, fds)
         if isinstance(message, NewMover):
             try:
                 connection.bring(mover_socket(fds))
@@ -297,6 +358,66 @@ class WorkerSocket:
             raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
         return None
 
+    def _take_registration(
+        self, connection: _Connection, message: Register | Resume, fds: tuple[int, ...]
+    ) -> Refusal | None:
+        close_all(connection.offered)
+        connection.offered, connection.announced = (), None
+        if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_DESCRIPTORS:
+            if message.notices and not fds:
+                raise ProtocolError("cannot take notices: their socket is the last descriptor of the frame")
+            connection.offer_notices(fds[-1] if message.notices else -1)
+            fds = fds[: len(fds) - message.notices]
+            if message.num_descriptors > len(fds) - (message.placement == "resident"):
+                connection.announced = message
+        offer = take_offer(message, (*connection.early.take(), *fds), connection.announced is None)
+        connection.bring(offer.mover)
+        problem = offer.problem
+        if problem is None and not self._count_descriptors(connection, len(offer.regions)):
+            problem = NO_DESCRIPTORS
+        if problem is not None:
+            close_all(offer.regions)
+            connection.announced = None
+            self._count_descriptors(connection)
+        elif connection.announced is not None:
+            connection.early.add(0, offer.regions)
+        else:
+            connection.offered = offer.regions
+        return problem
+
+    def _take_part(self, connection: _Connection, part: Descriptors, fds: tuple[int, ...]) -> None:
+        """Keep descriptors that belong to a registration of an admitted session."""
+        if not connection.admitted:
+            old = connection.version < FIRST_WITH_LATE_DESCRIPTORS
+            raise ProtocolError(
+                "cannot take descriptors before the registration that they belong to"
+                + ("; from version 2 on they come behind it: upgrade the older" if old else ""),
+                Code.BAD_VERSION if old else Code.OUT_OF_PLACE,
+            )
+        close_all(connection.early.add(part.first, fds))
+        if not self._count_descriptors(connection):
+            raise ProtocolError(NO_DESCRIPTORS.message, Code.BUSY)
+
+    def _complete(self, connection: _Connection) -> None:
+        """Have the core know when all descriptors that were announced are there."""
+        announced = connection.announced
+        if announced is None or len(connection.early) < announced.num_descriptors:
+            return
+        connection.announced = None
+        connection.offered = connection.early.take()
+        self._on_event(DescriptorsCame(connection.session, check_offer(announced, connection.offered)))
+
+    def _count_descriptors(self, connection: _Connection, num_more: int = 0) -> bool:
+        """Count what the session has now, and is to have; return whether its user may have so many."""
+        shares, uid = self._admission.descriptors, connection.credentials.uid
+        num_kept = len(connection.early) + num_more
+        if connection.announced is not None:
+            num_kept = max(num_kept, connection.announced.num_descriptors)
+        count = num_kept + len(connection.offered) + len(connection.adopted)
+        shares.add(uid, count - connection.num_counted)
+        is_more, connection.num_counted = count > connection.num_counted, count
+        return not is_more or shares.has_room(uid, 0)
+
     def _take_hello(self, connection: _Connection, message: Hello, fds: tuple[int, ...]) -> Refusal | None:
         if connection.greeted or len(fds) != 1 + message.notices:
             raise ProtocolError(
@@ -304,13 +425,14 @@ class WorkerSocket:
             )
         connection.greeted = True
         if connection.version >= FIRST_WITH_FENCE_PAGES:
-            close_all(fds[:1])  # for a daemon of version 1; from this one the client gets its page
-        else:
-            try:
-                connection.fence = UnmappedFencePage.adopt(fds[0])
-            except EngineError as error:
-                close_all(fds)
-                return Refusal(error.code, error.message)
+            # For a daemon of version 1: this one makes the page, and takes notices with the registration.
+            close_all(fds)
+            return None
+        try:
+            connection.fence = UnmappedFencePage.adopt(fds[0])
+        except EngineError as error:
+            close_all(fds)
+            return Refusal(error.code, error.message)
         connection.notices = fds[1] if message.notices else -1
         return None
 
@@ -338,6 +460,12 @@ class WorkerSocket:
             # A descriptor keeps memory alive, and this message says that nobody but the worker does.
             close_all(connection.adopted)
             connection.adopted = ()
+            self._count_descriptors(connection)
+        elif isinstance(message, Refused):
+            connection.drop_offered()
+            self._count_descriptors(connection)
+        elif isinstance(message, Registered | DescriptorsWanted):
+            connection.admitted = True
         try:
             connection.link.send(encode(message), fds)
         except ProtocolError as error:
@@ -352,7 +480,7 @@ class WorkerSocket:
             self._end(connection)
             return
         connection.link.flush()
-        if connection.link.queued_bytes > MAX_QUEUED_BYTES:
+        if connection.link.queued_bytes > (MAX_QUEUED_BYTES if connection.admitted else MAX_QUEUED_BEFORE):
             log.warning(
                 "worker session reads no events: closed",
                 limit_by=f"uid {connection.credentials.uid}",
@@ -408,12 +536,14 @@ class WorkerSocket:
     def _release(self, connection: _Connection) -> None:
         del self._connections[connection.session]
         connection.release()
+        self._count_descriptors(connection)
+        self._admission.keep(connection.credentials.uid, connection.waiting, 0, 0)
 
     def adopt_regions(self, session: SessionId) -> None:
         """The descriptors that came last are the registration's."""
         if connection := self._connections.get(session):
-            close_all(connection.adopted)
-            connection.adopted, connection.offered = connection.offered, ()
+            connection.adopt()
+            self._count_descriptors(connection)
 
     def take_mover(self, session: SessionId) -> tuple[socket.socket, tuple[int, int]] | None:
         """Return a resident mover's socket, and its worker: the pid, and what is readable once it is dead.

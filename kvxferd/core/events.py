@@ -34,6 +34,15 @@ class WorkerSaid:
     message: ClientMessage
     problem: Refusal | None = None
     fence_word: bytes = b""
+    lacks_descriptors: bool = False  # a `Register` that announced more than came
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorsCame:
+    """Those that the session's `Register` announced are there. `problem`: what is wrong with them."""
+
+    session: SessionId
+    problem: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,7 @@ class Tick:
 Event = (
     WorkerOpened
     | WorkerSaid
+    | DescriptorsCame
     | WorkerClosed
     | MoverTaken
     | MoverUnavailable

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import assert_never
 
+from kvxferd.core.arriving import Arriving
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToPeer, ToRoute, ToWorker
 from kvxferd.core.events import (
+    DescriptorsCame,
     DisownAsked,
     DrainAsked,
     Event,
@@ -57,6 +59,7 @@ from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, MoverId, SessionId
 from kvxferd.wire.codec import negotiate
 from kvxferd.wire.common import Refusal
+from kvxferd.wire.ids_stream import IdsAssembly
 from kvxferd.wire.mover import (
     Attend,
     Attending,
@@ -127,6 +130,7 @@ class Node:
         self.sessions: dict[SessionId, Session] = {}
         self.ownerships = Ownerships(self.moment)
         self.registry = Registry(endpoint, self.ownerships)
+        self.arriving = Arriving(self.registry.has_rank_of)
         self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
@@ -253,9 +257,14 @@ class Node:
     def _take(self, event: Event) -> None:
         match event:
             case WorkerOpened():
-                self.sessions[event.session] = Session(event.session, event.pid, event.uid)
+                opened = Session(event.session, event.pid, event.uid)
+                opened.assembly = IdsAssembly(lambda num_bytes: self.arriving.reserve(opened, num_bytes))
+                self.sessions[event.session] = opened
             case WorkerSaid():
                 self._worker_said(event)
+            case DescriptorsCame():
+                if session := self.sessions.get(event.session):
+                    self.ranks.descriptors_came(session, event.problem)
             case WorkerClosed():
                 self._worker_closed(event.session)
             case MoverTaken():
@@ -324,7 +333,7 @@ class Node:
             return
         match said:
             case Register():
-                self.ranks.register(session, said, event.problem)
+                self.ranks.register(session, said, event.problem, event.lacks_descriptors)
             case Attach():
                 self.ranks.attach(session, said)
             case Suspend():

@@ -25,8 +25,10 @@ from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
+    FIRST_WITH_LATE_DESCRIPTORS,
     FIRST_WITH_OFFERS,
     Attach,
+    DescriptorsWanted,
     Farewell,
     MoverAcknowledged,
     MoverChanged,
@@ -74,8 +76,13 @@ class Ranks:
 
     # --- a worker asks
 
-    def register(self, session: Session, said: Register, problem: Refusal | None) -> None:
-        """Claim the rank and find a mover for it, or refuse; the session lives either way."""
+    def register(
+        self, session: Session, said: Register, problem: Refusal | None, lacks_descriptors: bool = False
+    ) -> None:
+        """Claim the rank and find a mover for it, or refuse; the session lives either way.
+
+        Where descriptors are to come behind, the worker is told to send them when all else is right.
+        """
         try:
             if session.rank is not None:
                 self._register_again(session, session.rank, said)
@@ -89,6 +96,8 @@ class Ranks:
             validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
             self._check_owner(session, spec.engine_id)
+            if session.version >= FIRST_WITH_LATE_DESCRIPTORS:
+                session.notices = said.notices
             rank = LocalRank(
                 session.session,
                 spec,
@@ -110,8 +119,26 @@ class Ranks:
         self._source.rank_mapped(rank)
         self._reports.add(session, spec.key)
         rank.brings_fence = self._make_fence(session)
-        self._moment.do(AdoptRegions(session.session))
-        self._moment.do(NeedMover(session.session, rank.resident))
+        if lacks_descriptors:
+            rank.lacks_descriptors = True
+            self._moment.do(ToWorker(session.session, DescriptorsWanted(request=said.request)))
+            return
+        self._map(rank)
+
+    def descriptors_came(self, session: Session, problem: Refusal | None) -> None:
+        """The rest of what a registration announced."""
+        rank = session.rank
+        if rank is None or not rank.lacks_descriptors or rank.state is not RankState.MAPPING:
+            return
+        rank.lacks_descriptors = False
+        if problem is not None:
+            self._give_up(session, problem)
+        else:
+            self._map(rank)
+
+    def _map(self, rank: LocalRank) -> None:
+        self._moment.do(AdoptRegions(rank.session))
+        self._moment.do(NeedMover(rank.session, rank.resident))
 
     def _make_fence(self, session: Session) -> bool:
         """Have the page made that the answer carries; a client of version 1 has brought its own."""
@@ -462,11 +489,12 @@ class Ranks:
             _check_exports(rank.layout, said.regions)
             _check_is_new(rank, said.incarnation)
         except KvxferdError as error:
-            self._refuse(session, said.request, error.code, error.message)
+            self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return
         rank.exports, rank.incarnation, rank.request = said.regions, said.incarnation, said.request
         rank.resident = said.placement == "resident"
         rank.state, rank.answered, rank.brings_fence = RankState.MAPPING, False, False
+        rank.lacks_descriptors = False
         self._source.rank_mapped(rank)
         self._moment.do(AdoptRegions(session.session))
         self._moment.do(NeedMover(session.session, rank.resident))
@@ -500,7 +528,9 @@ class Ranks:
 
 def _check_problem(problem: Refusal | None) -> None:
     if problem is not None:
-        raise EngineError(problem.message, problem.code)
+        error = EngineError(problem.message, problem.code)
+        error.retry_after_s = problem.retry_after_s
+        raise error
 
 
 def _check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -71,6 +72,7 @@ class LocalRank:
     notices: bool = False  # its movers say Delivered to the worker themselves
     version: int = 1  # of the worker's protocol
     state: RankState = RankState.MAPPING
+    lacks_descriptors: bool = False  # its worker was told to send the rest
     answered: bool = False  # Registered was sent for the present mapping
     brings_fence: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
@@ -287,6 +289,15 @@ class Registry:
         """
         owners = self.owners(engine_id)
         return not owners or uid in owners
+
+    def num_ranks_by_user(self) -> Counter[int]:
+        """How many ranks each user has here."""
+        records = (record for engine in self for record in engine.ranks.values())
+        return Counter(record.uid for record in records if isinstance(record, LocalRank))
+
+    def has_rank_of(self, uid: int) -> bool:
+        """Whether a worker of that user is a rank here."""
+        return uid in self.num_ranks_by_user()
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer start of the engine is here: no new grants for this one."""

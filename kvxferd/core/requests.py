@@ -16,7 +16,7 @@ from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks_by
@@ -33,6 +33,7 @@ from kvxferd.wire.limits import (
 )
 from kvxferd.wire.peer import AbandonTransfer, Consumer, Question
 from kvxferd.wire.worker import (
+    FIRST_WITH_LATE_DESCRIPTORS,
     WORKER_VERSIONS,
     Abandon,
     Attach,
@@ -87,7 +88,8 @@ class Requests:
     def greet(self, session: Session, said: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate(WORKER_VERSIONS, said.versions)
-        session.greeted, session.version, session.notices = True, version, said.notices
+        session.greeted, session.version = True, version
+        session.notices = said.notices and version < FIRST_WITH_LATE_DESCRIPTORS
         welcome = Welcome(version=version, boot_id=self._moment.boot, lease_s=self._moment.settings.lease_s)
         self._moment.do(ToWorker(session.session, welcome))
 
@@ -95,6 +97,11 @@ class Requests:
         """Do what is asked. Raises ProtocolError for what no correct client sends."""
         match said:
             case BlockIds():
+                if not session.is_admitted:
+                    raise ProtocolError(
+                        "cannot take block ids before a registration: register or attach first",
+                        Code.OUT_OF_PLACE,
+                    )
                 session.assembly.add(said)
             case Descriptors():
                 pass  # the shell keeps them for the registration that follows
@@ -135,7 +142,11 @@ class Requests:
 
     def _publish(self, session: Session, said: Publish, fence_word: bytes) -> None:
         _check_groups(said.blocks)
-        blocks = session.assembly.complete(said.blocks, said.stream)
+        try:
+            blocks = session.assembly.complete(said.blocks, said.stream)
+        except BusyError as error:
+            self._refuse_publish(session, said, error)
+            return
         problem = ""
         if session.engine is None:
             problem = "register or attach first"
@@ -157,6 +168,15 @@ class Requests:
             return
         self._source.publish(session, session.engine, said, blocks, fence_word)
 
+    def _refuse_publish(self, session: Session, said: Publish, error: KvxferdError) -> None:
+        refused = PublishRefused(
+            transfer_id=said.transfer_id,
+            code=error.code,
+            message=f"cannot publish transfer {said.transfer_id[:80]}: {error.message}",
+            retry_after_s=error.retry_after_s,
+        )
+        self._moment.do(ToWorker(session.session, refused))
+
     def _ready(self, session: Session, said: Ready) -> None:
         rank = session.rank
         if rank is None:
@@ -176,18 +196,15 @@ class Requests:
 
     def _pull(self, session: Session, said: PullRequest) -> None:
         _check_groups(said.blocks)
-        blocks = session.assembly.complete(said.blocks, said.stream)
+        try:
+            blocks = session.assembly.complete(said.blocks, said.stream)
+        except BusyError as error:
+            self._refuse_pull(session, said, error)
+            return
         try:
             rank, ref = self._admit(session, said, blocks)
         except KvxferdError as error:
-            failed = Failed(
-                ticket=said.ticket,
-                code=error.code,
-                message=error.message,
-                safe_to_reuse=True,
-                retry_after_s=error.retry_after_s,
-            )
-            self._moment.do(ToWorker(session.session, failed))
+            self._refuse_pull(session, said, error)
             return
         hold = self._prepared(session, ref) or self._holds.take(rank, ref, said.deadline_s)
         pull = Pull(
@@ -202,6 +219,16 @@ class Requests:
             hold=hold,
         )
         self._pulls.start(pull)
+
+    def _refuse_pull(self, session: Session, said: PullRequest, error: KvxferdError) -> None:
+        failed = Failed(
+            ticket=said.ticket,
+            code=error.code,
+            message=error.message,
+            safe_to_reuse=True,
+            retry_after_s=error.retry_after_s,
+        )
+        self._moment.do(ToWorker(session.session, failed))
 
     def _admit(
         self, session: Session, said: PullRequest, blocks: dict[GroupName, PackedBlocks]
@@ -294,6 +321,7 @@ class Requests:
 
     def session_closed(self, session: Session) -> None:
         """What it had prepared is given back."""
+        session.assembly.clear()
         for ref in list(session.prepared):
             self._unprepare(session, ref)
 

@@ -25,7 +25,13 @@ class Session:
     attached: EngineKey | None = None
     num_offers: int = 0  # of movers, each with a number of its own
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
+    arrives_with_rank: bool = False  # what the assembly holds is counted among users who have a rank
     prepared: dict[TransferRef, Hold] = field(default_factory=dict)
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether it is a rank, or publishes for an engine: before, nothing is kept of it."""
+        return self.engine is not None
 
     @property
     def engine(self) -> EngineKey | None:

@@ -26,6 +26,9 @@ class EarlyDescriptors:
     def __init__(self) -> None:
         self._fds: list[int] = []
 
+    def __len__(self) -> int:
+        return len(self._fds)
+
     def add(self, first: int, fds: Sequence[int]) -> tuple[int, ...]:
         """Keep a part. Returns those of an earlier start, to be closed. Raises ProtocolError."""
         void = self.take() if first == 0 else ()

@@ -50,9 +50,15 @@ class FrameDecoder:
     """
 
     def __init__(self, max_payload_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._max_payload_bytes = max_payload_bytes
+        self.max_payload_bytes = max_payload_bytes  # of frames that begin from here on, as the next
+        self.max_fds = MAX_FDS_PER_FRAME
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Bytes of a frame that is not whole."""
+        return len(self._buffer)
 
     def feed(self, chunk: bytes | memoryview, fds: Iterable[int] = ()) -> list[Frame]:
         """Return the frames that `chunk` completes. Of the chunk nothing is kept but copies."""
@@ -81,21 +87,21 @@ class FrameDecoder:
             self._buffer += memoryview(chunk)[consumed:]
         else:
             del self._buffer[:consumed]
-        if len(self._fds) > MAX_FDS_PER_FRAME:
+        if len(self._fds) > self.max_fds:
             raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
         return frames
 
     def _check(self, length: int, num_fds: int, zero: int) -> None:
         if zero != 0:
             raise ProtocolError("cannot read a frame whose header does not end in two zero bytes")
-        if length > self._max_payload_bytes:
+        if length > self.max_payload_bytes:
             raise ProtocolError(
-                f"cannot take a frame of {length} bytes: the limit is {self._max_payload_bytes}",
+                f"cannot take a frame of {length} bytes: the limit is {self.max_payload_bytes}",
                 Code.FRAME_TOO_LARGE,
             )
-        if num_fds > MAX_FDS_PER_FRAME:
+        if num_fds > self.max_fds:
             raise ProtocolError(
-                f"cannot take {num_fds} descriptors in one frame: the limit is {MAX_FDS_PER_FRAME}"
+                f"cannot take {num_fds} descriptors in one frame: the limit is {self.max_fds}"
             )
 
     def end(self) -> None:

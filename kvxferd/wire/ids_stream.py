@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from kvxferd.errors import Code, ProtocolError
+from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import BlockIds
@@ -19,6 +19,7 @@ from kvxferd.wire.limits import (
 )
 
 Blocks = dict[GroupName, PackedBlocks]
+BUSY_AGAIN_S = 1.0
 
 
 def split_ids(blocks: Mapping[GroupName, PackedBlocks], stream: int) -> tuple[list[BlockIds], Blocks]:
@@ -37,18 +38,52 @@ def _parts(group: GroupName, ids: bytes, stream: int) -> Iterator[BlockIds]:
         yield BlockIds(stream=stream, group=group, offset=start, ids=ids[start : start + IDS_PART_BYTES])
 
 
-class IdsAssembly:
-    """Collects `BlockIds` parts of one connection until the request that names them arrives."""
+Reserve = Callable[[int], bool]
 
-    def __init__(self) -> None:
+
+def _always(num_bytes: int) -> bool:
+    return True
+
+
+class IdsAssembly:
+    """Collects `BlockIds` parts of one connection until the request that names them arrives.
+
+    `reserve` is asked for room for so many bytes more, and given back what they took (a negative number).
+    Where there is no room the request's ids are dropped, and the request is refused when it comes.
+    """
+
+    def __init__(self, reserve: Reserve = _always) -> None:
         self._streams: dict[int, dict[GroupName, bytearray]] = {}
+        self._dropped: dict[int, None] = {}
+        self._reserve = reserve
+        self.num_bytes = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._streams.clear()
+        self._dropped.clear()
+        self._give_back(self.num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._reserve(-num_bytes)
+
+    def _drop(self, stream: int) -> None:
+        groups = self._streams.pop(stream)
+        self._give_back(sum(map(len, groups.values())))
+        self._dropped[stream] = None
+        if len(self._dropped) > MAX_OPEN_ASSEMBLIES:
+            del self._dropped[next(iter(self._dropped))]
 
     def add(self, part: BlockIds) -> None:
         """Keep a part. Raises ProtocolError where a limit is passed."""
+        if part.stream in self._dropped:
+            return
         if part.stream not in self._streams and len(self._streams) >= MAX_OPEN_ASSEMBLIES:
             raise ProtocolError(f"cannot collect ids of more than {MAX_OPEN_ASSEMBLIES} requests at once")
         groups = self._streams.setdefault(part.stream, {})
         if part.offset == 0 and part.group in groups:
+            self._give_back(len(groups[part.group]))
             groups[part.group].clear()  # sent anew: the first time counts no more
         if part.group not in groups and (
             len(groups) >= MAX_GROUPS_PER_REQUEST or len(part.group) > MAX_NAME_CHARS
@@ -67,11 +102,26 @@ class IdsAssembly:
                 f"cannot place ids of group {part.group} at byte {part.offset}: "
                 f"{len(front)} bytes came before"
             )
+        if not self._reserve(len(part.ids)):
+            self._drop(part.stream)
+            return
+        self.num_bytes += len(part.ids)
         front.extend(part.ids)
 
     def complete(self, blocks: Blocks, stream: int) -> Blocks:
-        """Return the request's blocks with the parts of `stream` put in front."""
+        """Return the request's blocks with the parts of `stream` put in front.
+
+        Raises BusyError where there was no room for them, ProtocolError where they do not belong.
+        """
+        if stream in self._dropped:
+            del self._dropped[stream]
+            raise BusyError(
+                "cannot take so many block ids: requests of this user whose ids are arriving have "
+                f"all the room that they may; try again in {BUSY_AGAIN_S:g} s",
+                BUSY_AGAIN_S,
+            )
         fronts = self._streams.pop(stream, {})
+        self._give_back(sum(map(len, fronts.values())))
         if unnamed := fronts.keys() - blocks.keys():
             raise ProtocolError(f"cannot place ids of groups {sorted(unnamed)}: the request names none such")
         return {

@@ -11,6 +11,7 @@ from kvxferd.wire.common import BlockIds, Descriptors, Message, RankIncarnations
 
 WORKER_VERSIONS = Versions(1, 2)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
+FIRST_WITH_LATE_DESCRIPTORS = 2  # the first version in which none come before the registration, notices too
 FIRST_WITH_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
 
@@ -60,6 +61,9 @@ class Register(Message, frozen=True, tag="register"):
     regions: tuple[RegionExport, ...]
     incarnation: Incarnation
     placement: str = "child"  # or "resident": the mover is a thread of this worker
+    # From version 2 on. Of the regions in all, where more come behind; 0: all are in this frame.
+    num_descriptors: int = 0
+    notices: bool = False  # the frame's last descriptor is the socket for them
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -189,6 +193,12 @@ class Registered(Message, frozen=True, tag="registered"):
     endpoint: str  # of the engine's home; goes into references
 
 
+class DescriptorsWanted(Message, frozen=True, tag="descriptors-wanted"):
+    """The `Register` that announced more descriptors than it carried is right: send the rest. Version 2."""
+
+    request: int
+
+
 class EngineRanks(Message, frozen=True, tag="engine-ranks"):
     """Ranks of the session's engine and their incarnations, as far as they are new. Version 2.
 
@@ -309,6 +319,7 @@ ClientMessage = (
 DaemonMessage = (
     Welcome
     | Registered
+    | DescriptorsWanted
     | EngineRanks
     | MoverChanged
     | MoverOffered

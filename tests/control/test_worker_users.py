@@ -105,6 +105,9 @@ async def test_who_never_reads_is_disconnected_and_the_others_are_served():
     async with listening() as (workers, path, heard):
         deaf, other = await connect(path), await connect(path)
         sessions = [(await asyncio.wait_for(heard.get(), 5)).session for _ in range(2)]
+        for session, connection in zip(sessions, (deaf, other), strict=True):  # who is admitted may be slow
+            workers.send(session, wk.Registered(request=1, endpoint="tcp://10.0.0.1:1"))
+            assert await receive(connection)
         # 4 KiB each: past the socket's buffer they are kept, and 32 MiB of them are enough.
         event = wk.PublishRefused(transfer_id="t", code=Code.INTERNAL, message="x" * 4000)
         num_sent = 0

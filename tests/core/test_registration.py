@@ -320,11 +320,56 @@ def test_a_fence_slot_holds_one_transfer_at_a_time(world):
 @pytest.mark.parametrize("group", ["", "x" * 300])
 def test_parts_without_end_cost_the_connection(world, group):
     host = world.host("p")
-    worker, neighbour = world.connect(host), world.connect(host)
+    worker, neighbour = world.register(host, spec_of("e")), world.connect(host)
     for number in range(300):
         worker.say(BlockIds(stream=1, group=f"{group}{number}", offset=0, ids=b""))
     assert [m.code for m in worker.heard(wk.Farewell)] == [Code.BAD_FRAME]
     assert neighbour.connected
+
+
+def test_nothing_is_put_together_before_a_registration(world):
+    worker = world.connect(world.host("p"))
+    worker.say(BlockIds(stream=1, group="full", offset=0, ids=b"\0" * 4))
+    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+
+
+def test_what_arrives_in_parts_has_a_share_of_each_user(world):
+    """Schedulers without ranks share 16 MiB; a request past that is refused, and its session lives."""
+    host = world.host("p")
+    schedulers = [world.connect(host) for _ in range(3)]
+    for number, scheduler in enumerate(schedulers):
+        scheduler.say(wk.Attach(request=1, engine_id=f"e{number}", generation="g"))
+        for part in range(10):
+            scheduler.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
+    held = [host.node.sessions[s.session].assembly.num_bytes for s in schedulers]
+    assert sum(held) <= 16 << 20
+    assert held[0] == 10 << 20
+    for scheduler in schedulers:
+        scheduler.say(
+            wk.Publish(
+                transfer_id="t",
+                nonce="n",
+                blocks={"full": PackedBlocks(b"")},
+                num_tokens=1,
+                fence_slot=0,
+                stream=1,
+                incarnations=(),
+            ),
+            b"x" * 16,
+        )
+    codes = [m.code for s in schedulers for m in s.heard(wk.PublishRefused)]
+    assert codes[1:] == [Code.BUSY, Code.BUSY]
+    assert all(s.connected for s in schedulers)
+    assert host.node.arriving._without.held == 0
+
+
+def test_what_a_session_had_put_together_is_given_back_when_it_ends(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    worker.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
+    assert host.node.arriving._with_rank.held == 1 << 20
+    worker.close()
+    assert host.node.arriving._with_rank.held == 0
 
 
 def test_a_list_as_long_as_may_be_can_be_sent_again():

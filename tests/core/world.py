@@ -390,6 +390,7 @@ class World:
                 layout=worker.layout,
                 regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
                 incarnation=Incarnation(incarnation),
+                notices=worker.notices and self.versions.newest > 1,
             )
         )
 

@@ -133,7 +133,14 @@ class Host:
         self._say(worker, hello)
         self._say(
             worker,
-            wk.Register(request=1, engine=spec, layout=layout, regions=exports, incarnation="first"),
+            wk.Register(
+                request=1,
+                engine=spec,
+                layout=layout,
+                regions=exports,
+                incarnation="first",
+                notices=self.scenario.notices,
+            ),
         )
 
     # --- what the exploration sees

@@ -1,0 +1,63 @@
+"""What sessions may keep in the daemon: next to nothing before they are admitted, and a share of it after.
+
+A session is admitted when its registration was found right, or its attachment: before, it is somebody who
+knows the socket's path. Everything here is counted by user, as a user may open many sessions.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+from kvxferd.core.shares import Shares
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME
+
+# Of sessions that are not admitted. A `register` of 150 KiB arrives in one piece, so nearly nothing is ever
+# kept of it; 32 sessions that each stop in the middle of the largest one are 32 MiB.
+MAX_WAITING_BYTES = 32 << 20
+# Descriptors that came with frames which are not whole, or are not dealt with: four full frames.
+MAX_WAITING_FDS = 4 * MAX_FDS_PER_FRAME
+
+# Of the descriptors that the process may have, what memory of workers may not take: eight for each of 512
+# peers, five for each of 256 sessions, four for each of 128 movers, and some hundred for HTTP and the rest.
+RESERVED_FDS = 8 * 512 + 5 * 256 + 4 * 128 + 256
+# One for the session, and a copy while it is handed to the mover.
+FDS_PER_DESCRIPTOR = 2
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What one session that is not admitted keeps of frames that are not whole."""
+
+    num_bytes: int = 0
+    num_fds: int = 0
+
+
+class Admission:
+    """The budgets of all sessions of one socket."""
+
+    def __init__(self, max_descriptors: int | None = None) -> None:
+        self._bytes = Shares(MAX_WAITING_BYTES)
+        self._fds = Shares(MAX_WAITING_FDS)
+        self.descriptors = Shares(most_descriptors() if max_descriptors is None else max_descriptors)
+
+    def keep(self, uid: int, waiting: Waiting, num_bytes: int, num_fds: int) -> None:
+        """Count what a session keeps now. Raises ProtocolError (busy) where that is too much."""
+        self._bytes.add(uid, num_bytes - waiting.num_bytes)
+        self._fds.add(uid, num_fds - waiting.num_fds)
+        waiting.num_bytes, waiting.num_fds = num_bytes, num_fds
+        if (num_bytes and not self._bytes.has_room(uid, 0)) or (num_fds and not self._fds.has_room(uid, 0)):
+            raise ProtocolError(
+                "cannot take more of what has arrived: too many registrations of this user have begun and "
+                "are not whole; try again later",
+                Code.BUSY,
+            )
+
+
+def most_descriptors() -> int:
+    """Return how many descriptors the memory of all workers together may have: a node with few has fewer."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        most = 1 << 20
+    return max(most // 4, most - RESERVED_FDS) // FDS_PER_DESCRIPTOR

@@ -1,0 +1,35 @@
+"""Room for block ids that arrive in parts, before the request that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvxferd.core.sessions import Session
+from kvxferd.core.shares import Shares
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
+
+# Of users who have a rank here: sixteen of the largest requests at a time; one of a million tokens at 16
+# tokens a block is 256 KiB, and arrives within a millisecond.
+MAX_ARRIVING_BYTES = 16 * MAX_REQUEST_IDS_BYTES
+# Of all others together, schedulers whose ranks have not come yet: what they publish is refused anyway.
+MAX_ARRIVING_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
+
+
+class Arriving:
+    """Counts what sessions' assemblies hold: a session one of the largest requests, a user its share."""
+
+    def __init__(self, has_rank: Callable[[int], bool]) -> None:
+        self._has_rank = has_rank
+        self._with_rank = Shares(MAX_ARRIVING_BYTES)
+        self._without = Shares(MAX_ARRIVING_WITHOUT_RANK)
+
+    def reserve(self, session: Session, num_bytes: int) -> bool:
+        """Take room for so many bytes more, or give it back; return whether there was room."""
+        if not session.assembly.num_bytes:
+            session.arrives_with_rank = self._has_rank(session.uid)
+        shares = self._with_rank if session.arrives_with_rank else self._without
+        if num_bytes <= 0:
+            shares.give_back(session.uid, -num_bytes)
+            return True
+        fits = session.assembly.num_bytes + num_bytes <= MAX_REQUEST_IDS_BYTES
+        return fits and shares.take(session.uid, num_bytes)

@@ -1,0 +1,51 @@
+"""What each user holds of a limit of the node, so that one user cannot make all others `busy`.
+
+The rule, in one sentence: the last eighth of a limit is for users who hold at most a sixteenth of it.
+So a node with one user (the normal case) has seven eighths of everything for it, and whoever comes
+second finds room, however much the first one asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+RESERVE = 8  # one part in so many is not for those who hold much
+SMALL = 16  # who holds one part in so many, or less, holds little
+
+
+class Shares:
+    """How much of one limit is held, by user."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self._held_by: Counter[int] = Counter()
+
+    def has_room(self, uid: int, amount: int = 1) -> bool:
+        """Whether that user may have so much more."""
+        after = self.held + amount
+        if after <= self.limit - self.limit // RESERVE:
+            return True
+        return after <= self.limit and self._held_by[uid] + amount <= self.limit // SMALL
+
+    def take(self, uid: int, amount: int = 1) -> bool:
+        """Take so much where there is room; return whether there was."""
+        if not self.has_room(uid, amount):
+            return False
+        self.add(uid, amount)
+        return True
+
+    def add(self, uid: int, amount: int) -> None:
+        """Count what a user holds, whether or not there was room."""
+        self.held += amount
+        self._held_by[uid] += amount
+        if not self._held_by[uid]:
+            del self._held_by[uid]
+
+    def give_back(self, uid: int, amount: int = 1) -> None:
+        """The user holds so much less."""
+        self.add(uid, -amount)
+
+    def held_by(self, uid: int) -> int:
+        """How much the user holds."""
+        return self._held_by[uid]
