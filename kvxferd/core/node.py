@@ -257,9 +257,7 @@ class Node:
     def _take(self, event: Event) -> None:
         match event:
             case WorkerOpened():
-                opened = Session(event.session, event.pid, event.uid)
-                opened.assembly = IdsAssembly(lambda num_bytes: self.arriving.reserve(opened, num_bytes))
-                self.sessions[event.session] = opened
+                self._worker_opened(event)
             case WorkerSaid():
                 self._worker_said(event)
             case DescriptorsCame():
@@ -310,6 +308,11 @@ class Node:
                 assert_never(event)
 
     # --- workers
+
+    def _worker_opened(self, event: WorkerOpened) -> None:
+        opened = Session(event.session, event.pid, event.uid)
+        opened.assembly = IdsAssembly(lambda num_bytes: self.arriving.reserve(opened, num_bytes))
+        self.sessions[event.session] = opened
 
     def _worker_said(self, event: WorkerSaid) -> None:
         session = self.sessions.get(event.session)
