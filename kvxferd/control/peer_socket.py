@@ -56,6 +56,7 @@ class _Watched:
 
     socket: zmq.Socket[bytes]
     on_message: Callable[[list[zmq.Frame]], None]
+    is_due: bool = False  # `_drain` is to run on the loop's next turn
 
 
 class PeerSocket:
@@ -175,7 +176,14 @@ class PeerSocket:
     # --- hearing
 
     def _later(self, watched: _Watched) -> None:
-        asyncio.get_running_loop().call_soon(self._drain, watched)
+        """Look again on the next turn. Once: each answer of a turn asks, and a look may take `TURN_S`."""
+        if not watched.is_due:
+            watched.is_due = True
+            asyncio.get_running_loop().call_soon(self._drain_later, watched)
+
+    def _drain_later(self, watched: _Watched) -> None:
+        watched.is_due = False
+        self._drain(watched)
 
     def _drain(self, watched: _Watched) -> None:
         """Take what is there. ZMQ's descriptor says "look again" once, so look until there is nothing.

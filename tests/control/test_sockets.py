@@ -6,6 +6,7 @@ import asyncio
 import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,31 @@ async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
         peers.send(Endpoint("tcp://-x:1"), QUESTION)
         peers.send(Endpoint(peers.bound), QUESTION)
         assert (await next_of(heard)).message == QUESTION
+    finally:
+        peers.stop()
+
+
+class Looking(PeerSocket):
+    """Counts how often it looked for messages."""
+
+    num_looks = 0
+
+    def _drain(self, watched: Any) -> None:
+        self.num_looks += 1
+        super()._drain(watched)
+
+
+async def test_a_turn_of_many_answers_looks_for_messages_once():
+    peers = Looking("tcp://127.0.0.1:0", Heard().put_nowait)
+    peers.start()
+    try:
+        await asyncio.sleep(0)
+        before = peers.num_looks
+        for _ in range(100):
+            peers.answer(b"nobody", QUESTION)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert peers.num_looks - before <= 5
     finally:
         peers.stop()
 
