@@ -57,6 +57,12 @@ chaos: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
 
+# Attacks by strangers, users, workers and peers on real daemons, while an honest pair of engines goes on; the last line is
+# JSON. Needs root, to be other users. ONLY=NAME: attacks whose names contain that; `make hostile HOSTILE_FLAGS=--list` names them.
+.PHONY: hostile
+hostile: $(STAMP)
+	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(HOSTILE_FLAGS)
+
 # Engines come and go for a long while, and nothing may grow.
 MINUTES ?= 30
 TRANSFERS ?= 100000
