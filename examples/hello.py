@@ -1,6 +1,6 @@
 """Two engines of one rank each, in one process, on one daemon: what an engine does with kvxferd.
 
-    python examples/hello.py /run/kvxferd/worker.sock
+    python examples/hello.py /run/kvxferd/worker/worker.sock
 
 The prefill engine keeps its cache as HND in blocks of 16 tokens, the decode engine as NHD in blocks
 of 32. Nothing here says how one is turned into the other: the daemon works it out.

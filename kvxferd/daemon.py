@@ -116,7 +116,7 @@ class Daemon:
         """Serve until told to stop, then drain. Raises ConfigError where it cannot start."""
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as closing:
-            run_directory = RunDirectory(Path(self._config.node.run_dir))
+            run_directory = RunDirectory(Path(self._config.node.run_dir), self._config.worker.socket)
             closing.callback(run_directory.close)
             await run_directory.wait_for_movers(PREDECESSOR_S)
             self._peers.start()
@@ -129,7 +129,7 @@ class Daemon:
             )
             self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.listed)
             closing.push_async_callback(self._ownership_file.close)
-            self._make_movers(run_directory.movers_fd)
+            self._make_movers(run_directory.movers_fds)
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
             self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
@@ -167,7 +167,7 @@ class Daemon:
             address = Endpoint(self._peers.bound)
         return with_key(address, self._trust.key)
 
-    def _make_movers(self, lock_fd: int) -> None:
+    def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
         mover, numbers = self._config.mover, itertools.count(1)
         self._residents = Residents(
             boot=self._boot,
@@ -183,7 +183,7 @@ class Daemon:
             on_message=self._on_mover_message,
             on_exit=self._on_mover_exit,
             on_lanes=lambda mover, lanes: self._on_event(LanesSeen(mover, lanes)),
-            lock_fd=lock_fd,
+            lock_fds=lock_fds,
             environment={**mover.environment, PLACEMENT_VARIABLE: mover.placement},
             use=mover.library,
         )

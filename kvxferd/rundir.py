@@ -1,68 +1,170 @@
-"""The run directory's locks: one daemon per directory, and none before its predecessor's movers are gone."""
+"""The run directory: whose it is, its locks, and the directory of the worker socket.
+
+One daemon per directory, and none before its predecessor's movers are gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
+import stat
 from pathlib import Path
 
+import structlog
+
 from kvxferd.errors import Code, ConfigError
+from kvxferd.old_places import OldLock, OldSocket, is_answered, lock
+
+log = structlog.get_logger()
 
 POLL_S = 0.02
+WORKER_DIRECTORY = "worker"  # pods mount this one, and neither locks nor control.sock
 
 
 class RunDirectory:
-    """Holds two locks while open.
+    """Holds the locks while open, in `private/`, which nobody else may enter.
 
+    A lock on a file that others can open is theirs to take: reading it is enough for `flock`.
     `daemon.lock` is the daemon's own. `movers.lock` is inherited by every mover: the kernel lets
-    go of it with the last of them, however they ended.
+    go of it with the last of them, however they ended. The locks of version 0.1 beside `private/`
+    are taken too, so that two generations of daemons and movers never meet.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, worker_socket: str = "") -> None:
         """Make the directory and take the daemon's lock. Raises ConfigError(already-running)."""
+        self._path = path
+        private = path / "private"
+        self.owners = private / "owners.json"  # whose engine ids are
+        self._old_socket = OldSocket(path / "worker.sock")
+        self._fds: list[int] = []
         try:
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
-            (path / "private").mkdir(mode=0o700, exist_ok=True)
-            self._daemon_fd = os.open(path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self.movers_fd = os.open(path / "movers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _check_own(path, "node.run_dir")
+            _make_directory(private, 0o700)
+            self._daemon_fd = self._open(private / "daemon.lock")
+            self._movers_fd = self._open(private / "movers.lock")
         except OSError as error:
-            raise ConfigError(f"cannot use node.run_dir = {path}: {error.strerror}") from error
-        if not _lock(self._daemon_fd):
-            holder = os.pread(self._daemon_fd, 64, 0).decode(errors="replace").strip() or "unknown"
             self.close()
-            raise ConfigError(
-                f"cannot start on {path}: another kvxferd, pid {holder}, holds its sockets; "
-                "stop it, or give this one another node.run_dir",
-                Code.ALREADY_RUNNING,
-            )
-        os.ftruncate(self._daemon_fd, 0)
-        os.pwrite(self._daemon_fd, f"{os.getpid()}\n".encode(), 0)
-        self._path = path
-        self.owners = path / "private" / "owners.json"  # whose engine ids are
+            raise ConfigError(f"cannot use node.run_dir = {path}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+        if not lock(self._daemon_fd):
+            raise self._already_running(self._daemon_fd)
+        try:
+            self._take_over(worker_socket)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot use node.run_dir = {path}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+        for fd in (self._daemon_fd, self._old_daemon.fd):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _take_over(self, worker_socket: str) -> None:
+        """Take the places of version 0.1, and make the worker socket's directory."""
+        path = self._path
+        self._old_daemon = OldLock(path / "daemon.lock")
+        self._fds.append(self._old_daemon.fd)
+        if not self._old_daemon.take():
+            sockets = (path / "worker.sock", path / "control.sock")
+            if self._old_daemon.is_held_by_own_user() or any(map(is_answered, sockets)):
+                raise self._already_running(self._old_daemon.fd)
+            self._replace(self._old_daemon)
+        self._old_movers = OldLock(path / "movers.lock")
+        self._fds.append(self._old_movers.fd)
+        if worker_socket == str(path / WORKER_DIRECTORY / "worker.sock"):
+            _make_directory(path / WORKER_DIRECTORY, 0o755)
+            self._old_socket.point_to(Path(WORKER_DIRECTORY) / "worker.sock")
+
+    def _open(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fds.append(fd)
+        return fd
+
+    def _replace(self, old: OldLock) -> None:
+        log.warning(
+            "an old lock is held by somebody who is no daemon of this user: replaced", path=str(old.path)
+        )
+        self._fds.remove(old.fd)
+        old.replace()
+        self._fds.append(old.fd)
+
+    def _already_running(self, lock_fd: int) -> ConfigError:
+        holder = os.pread(lock_fd, 64, 0).decode(errors="replace").strip() or "unknown"
+        self.close()
+        return ConfigError(
+            f"cannot start on {self._path}: another kvxferd, pid {holder}, holds its sockets; "
+            "stop it, or give this one another node.run_dir",
+            Code.ALREADY_RUNNING,
+        )
+
+    @property
+    def movers_fds(self) -> tuple[int, ...]:
+        """The locks that every mover inherits. After `wait_for_movers`."""
+        return (self._movers_fd, self._old_movers.fd)
 
     async def wait_for_movers(self, limit_s: float) -> None:
-        """Return once no mover of an earlier daemon is left. Raises ConfigError(already-running)."""
+        """Return once no mover of an earlier daemon is left. Raises ConfigError(already-running).
+
+        Who holds the old lock and is no process of this user is waited for as long, once: it may be a
+        mover in another PID namespace. Then that lock is replaced by one that nobody else can open.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
-        while not _lock(self.movers_fd):
+        while not lock(self._movers_fd):
             if loop.time() > deadline:
-                raise ConfigError(
-                    f"cannot start on {self._path}: movers of an earlier daemon still run; "
-                    f"`fuser {self._path / 'movers.lock'}` names them: kill them",
-                    Code.ALREADY_RUNNING,
-                )
+                raise self._movers_left(self._path / "private" / "movers.lock")
+            await asyncio.sleep(POLL_S)
+        while not self._old_movers.take():
+            if loop.time() > deadline:
+                if self._old_movers.is_held_by_own_user():
+                    raise self._movers_left(self._old_movers.path)
+                self._replace(self._old_movers)
+                return
             await asyncio.sleep(POLL_S)
 
+    def _movers_left(self, path: Path) -> ConfigError:
+        return ConfigError(
+            f"cannot start on {self._path}: movers of an earlier daemon still run; "
+            f"`fuser {path}` names them: kill them",
+            Code.ALREADY_RUNNING,
+        )
+
     def close(self) -> None:
-        """Let go of the locks. Movers that still run keep theirs."""
-        os.close(self._daemon_fd)
-        os.close(self.movers_fd)
+        """Let go of the locks, and of the old socket's link. Movers that still run keep their locks."""
+        self._old_socket.remove()
+        while self._fds:
+            os.close(self._fds.pop())
 
 
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _check_own(path: Path, setting: str) -> None:
+    """Raise ConfigError where another user could put their own in the place of what lies there."""
+    what = f"cannot use {setting} = {path}"
+    own = (0, os.geteuid())
+    if path.is_symlink() and path.lstat().st_uid not in own:
+        raise ConfigError(f"{what}: it is a symbolic link of uid {path.lstat().st_uid}; remove it")
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{what}: it is no directory")
+    if status.st_uid not in own:
+        raise ConfigError(
+            f"{what}: it belongs to uid {status.st_uid}; remove it, or run the daemon as that user"
+        )
+    if status.st_mode & stat.S_IWOTH:
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{what}: anybody may write there; chmod o-w {path}, or name a directory below")
+        log.warning("anybody could write in the run directory: closed to others", path=str(path))
+        path.chmod(stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH)
+
+
+def _make_directory(path: Path, mode: int) -> None:
+    """Make a directory of this user's, with that mode whatever the umask. Raises ConfigError, OSError."""
+    path.mkdir(mode=mode, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"cannot use {path}: it is no directory of uid {os.geteuid()}; remove it")
+    if status.st_uid == os.geteuid():
+        path.chmod(mode)

@@ -33,11 +33,11 @@ def test_the_example_names_every_setting_after_a_comment() -> None:
 def test_sockets_follow_the_run_directory_unless_set() -> None:
     config = Config(node=NodeConfig(run_dir="/tmp/node-a"))
     assert (config.worker.socket, config.control.socket) == (
-        "/tmp/node-a/worker.sock",
+        "/tmp/node-a/worker/worker.sock",
         "/tmp/node-a/control.sock",
     )
     moved = load_config(None, {}, {"node.run_dir": "/tmp/node-a", "control.socket": "/tmp/c.sock"})
-    assert (moved.worker.socket, moved.control.socket) == ("/tmp/node-a/worker.sock", "/tmp/c.sock")
+    assert (moved.worker.socket, moved.control.socket) == ("/tmp/node-a/worker/worker.sock", "/tmp/c.sock")
 
 
 def test_the_environment_wins_over_the_file_and_a_flag_over_both(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Config
+from kvxferd.config.sections import NodeConfig
 from kvxferd.daemon import STOP_S
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -64,7 +65,14 @@ def test_a_manifest_mounts_what_it_names_and_sets_what_there_is(path: Path) -> N
         assert mounted == volumes
         assert pod["terminationGracePeriodSeconds"] > Config().drain.limit_s + STOP_S
         daemon = daemon_of(pod)
-        assert {"/run/kvxferd", "/dev/shm"} <= {mount["mountPath"] for mount in daemon["volumeMounts"]}
+        mounts = {mount["mountPath"] for mount in daemon["volumeMounts"]}
+        assert "/dev/shm" in mounts
+        environment = {entry["name"]: entry.get("value", "") for entry in daemon["env"]}
+        own = environment.get("KVXFERD_NODE_RUN_DIR", NodeConfig().run_dir)
+        worker = Path(environment.get("KVXFERD_WORKER_SOCKET", f"{own}/worker/worker.sock"))
+        assert mounts & {str(worker.parent), own}
+        for engine in (c for c in pod["containers"] if c["name"] != "kvxferd"):
+            assert [mount["mountPath"] for mount in engine["volumeMounts"]] == [str(worker.parent)]
         named = {entry["name"] for entry in daemon["env"] if entry["name"].startswith("KVXFERD_")}
         assert named <= VARIABLES
         ports = {port["name"] for port in daemon["ports"]}

@@ -2,7 +2,7 @@
 
 A prefill worker exports its memory, and publishes what it has computed::
 
-    client = connect("/run/kvxferd/worker.sock")
+    client = connect("/run/kvxferd/worker/worker.sock")
     memory = SealedMemory.create(size_bytes)           # kvxferd.memory; the engine computes in memory.torch()
     rank = client.register(engine=EngineSpec(...), layout=RankLayout(...), regions={"kv": memory})
     ref = rank.publish("req-1", {"full": BlockList(ids=block_ids)}, num_tokens=1000)

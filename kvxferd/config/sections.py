@@ -144,7 +144,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Fill in the paths that follow from `run_dir`. Raises ConfigError where two settings disagree."""
         for name, section in (("worker", self.worker), ("control", self.control)):
             if not section.socket:
-                path = str(Path(self.node.run_dir) / f"{name}.sock")
+                # A directory of its own: pods mount it, and not what is beside it.
+                own = "worker/worker.sock" if name == "worker" else f"{name}.sock"
+                path = str(Path(self.node.run_dir) / own)
                 msgspec.structs.force_setattr(self, name, msgspec.structs.replace(section, socket=path))
         _check_sockets(self)
         _check_peer(self.peer)

@@ -28,6 +28,7 @@ from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, Protoco
 from kvxferd.ids import SessionId
 from kvxferd.link import Link, close_all, new_room
 from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.old_places import is_answered
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first, encode
 from kvxferd.wire.common import Descriptors, Message, Refusal
 from kvxferd.wire.descriptors import EarlyDescriptors
@@ -161,7 +162,7 @@ class WorkerSocket:
         try:
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
                 raise ConfigError(f"cannot listen on {path}: it is there and is no socket; remove it")
-            if _is_answered(path):
+            if is_answered(path):
                 raise ConfigError(
                     f"cannot listen on {path}: another daemon does; give this one another worker.socket",
                     Code.ALREADY_RUNNING,
@@ -607,15 +608,3 @@ class WorkerSocket:
         """The descriptor of the session's fence page; -1 for a session that is gone."""
         connection = self._connections.get(session)
         return connection.fence.fd if connection is not None and connection.fence is not None else -1
-
-
-def _is_answered(path: Path) -> bool:
-    """Whether somebody listens there; a dead daemon's file is left behind and refuses."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:
-            return True  # its backlog is full
-        return True

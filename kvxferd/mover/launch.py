@@ -43,7 +43,7 @@ class ParentProcess:
         self,
         environment: Mapping[str, str],
         library: str,
-        lock_fd: int | None,
+        lock_fds: tuple[int, ...],
         on_said: Callable[[Said, int], None],
         on_exit: Callable[[], None],
         on_ucx: Callable[[UcxLine], None],
@@ -57,7 +57,7 @@ class ParentProcess:
             self._stream = Link(ours)
             reading, writing = _stderr_pipe()
             try:
-                self._process = _spawn(theirs.fileno(), writing, library, lock_fd, environment)
+                self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
             except BaseException:
                 self._stream.close()
                 os.close(reading)
@@ -147,13 +147,13 @@ def _stderr_pipe() -> tuple[int, int]:
 
 
 def _spawn(
-    control: int, stderr: int, library: str, lock_fd: int | None, environment: Mapping[str, str]
+    control: int, stderr: int, library: str, lock_fds: tuple[int, ...], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     # -P: what lies in the daemon's working directory is not imported.
     command = [sys.executable, "-P", "-m", "kvxferd.mover.parent", "--control-fd", str(control)]
     command += ["--library", library]
     inherited = [control]
-    if lock_fd is not None:
+    for lock_fd in lock_fds:
         command += ["--lock-fd", str(lock_fd)]
         inherited.append(lock_fd)
     # numpy's linear algebra would start a thread per core, and a process with threads must not fork.

@@ -1,6 +1,6 @@
 """The movers' parent: imports the transfer library once, makes no agent, forks movers on request.
 
-    python -m kvxferd.mover.parent --control-fd N [--lock-fd M]
+    python -m kvxferd.mover.parent --control-fd N [--lock-fd M]...
 
 Ends when the daemon closes its end of the control socket; its movers are killed with it.
 """
@@ -129,7 +129,13 @@ def main() -> None:
     """Entry point."""
     arguments = argparse.ArgumentParser(prog="kvxferd.mover.parent", description=__doc__)
     arguments.add_argument("--control-fd", type=int, required=True)
-    arguments.add_argument("--lock-fd", type=int, help="kept open by every mover, so that its flock tells")
+    arguments.add_argument(
+        "--lock-fd",
+        type=int,
+        action="append",
+        default=[],
+        help="kept open by every mover, so that its flock tells",
+    )
     arguments.add_argument(
         "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
     )
@@ -147,8 +153,7 @@ def main() -> None:
         os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
     control = Link(socket.socket(fileno=given.control_fd))
     try:
-        keep = () if given.lock_fd is None else (given.lock_fd,)
-        Parent(control, keep, given.library).serve()
+        Parent(control, tuple(given.lock_fd), given.library).serve()
     except ConnectionError:
         _LOG.info("the daemon is gone")
     finally:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvxferd.core.lanes import Lanes, UcxLine, is_about_lanes, parse_lanes
@@ -52,7 +52,7 @@ class MoverPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
         on_lanes: Callable[[MoverId, Lanes], None] = lambda mover, lanes: None,
-        lock_fd: int | None = None,
+        lock_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         use: str = "auto",
         numbers: Iterator[int] | None = None,
@@ -64,7 +64,7 @@ class MoverPool:
         self._on_exit = on_exit
         self._on_lanes = on_lanes
         self._early_lanes: dict[int, list[Lanes]] = {}  # by process id
-        self._lock_fd = lock_fd
+        self._lock_fds = tuple(lock_fds)
         self._environment = dict(environment or {})
         self._use = use  # "nixl", "rixl", or "auto": the first that can be imported
         self._parent: ParentProcess | None = None
@@ -142,7 +142,7 @@ class MoverPool:
             self._parent = ParentProcess(
                 self._environment,
                 self._use,
-                self._lock_fd,
+                self._lock_fds,
                 self._parent_said,
                 self._parent_exited,
                 self._ucx_said,

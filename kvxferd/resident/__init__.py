@@ -3,7 +3,7 @@
 That is a GPU's memory from plain `cudaMalloc` (torch's default allocator), or host memory that is no
 memfd. Registering it looks like registering any other::
 
-    client = kvxferd.client.connect("/run/kvxferd/worker.sock")
+    client = kvxferd.client.connect("/run/kvxferd/worker/worker.sock")
     rank = kvxferd.resident.register(client, EngineSpec(...), RankLayout(...), {"kv": kv_cache_tensor})
 
 and what comes back is the same `RankHandle`; `resume` takes `memory_of(tensor)`. The daemon decides

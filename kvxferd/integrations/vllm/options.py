@@ -14,7 +14,7 @@ from kvxferd.ids import Endpoint
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The connector's settings, checked when the engine starts."""
 
-    socket: str = "/run/kvxferd/worker.sock"
+    socket: str = "/run/kvxferd/worker/worker.sock"
     connect_timeout_s: float = 60.0  # at start: the daemon may be starting too
     pull_deadline_s: float = 60.0  # a pull ends in Delivered or Failed within it, whatever dies
     lease_s: float | None = None  # how long published blocks wait for a first reader; None: the daemon's
