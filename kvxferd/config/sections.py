@@ -110,7 +110,7 @@ class LimitsConfig(Section, frozen=True):
     """How much the node takes before it says `busy`, with a time to ask again."""
 
     max_sessions: Limit = 256  # connections on the worker socket
-    max_ranks: Limit = 64  # registered here
+    max_ranks: Limit = 128  # registered here
     max_transfers_per_engine: Limit = 8192  # published and not released
     max_pulls_per_rank: Limit = 1024  # that have not ended
     max_inflight_bytes: Bytes = 1 << 40  # of those pulls, all ranks together

@@ -11,6 +11,7 @@ import itertools
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import check_offer, mover_socket, take_offer
 from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.core.limits import RETRY_LATER_S
+from kvxferd.core.shares import Shares
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId
 from kvxferd.link import Link, close_all, new_room
@@ -251,6 +253,14 @@ class WorkerSocket:
             text = (
                 f"cannot take another connection: {self._max_sessions} are open (limits.max_sessions); "
                 "close some, or try again later"
+            )
+            return Farewell(code=Code.BUSY, message=text)
+        held_by = Counter(c.credentials.uid for c in self._connections.values())
+        if not Shares.of(self._max_sessions, held_by).has_room(credentials.uid):
+            text = (
+                f"cannot take another connection of uid {credentials.uid}: "
+                f"it has {held_by[credentials.uid]}, and the rest of {self._max_sessions} "
+                "(limits.max_sessions) is for users who have few; close some, or try again later"
             )
             return Farewell(code=Code.BUSY, message=text)
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvxferd.core.shares import Shares
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 
@@ -24,7 +25,7 @@ MAX_TOMBSTONES = 1 << 17
 class Limits:
     """The operator's; each default says its arithmetic in config/kvxferd.toml."""
 
-    max_ranks: int = 64
+    max_ranks: int = 128
     max_transfers_per_engine: int = 8192
     max_pulls_per_rank: int = 1024
     max_inflight_bytes: int = 1 << 40
@@ -46,15 +47,38 @@ def check_count(
         )
 
 
+def check_share(
+    held_by: Mapping[int, int],
+    uid: int,
+    limit: int,
+    what: str,
+    setting: str,
+    retry_after_s: float = RETRY_AFTER_S,
+) -> None:
+    """Raise BusyError where one more would pass the limit, or that user's share of it."""
+    check_count(sum(held_by.values()), limit, what, setting, retry_after_s)
+    if not Shares.of(limit, held_by).has_room(uid):
+        raise BusyError(
+            f"cannot {what}, {held_by.get(uid, 0)} of them of uid {uid}, and what is left of "
+            f"{setting} = {limit} is for users who have little of it; try again in {retry_after_s:g} s",
+            retry_after_s,
+        )
+
+
 class Load:
     """The pulls that run on a node, counted as they come and go."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._num_pulls: Counter[SessionId] = Counter()
-        self.inflight_bytes = 0
+        self._bytes = Shares(limits.max_inflight_bytes)
 
-    def check(self, session: SessionId, size_bytes: int, what: str) -> None:
+    @property
+    def inflight_bytes(self) -> int:
+        """What all of them read."""
+        return self._bytes.held
+
+    def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
         """Raise BusyError where one more pull would be too much. One that is too large goes alone."""
         limits, running = self._limits, self._num_pulls[session]
         check_count(
@@ -63,24 +87,25 @@ class Load:
             f"{what}: {running} pulls of this rank have not ended",
             "limits.max_pulls_per_rank",
         )
-        if self.inflight_bytes and self.inflight_bytes + size_bytes > limits.max_inflight_bytes:
+        if self._bytes.held_by(uid) and not self._bytes.has_room(uid, size_bytes):
             raise BusyError(
-                f"cannot {what}: {self.inflight_bytes} bytes are being read on this node, and "
+                f"cannot {what}: {self.inflight_bytes} bytes are being read on this node, "
+                f"{self._bytes.held_by(uid)} of them for uid {uid}, and "
                 f"limits.max_inflight_bytes = {limits.max_inflight_bytes}; try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
             )
 
-    def add(self, session: SessionId, size_bytes: int) -> None:
+    def add(self, session: SessionId, uid: int, size_bytes: int) -> None:
         """A pull has begun."""
         self._num_pulls[session] += 1
-        self.inflight_bytes += size_bytes
+        self._bytes.add(uid, size_bytes)
 
-    def remove(self, session: SessionId, size_bytes: int) -> None:
+    def remove(self, session: SessionId, uid: int, size_bytes: int) -> None:
         """It is over: nothing writes its blocks any more."""
         self._num_pulls[session] -= 1
         if not self._num_pulls[session]:
             del self._num_pulls[session]
-        self.inflight_bytes -= size_bytes
+        self._bytes.give_back(uid, size_bytes)
 
 
 def check_waiting(askers: Iterable[str], num_waiting: int, asker: str, limits: Limits) -> None:

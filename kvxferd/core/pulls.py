@@ -66,13 +66,13 @@ class Pulls:
 
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
         """Raise BusyError where a pull into these blocks would be one too many."""
-        self._load.check(rank.session, rank.bytes_of(blocks), what)
+        self._load.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
 
     def start(self, pull: Pull) -> None:
         """Follow a pull whose hold has been asked for."""
         self._pulls[pull.pull] = pull
         self._of_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
-        self._load.add(pull.rank.session, pull.local_bytes)
+        self._load.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
         self._moment.timers.set(("deadline", pull.pull), pull.deadline, lambda: self._expire(pull))
         self._holds.when_settled(pull.hold, lambda: self._settled(pull))
 
@@ -342,7 +342,7 @@ class Pulls:
             del tickets[pull.ticket]
         if not tickets:
             del self._of_session[pull.rank.session]
-        self._load.remove(pull.rank.session, pull.local_bytes)
+        self._load.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
         self._let_go_of_former(pull)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, MakeFence, NeedMover, ToWorker
 from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
-from kvxferd.core.limits import RETRY_LATER_S, check_count
+from kvxferd.core.limits import RETRY_LATER_S, check_share
 from kvxferd.core.manifests import check_spec
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
@@ -89,7 +89,7 @@ class Ranks:
                 return
             _check_problem(problem)
             self._check_admission(session)
-            self._check_room()
+            self._check_room(session)
             spec = check_spec(said.engine, said.incarnation)
             if not self._registry.is_home(spec):
                 self._moment.settings.trust.check(spec.home)
@@ -157,11 +157,11 @@ class Ranks:
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
 
-    def _check_room(self) -> None:
-        num_ranks = sum(len(list(engine.sessions())) for engine in self._registry)
+    def _check_room(self, session: Session) -> None:
+        held_by = self._registry.num_ranks_by_user()
         limit = self._moment.settings.limits.max_ranks
-        what = f"register: {num_ranks} ranks are registered here"
-        check_count(num_ranks, limit, what, "limits.max_ranks", RETRY_LATER_S)
+        what = f"register: {held_by.total()} ranks are registered here"
+        check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
 
     def _check_owner(self, session: Session, engine_id: EngineId) -> None:
         """Nobody adds to another user's engine, publishes for it, or replaces it by a new generation."""

@@ -8,6 +8,7 @@ second finds room, however much the first one asks for.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 RESERVE = 8  # one part in so many is not for those who hold much
 SMALL = 16  # who holds one part in so many, or less, holds little
@@ -20,6 +21,14 @@ class Shares:
         self.limit = limit
         self.held = 0
         self._held_by: Counter[int] = Counter()
+
+    @classmethod
+    def of(cls, limit: int, held_by: Mapping[int, int]) -> Shares:
+        """Return what users hold of a limit, where that is counted elsewhere."""
+        shares = cls(limit)
+        for uid, amount in held_by.items():
+            shares.add(uid, amount)
+        return shares
 
     def has_room(self, uid: int, amount: int = 1) -> bool:
         """Whether that user may have so much more."""

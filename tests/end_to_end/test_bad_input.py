@@ -103,6 +103,14 @@ class Raw:
                 self.heard.append(DAEMON_MESSAGES.decode(frame.payload))
                 for fd in frame.fds:
                     os.close(fd)
+        match self.heard[:1]:
+            case [worker.EngineRanks()]:  # comes when it comes
+                self.heard.pop(0)
+                return self.next()
+            case [worker.MoverOffered(number=number)]:
+                self.heard.pop(0)
+                self.say(worker.MoverAcknowledged(number=number))
+                return self.next()
         return self.heard.pop(0) if self.heard else None
 
     def answer(self) -> Message | None:

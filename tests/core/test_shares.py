@@ -1,0 +1,78 @@
+"""One user cannot make all others `busy`."""
+
+from __future__ import annotations
+
+import pytest
+from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
+
+from kvxferd.core import Settings
+from kvxferd.core.limits import Limits, Load
+from kvxferd.core.shares import Shares
+from kvxferd.errors import BusyError, Code
+from kvxferd.ids import SessionId
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import worker as wk
+
+FIRST, SECOND = 1000, 2000
+
+
+def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
+    shares = Shares(128)
+    assert sum(shares.take(FIRST) for _ in range(200)) == 112
+    assert sum(shares.take(SECOND) for _ in range(200)) == 8
+    shares.give_back(FIRST, 50)
+    assert sum(shares.take(SECOND) for _ in range(200)) == 42
+    assert shares.held == 112
+
+
+def test_a_small_limit_is_nobodys_reserve() -> None:
+    shares = Shares(2)
+    assert [shares.take(FIRST) for _ in range(3)] == [True, True, False]
+
+
+def register(world: World, host: Host, name: str, uid: int) -> Worker:
+    worker = world.connect(host)
+    host.node.sessions[worker.session].uid = uid
+    worker.spec, worker.layout = spec_of(name), LAYOUT
+    worker.memory = bytearray(LAYOUT.regions[0].size_bytes)
+    world.register_again(worker)
+    return worker
+
+
+LAYOUT = attention_layout(
+    spec=spec_of("any"), layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
+)
+
+
+def test_ranks_have_a_share_of_each_user() -> None:
+    world = World(settings=Settings(limits=Limits(max_ranks=16)))
+    host = world.host("p")
+    first = [register(world, host, f"a{n}", FIRST) for n in range(16)]
+    refused = [w.heard(wk.Refused) for w in first]
+    assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
+    assert refused[-1][0].code is Code.BUSY
+    assert "uid 1000" in refused[-1][0].message
+    second = register(world, host, "b", SECOND)
+    assert second.heard(wk.Registered)
+
+
+def test_bytes_in_flight_have_a_share_of_each_user() -> None:
+    load = Load(Limits(max_inflight_bytes=1600))
+    session = SessionId(1)
+    load.check(session, FIRST, 1400, "pull")
+    load.add(session, FIRST, 1400)
+    with pytest.raises(BusyError, match="uid 1000"):
+        load.check(session, FIRST, 10, "pull")
+    load.check(session, SECOND, 100, "pull")
+    load.remove(session, FIRST, 1400)
+    assert load.inflight_bytes == 0
+
+
+def test_pulls_are_counted_for_the_ranks_user() -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    (sink,) = world.engine(world.host("b"), "decode")
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.host.node.pulls._load.inflight_bytes > 0
+    mover_of(sink).die()
