@@ -326,7 +326,7 @@ class Pulls:
     def _retire(self, pull: Pull, mover: MoverId) -> None:
         """Only the mover's death ends the doubt. Its other pulls end first; another takes what is new."""
         if self._movers.works(mover):
-            self.stalls.note(pull.ref)
+            self.stalls.note(pull.rank.uid, pull.ref)
         self._movers.retire(mover)
 
     def _quiesced(self, pull: Pull) -> None:

@@ -246,7 +246,7 @@ class Requests:
             raise EngineError(f"{what}: a deadline of {said.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
         ref = self._clean(said.ref)
         check_blocks_by(rank.rules, blocks, said.num_tokens)
-        self._pulls.stalls.check(ref, what)
+        self._pulls.stalls.check(rank.uid, ref, what)
         self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
         return rank, ref
 

@@ -1,4 +1,8 @@
-"""Source engines that cost their readers a mover again and again: they are not read for a while."""
+"""Source engines that cost their readers a mover again and again: they are not read for a while.
+
+Counted for each user who reads, who is refused alone: a resident mover is in a worker's hands, and one
+that ends nothing would otherwise have a good source refused to everybody.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,18 @@ MAX_SOURCES = 1024
 
 
 class Stalls:
-    """Counts stalls by source engine; forgets them after `WINDOW_S`."""
+    """Counts stalls by reading user and source engine; forgets them after `WINDOW_S`."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
-        self._at: dict[tuple[Endpoint, EngineKey], deque[float]] = {}  # the longest quiet first
+        self._at: dict[tuple[int, Endpoint, EngineKey], deque[float]] = {}  # the longest quiet first
 
     def __len__(self) -> int:
         return len(self._at)
 
-    def note(self, ref: TransferRef) -> None:
-        """A mover was retired because a read from the reference's engine did not end."""
-        source = (ref.endpoint, ref.engine)
+    def note(self, uid: int, ref: TransferRef) -> None:
+        """A mover of that user's was retired because a read from the reference's engine did not end."""
+        source = (uid, ref.endpoint, ref.engine)
         at = self._at.pop(source, None) or deque(maxlen=MAX_STALLS)
         at.append(self._moment.now)
         self._at[source] = at
@@ -43,9 +47,9 @@ class Stalls:
                 return
             del self._at[source]
 
-    def check(self, ref: TransferRef, what: str) -> None:
-        """Raise EngineError(source-stalled) while the reference's engine is not to be read."""
-        at = self._at.get((ref.endpoint, ref.engine))
+    def check(self, uid: int, ref: TransferRef, what: str) -> None:
+        """Raise EngineError(source-stalled) while that user is not to read the reference's engine."""
+        at = self._at.get((uid, ref.endpoint, ref.engine))
         if at is None or len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
             return
         left_s = at[-1] + REFUSED_S - self._moment.now

@@ -59,6 +59,11 @@ class MoverHandle:
         poller.register(self.pidfd, select.POLLIN)
         return not poller.poll(0)
 
+    @property
+    def num_queued_bytes(self) -> int:
+        """What it has not read yet, beside what the socket holds."""
+        return self._stream.queued_bytes
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
         if self._stream.fileno() < 0:

@@ -11,8 +11,9 @@ from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.resident_handle import ResidentHandle
 from kvxferd.wire.limits import MAX_NAME_CHARS
-from kvxferd.wire.mover import FromMover, Leaving, Up
+from kvxferd.wire.mover import DisconnectSeen, FromMover, Leaving, Up
 
+MAX_UNREAD_BYTES = 1 << 20  # of answers; 30,000 of them
 UP_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
 
 
@@ -73,6 +74,8 @@ class Residents:
 
     def _said(self, mover: MoverHandle, message: FromMover) -> None:
         waiting = self._waiting.get(mover.mover_id)
+        if isinstance(message, DisconnectSeen) and mover.num_queued_bytes > MAX_UNREAD_BYTES:
+            return  # it asks and does not read: its worker's affair, not this daemon's memory
         if waiting is None:
             if mover.mover_id in self._handles:
                 self._on_message(mover.mover_id, message)

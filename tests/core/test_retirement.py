@@ -321,13 +321,14 @@ def test_stalls_are_counted_for_a_while_and_for_so_many_sources(world):
     refs = [TransferRef(f"tcp://{n}:1", "e", "g", "t", "n") for n in range(MAX_SOURCES + 10)]
     for ref in refs:
         for _ in range(MAX_STALLS):
-            stalls.note(ref)
+            stalls.note(1000, ref)
     assert len(stalls) == MAX_SOURCES
-    stalls.check(refs[0], "")  # forgotten for the sake of later ones
+    stalls.check(1000, refs[0], "")  # forgotten for the sake of later ones
     with pytest.raises(EngineError, match="did not end"):
-        stalls.check(refs[-1], "cannot pull")
+        stalls.check(1000, refs[-1], "cannot pull")
+    stalls.check(1001, refs[-1], "")  # another user's readers are not refused
     moment.now += WINDOW_S + 1
-    stalls.note(refs[0])
+    stalls.note(1000, refs[0])
     assert len(stalls) == 1
 
 
