@@ -114,9 +114,10 @@ class Raw:
         return self.heard.pop(0) if self.heard else None
 
     def answer(self) -> Message | None:
-        """The next message that is no mover's; those are acknowledged."""
-        while isinstance(message := self.next(), worker.MoverOffered):
-            self.say(worker.MoverAcknowledged(number=message.number))
+        """The next message that is no mover's, which are acknowledged, and no report of ranks."""
+        while isinstance(message := self.next(), worker.MoverOffered | worker.EngineRanks):
+            if isinstance(message, worker.MoverOffered):
+                self.say(worker.MoverAcknowledged(number=message.number))
         return message
 
     def farewell(self) -> worker.Farewell:
