@@ -314,7 +314,7 @@ class ClientHost(Host):
             if process.down and not lags:
                 self._read(process)
                 return True
-            if process.session is not None and self.is_up:
+            if process.session in self.workers:  # else it talks to a daemon that is dead
                 if (outgoing := process.client.next_outgoing(self.now)) is not None:
                     process.up.append(outgoing.message)
                     return True
@@ -325,7 +325,7 @@ class ClientHost(Host):
 
     def _give(self, process: Process, message: Message) -> None:
         """A frame arrives at the daemon."""
-        if process.session is not None:
+        if process.session in self.workers:
             word = b""
             if isinstance(message, wk.Publish):
                 word = self.fences[process.session].read(message.fence_slot)
@@ -342,6 +342,7 @@ class ClientHost(Host):
             process.client.offer_fence(page)
         if pidfd_of in self.movers and self.movers[pidfd_of].alive:
             process.watched.setdefault(process.client.epoch, set()).add(pidfd_of)
+            self.watched.add(pidfd_of)
         try:
             process.client.feed(message, self.now)
         except KvxferdError as error:
