@@ -44,9 +44,11 @@ MAX_PEERS = 16_384  # connected at a time; libzmq would stop at 1,023
 # Then the loop's other sockets have theirs. One message takes a few ms at most (`wire/outlines.py`).
 MESSAGES_PER_TURN, TURN_S = 64, 0.01
 MAX_RESOLVING_MESSAGES = 1024  # for a peer whose name is being looked up; what is lost is asked again
-# A dead peer's TCP connection is noticed in this time also where nothing is sent.
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 6_000
+# A dead peer's TCP connection is noticed in about this time, also where nothing is sent: by the kernel.
+# Not by ZMQ's heartbeats: where a connection ends while its inbound queue is full, and the loop takes the
+# queue later than the next heartbeat, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp).
+KEEPALIVE_S, KEEPALIVE_PROBES = 2, 3
+UNACKNOWLEDGED_MS = 6_000
 RECONNECT_MAX_MS = 1_000
 
 
@@ -158,8 +160,11 @@ class PeerSocket:
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         made.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         made.setsockopt(zmq.IPV6, "[" in address)  # else IPv4 peers would get IPv4-in-IPv6 names
-        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return made
 

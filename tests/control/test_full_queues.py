@@ -1,0 +1,53 @@
+"""A peer that fills a daemon's inbound queue and is gone before the loop has taken it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In a process of its own: what this is about ends the process.
+SCRIPT = """
+import asyncio
+import socket
+import time
+
+from kvxferd.control.peer_socket import RECEIVE_HIGH_WATER, PeerSocket
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Versions
+from kvxferd.wire.peer import Greet
+
+GREETING = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
+PROPERTIES = b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER" + b"\\x08Identity" + bytes(4)
+READY = b"\\x05READY" + PROPERTIES
+QUESTION = encode(Greet(request=1, versions=Versions(1, 1), boot="b", endpoint="tcp://x:1"))
+
+
+async def main():
+    heard = []
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.append)
+    peers.start()
+    port = int(peers.bound.rpartition(":")[2])
+    made = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port))
+    made.sendall(GREETING + b"\\x04" + bytes([len(READY)]) + READY)
+    frame = b"\\x00" + bytes([len(QUESTION)]) + QUESTION
+    made.sendall(frame * 40 * RECEIVE_HIGH_WATER)
+    while not heard:
+        await asyncio.sleep(0)
+    made.sendall(frame * 1000 * RECEIVE_HIGH_WATER)  # more than the queue takes
+    made.close()
+    busy_until = time.monotonic() + 2.5  # the loop is busy, for longer than any heartbeat
+    while time.monotonic() < busy_until:
+        pass
+    peers.stop()
+    print("lives")
+
+
+asyncio.run(main())
+"""
+
+
+def test_it_costs_the_daemon_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "lives"), done.stderr[-1000:]
