@@ -180,7 +180,7 @@ class Lender:
             self._transport.notify(agent, payload)
         except TransportError:
             try:
-                if (name := self._transport.load_remote(ask.metadata)) != agent:
+                if (name := self._transport.load_remote(ask.metadata, agent)) != agent:
                     _LOG.warning("an ask of agent %s came with the metadata of %s", agent, name)
                     return False
                 self._transport.notify(agent, payload)

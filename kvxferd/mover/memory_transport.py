@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError, check_name
 from kvxferd.plan import Runs
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
@@ -78,11 +78,12 @@ class MemoryTransport:
             raise TransportError("cannot describe memory that is not registered", settled=True)
         return msgspec.msgpack.encode(_Card(self._agent, tuple(spans)))
 
-    def load_remote(self, metadata: bytes) -> AgentName:
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
         try:
             card = msgspec.msgpack.decode(metadata, type=_Card)
         except msgspec.DecodeError as error:
             raise TransportError(f"cannot load a remote agent: {error}", settled=True) from error
+        check_name(card.agent, agent)
         self._known.setdefault(card.agent, set()).update(card.spans)
         return card.agent
 

@@ -23,7 +23,7 @@ from kvxferd.errors import Code, MoverError
 from kvxferd.hiding import hidden
 from kvxferd.ids import AgentName
 from kvxferd.mover.disconnects import setting_proves_over
-from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError, check_name
 from kvxferd.plan import Runs
 from kvxferd.wire.notes import MAX_NOTE_BYTES
 
@@ -167,9 +167,15 @@ class NixlTransport:
         descriptors = self._nixl.get_reg_descs([_described(span) for span in spans], mem_type)
         return bytes(self._nixl.get_partial_agent_metadata(descriptors, inc_conn_info=True))
 
-    def load_remote(self, metadata: bytes) -> AgentName:
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
         try:
-            names = {self._nixl.add_remote_agent(part) for part in split_metadata(metadata)}
+            parts = split_metadata(metadata)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"cannot load a remote agent: {error}", settled=True) from error
+        for part in parts:
+            check_name(name_in(part), agent)
+        try:
+            names = {self._nixl.add_remote_agent(part) for part in parts}
         except Exception as error:
             raise TransportError(f"cannot load a remote agent: {_say(error)}", settled=True) from error
         if len(names) != 1:
@@ -284,6 +290,23 @@ def split_metadata(metadata: bytes) -> list[bytes]:
     if not metadata.startswith(_JOINED):
         return [metadata]
     return msgspec.msgpack.decode(metadata[len(_JOINED) :], type=list[bytes])
+
+
+# How NIXL 1.x begins an agent's metadata, its name's length as u64 behind that.
+_HEAD = b"nixlSerDes|Agent"
+
+
+def name_in(metadata: bytes) -> AgentName | None:
+    """Return whose metadata it is, None where this is not how the library writes it.
+
+    Known before it is loaded: NIXL 1.5.1 that fails to load a cut copy of an agent's metadata refuses the
+    whole one, too, until the agent is removed.
+    """
+    if not metadata.startswith(_HEAD):
+        return None
+    start = len(_HEAD) + 8
+    length = int.from_bytes(metadata[len(_HEAD) : start], "little")
+    return AgentName(metadata[start : start + length].decode(errors="replace"))
 
 
 def _say(error: Exception) -> str:

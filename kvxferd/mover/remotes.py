@@ -78,7 +78,7 @@ class Remotes:
 
     def _load_one(self, agent: AgentName, metadata: bytes) -> None:
         try:
-            name = self._transport.load_remote(metadata)
+            name = self._transport.load_remote(metadata, agent)
         except TransportError as error:
             self._problems[agent] = error.message
             # The peer may only be away: the next read tries again.

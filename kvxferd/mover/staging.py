@@ -87,10 +87,10 @@ class StagedTransport:
     def metadata(self, spans: Sequence[Span]) -> bytes:
         return self._inner.metadata(spans)
 
-    def load_remote(self, metadata: bytes) -> AgentName:
-        agent = self._inner.load_remote(metadata)
-        self._loaded.add(agent)
-        return agent
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
+        name = self._inner.load_remote(metadata, agent)
+        self._loaded.add(name)
+        return name
 
     def drop_remote(self, agent: AgentName) -> None:
         self._loaded.discard(agent)

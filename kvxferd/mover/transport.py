@@ -54,6 +54,12 @@ class TransportError(MoverError):
         self.lost = lost
 
 
+def check_name(name: AgentName | None, wanted: AgentName | None) -> None:
+    """Raise TransportError where metadata names another agent than the one that it is said to be of."""
+    if name is not None and wanted is not None and name != wanted:
+        raise TransportError(f"cannot load agent {wanted}: its metadata is that of {name[:80]}", settled=True)
+
+
 class ReadHandle(Protocol):
     """One posted read. Terminal once `done`, or once `poll` has raised."""
 
@@ -91,8 +97,11 @@ class Transport(Protocol):
         """
         ...
 
-    def load_remote(self, metadata: bytes) -> AgentName:
-        """Get to know an agent, or more of its memory. Raises TransportError."""
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
+        """Get to know an agent, or more of its memory. Raises TransportError.
+
+        `agent`: whose it must be. Another's is not loaded: what fails to load spoils the agent that it names.
+        """
         ...
 
     def drop_remote(self, agent: AgentName) -> None:

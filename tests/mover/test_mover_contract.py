@@ -339,6 +339,19 @@ def test_metadata_that_is_none_is_refused(world: World, metadata: bytes) -> None
     assert raised.value.settled
 
 
+def test_metadata_of_another_agent_is_not_loaded_and_the_other_is_read(world: World) -> None:
+    """A daemon may say anything of its agents: a cut copy of another's must not spoil the other."""
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    metadata = peer.describe(there)
+    for false in (metadata, metadata[:-20]):
+        with pytest.raises(TransportError) as raised:
+            world.transport.load_remote(false, AgentName("boot/another"))
+        assert raised.value.settled
+    assert world.transport.load_remote(metadata, peer.agent) == peer.agent
+    world.read(peer.agent, (0, there.address, 16))
+
+
 def test_a_peer_that_dies_is_lost_and_another_is_read(world: World) -> None:
     peer, other = world.peer(), world.peer()
     there, elsewhere = peer.allocate(PAGE), other.allocate(PAGE)
