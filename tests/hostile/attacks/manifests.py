@@ -242,6 +242,7 @@ def _stall(scene: Scene) -> str:
     from nixl._api import nixl_agent, nixl_agent_config
 
     mine = manifest_of(scene, "a", "honest-0")
+    os.environ["HOME"] = "/tmp"  # the library looks there for its settings
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
