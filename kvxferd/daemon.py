@@ -9,15 +9,16 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
 import structlog
 import uvloop
 
-from kvxferd.config import Config, split_endpoint
+from kvxferd.config import Config, Merged, merge_reloaded, split_endpoint
 from kvxferd.control.descriptor_budget import (
     descriptor_warnings,
     http_descriptors,
@@ -29,6 +30,7 @@ from kvxferd.control.keys import read_key, trust_of
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.settings import settings_of
+from kvxferd.control.view import Reloaded
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
     AdoptRegions,
@@ -59,6 +61,7 @@ from kvxferd.core.events import (
     OwnershipsRead,
     PidfdNotSent,
     Tick,
+    TrustChanged,
 )
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -71,7 +74,7 @@ from kvxferd.mover.resident_handle import ResidentHandle
 from kvxferd.mover.residents import Residents
 from kvxferd.notify import Notifier
 from kvxferd.observe.history import History
-from kvxferd.observe.logs import log_record
+from kvxferd.observe.logs import log_record, set_log_level
 from kvxferd.observe.metrics import Metrics
 from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
@@ -82,6 +85,7 @@ from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
+WORKER_LISTS = {"worker.allowed_uids", "worker.allowed_gids"}
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
 
@@ -89,8 +93,10 @@ PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is
 class Daemon:
     """One node. `run` returns the exit code."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
+        """`read_config` reads the same sources again, for a reload."""
         self._config = config
+        self._read_config = read_config or (lambda: config)
         self._boot = BootId(secrets.token_hex(4))
         self._events: deque[Event] = deque()
         self._pumping = False
@@ -107,6 +113,7 @@ class Daemon:
         self._workers = WorkerSocket(config.worker, self._on_event, config.limits.max_sessions)
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
+        self._key = key
         self._trust = trust_of(config.peer, key)
         self._peers = PeerSocket(config.peer.bind, self._on_event, self._trust, key, lambda: self._node)
 
@@ -114,7 +121,6 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until told to stop, then drain. Raises ConfigError where it cannot start."""
-        loop = asyncio.get_running_loop()
         async with AsyncExitStack() as closing:
             run_directory = RunDirectory(Path(self._config.node.run_dir), self._config.worker.socket)
             closing.callback(run_directory.close)
@@ -130,9 +136,12 @@ class Daemon:
             self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.listed)
             closing.push_async_callback(self._ownership_file.close)
             self._make_movers(run_directory.movers_fds)
+            self._desk = Desk(
+                self._config, self._node, self._pool, self._history, self._on_event, self.drain, self.reload
+            )
+            self._watch_signals()
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
-            self._desk = Desk(self._config, self._node, self._pool, self._history, self._on_event, self.drain)
             descriptors = raise_descriptor_limit()
             http = HttpServer(self._config, self._desk, self._metrics, http_descriptors(descriptors))
             closing.push_async_callback(http.stop)
@@ -141,8 +150,6 @@ class Daemon:
             self._on_event(OwnershipsRead(self._ownership_file.read()))
             self._workers.start()
             closing.push_async_callback(self._stop_workers)
-            for name in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(name, self._on_signal)
             for warning in (*self._desk.warnings(), *descriptor_warnings(self._config.limits, descriptors)):
                 log.warning(warning)
             log.info(
@@ -187,6 +194,27 @@ class Daemon:
             environment={**mover.environment, PLACEMENT_VARIABLE: mover.placement},
             use=mover.library,
         )
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self._on_signal)
+        loop.add_signal_handler(signal.SIGQUIT, self._stop_at_once)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        # Their default is to end the process; a log rotation may send them.
+        for name in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(name, _ignore, name)
+
+    def _on_hangup(self) -> None:
+        try:
+            self.reload()
+        except KvxferdError as error:
+            log.error("configuration not reloaded: what was set before holds", reason=error.message)
+
+    def _stop_at_once(self) -> None:
+        log.warning("told to stop at once: not waiting for what runs")
+        self._idle.set()
+        self.drain()
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
@@ -385,6 +413,36 @@ class Daemon:
         self._on_event(Tick())
         return self._node.snapshot()
 
+    def reload(self) -> Reloaded:
+        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        self._notifier.say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            merged = merge_reloaded(self._config, self._read_config())
+            reloaded = self._apply(merged)
+        finally:
+            self._notifier.say("READY=1")
+        log.info("configuration reloaded", **msgspec.structs.asdict(reloaded))
+        return reloaded
+
+    def _apply(self, merged: Merged) -> Reloaded:
+        config, changed = merged.config, set(merged.changed)
+        trust = trust_of(config.peer, self._key)
+        self._config = config
+        self._desk.set_config(config)
+        dropped: list[Endpoint] = []
+        if trust != self._trust:
+            before = self._node.peers.endpoints()
+            self._peers.set_trust(trust, anew=not trust.admits_all_of(self._trust))
+            self._trust = trust
+            self._on_event(TrustChanged(trust))
+            dropped = sorted(before - self._node.peers.endpoints())
+        closed = self._workers.set_allowed(config.worker) if changed & WORKER_LISTS else 0
+        if "log.level" in changed:
+            set_log_level(config.log.level)
+        return Reloaded(
+            changed=merged.changed, ignored=merged.ignored, dropped_peers=dropped, closed_sessions=closed
+        )
+
     def drain(self) -> None:
         """Take nothing new, and stop when what runs has ended."""
         self._on_event(DrainAsked())
@@ -392,11 +450,15 @@ class Daemon:
         self._after_events()
 
 
-def serve(config: Config) -> int:
+def _ignore(number: signal.Signals) -> None:
+    log.info("signal ignored", signal=number.name)
+
+
+def serve(config: Config, read_config: Callable[[], Config]) -> int:
     """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
     raise_descriptor_limit()
 
     async def run() -> int:
-        return await Daemon(config).run()
+        return await Daemon(config, read_config).run()
 
     return uvloop.run(run())

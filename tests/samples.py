@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvxferd.control.view import Reloaded
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     HandshakeRecord,
@@ -229,6 +230,10 @@ class StillNode:
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """A tiny prefill engine, whole."""
         return list(deploy("tiny-dense", tp=2, engine_id=SOURCE).values()) if engine_id == SOURCE else []
+
+    def reload(self) -> Reloaded:
+        """One of each."""
+        return Reloaded(changed=["log.level"], ignored=["http.bind"], dropped_peers=[PEER], closed_sessions=2)
 
     def drain(self) -> None:
         """Be drained."""

@@ -38,6 +38,10 @@ def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_unit_reloads_the_file_that_it_starts_with() -> None:
+    assert unit_option("ExecReload").split()[1:] == ["reload", *unit_option("ExecStart").split()[2:]]
+
+
 def test_the_unit_waits_longer_than_a_drain() -> None:
     assert unit_option("Type") == "notify"
     assert float(unit_option("TimeoutStopSec")) > Config().drain.limit_s + STOP_S

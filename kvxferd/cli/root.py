@@ -25,6 +25,7 @@ VERBS = {
     "peers": "kvxferd.cli.peers",
     "transfers": "kvxferd.cli.transfers",
     "explain": "kvxferd.cli.explain.verb",
+    "reload": "kvxferd.cli.reload",
     "drain": "kvxferd.cli.drain",
     "drop-peer": "kvxferd.cli.drop_peer",
     "cancel": "kvxferd.cli.cancel",

@@ -60,10 +60,12 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
     """
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
-    config = load_config(config_path, os.environ, given)
+    # A later working directory, or what the daemon takes out of its environment, changes no reload.
+    path, environ = config_path and config_path.absolute(), dict(os.environ)
+    config = load_config(path, environ, given)
     open_standard_streams()
     configure_queued_logs(config.log)
     # Here, not above: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 
-    ctx.exit(run_daemon(config))
+    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given)))

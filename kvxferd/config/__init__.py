@@ -7,6 +7,7 @@ came from and what would be right; nothing is guessed and nothing is ignored.
 
 from kvxferd.config.kinds import split_endpoint, split_host_port
 from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
+from kvxferd.config.reloading import RELOADABLE, Merged, merge_reloaded
 from kvxferd.config.sections import (
     ANY_KEY,
     Config,
@@ -25,6 +26,7 @@ from kvxferd.config.sections import (
 __all__ = [
     "ANY_KEY",
     "CONFIG_PATH_VARIABLE",
+    "RELOADABLE",
     "SETTINGS",
     "Config",
     "ControlConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "HttpConfig",
     "LimitsConfig",
     "LogConfig",
+    "Merged",
     "MoverConfig",
     "NodeConfig",
     "PeerConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "WorkerConfig",
     "flag_name",
     "load_config",
+    "merge_reloaded",
     "split_endpoint",
     "split_host_port",
 ]

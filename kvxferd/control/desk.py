@@ -10,6 +10,7 @@ import structlog
 from kvxferd.config import Config
 from kvxferd.control.keys import warnings_of
 from kvxferd.control.placements import placement_warnings
+from kvxferd.control.view import Reloaded
 from kvxferd.core.events import DisownAsked, Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -32,6 +33,7 @@ class Desk:
         history: History,
         feed: Callable[[Event], None],
         stop: Callable[[], None],
+        reload: Callable[[], Reloaded],
     ) -> None:
         self._config = config
         self._node = node
@@ -39,6 +41,7 @@ class Desk:
         self._history = history
         self._feed = feed
         self._stop = stop
+        self._reload = reload
         self._left: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- seeing
@@ -112,6 +115,14 @@ class Desk:
             return False
         self._feed(PullCancelAsked(number))
         return True
+
+    def set_config(self, config: Config) -> None:
+        """Warn of what is open by these settings."""
+        self._config = config
+
+    def reload(self) -> Reloaded:
+        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        return self._reload()
 
     def drain(self) -> None:
         """Take nothing new, and stop when what runs has ended."""

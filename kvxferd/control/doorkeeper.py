@@ -25,7 +25,7 @@ class Doorkeeper:
     """Answers libzmq's questions about connections to this node."""
 
     def __init__(self, trust: Trust) -> None:
-        self._trust = trust
+        self.trust = trust
         self._logged: dict[str, float] = {}
 
     def answer(self, parts: list[bytes], now: float) -> list[bytes] | None:
@@ -46,14 +46,14 @@ class Doorkeeper:
         return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]
 
     def _problem(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
-        if not self._trust.admits_address(address):
+        if not self.trust.admits_address(address):
             return "its address is not in peer.allowed_addresses"
-        if not self._trust.key:
+        if not self.trust.key:
             return ""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return "it does not speak CURVE"
         key = credentials[0].hex()
-        return "" if self._trust.admits_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
+        return "" if self.trust.admits_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
 
     def _log(self, address: str, problem: str, now: float) -> None:
         if now - self._logged.get(address, -LOG_AGAIN_S) < LOG_AGAIN_S:
@@ -61,4 +61,4 @@ class Doorkeeper:
         if len(self._logged) >= MAX_REMEMBERED:
             self._logged.clear()
         self._logged[address] = now
-        log.warning("peer turned away", limit_by=address, address=address, reason=problem)
+        log.warning("peer turned away", address=address, reason=problem)

@@ -14,6 +14,10 @@ from kvxferd.ids import EngineId, PullId, TransferId
 Asked = TypeVar("Asked", bound=msgspec.Struct)
 
 
+class Reload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing to say."""
+
+
 class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`wait`: answer when the drain is over, not at once."""
 
@@ -43,6 +47,12 @@ class CancelPull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A pull of a local rank, by the number that `kvxferd transfers` shows."""
 
     pull: PullId
+
+
+async def reload(request: web.Request) -> web.StreamResponse:
+    """Read the configuration again: allow-lists and the log's level."""
+    await _asked(request, Reload)
+    return json_response(request.app[VIEW].reload())
 
 
 async def drain(request: web.Request) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from kvxferd.control import doorkeeper
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.doorkeeper import Doorkeeper
 from kvxferd.control.keys import PeerKey
+from kvxferd.control.peer_connections import shut_connections_to
 from kvxferd.control.peer_inbox import Gate, OpenGate, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
 from kvxferd.control.unread_answers import MAX_SHORT_ANSWERS, MIN_TRACKED_BYTES, UnreadAnswers
@@ -76,6 +77,7 @@ class PeerSocket:
         self._bind = bind
         self._on_event = on_event
         self._trust = trust or Trust()
+        self._has_other_lists = False  # than when the connections there are were admitted
         self._key = key
         self._doorkeeper: Doorkeeper | None = None
         self._door: _Watched | None = None
@@ -124,9 +126,7 @@ class PeerSocket:
         self._router = self._watch(router, self._routed)
 
     def _open_door(self) -> None:
-        """Have libzmq ask who may connect, where anybody is to be turned away."""
-        if self._key is None and not self._trust.networks:
-            return
+        """Have libzmq ask who may connect: also where all may, since the allow-lists can be reloaded."""
         self._doorkeeper = Doorkeeper(self._trust)
         asked = self._context.socket(zmq.ROUTER)
         asked.bind(doorkeeper.ENDPOINT)
@@ -139,6 +139,21 @@ class PeerSocket:
             with suppress(zmq.ZMQError):  # who asked has gone meanwhile
                 self._door.socket.send_multipart(reply, zmq.NOBLOCK)
         self._later(self._door)
+
+    def set_trust(self, trust: Trust, *, anew: bool) -> None:
+        """Admit by these allow-lists from now on. `anew`: every connection to this node is admitted again."""
+        self._trust = trust
+        self._has_other_lists = True
+        if self._doorkeeper is not None:
+            self._doorkeeper.trust = trust
+        if anew:
+            num_shut = shut_connections_to(int(self.bound.rpartition(":")[2]))
+            log.info("peers' connections are admitted anew", connections=num_shut)
+
+    def _is_admitted(self, sender: Sender) -> bool:
+        if self._key is not None and not self._trust.admits_key(sender.key):
+            return False
+        return self._trust.admits_address(sender.address)
 
     def stop(self) -> None:
         """Close everything; what is queued has a moment to go out."""
@@ -215,6 +230,8 @@ class PeerSocket:
         # Without CURVE it is what the peer itself has sent.
         key = _property(last, "User-Id") if self._key is not None else ""
         sender = Sender(name, None, key, _property(last, "Peer-Address"))
+        if self._has_other_lists and not self._is_admitted(sender):
+            return  # it was read before its connection was shut
         # libzmq lets a peer choose its route. One that chooses a former peer's would have that one's answers.
         # A name that begins with a zero, as libzmq's own do, cannot be seen here.
         if _property(last, "Identity") or not self._unread.came(name, sender.peer):

@@ -126,6 +126,7 @@ ROUTES = [
     Route("GET", "/v1/peers", Access.ANYONE, peers, shared=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, shared=True),
     Route("GET", "/v1/history", Access.ANYONE, history, shared=True),
+    Route("POST", "/v1/reload", Access.ADMIN, levers.reload),
     Route("POST", "/v1/drain", Access.ADMIN, levers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, levers.drop_peer),
     Route("POST", "/v1/engines/disown", Access.ADMIN, levers.disown),

@@ -14,6 +14,15 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.observe.metrics import Metrics
 
 
+class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What reading the configuration again has changed."""
+
+    changed: list[str]  # settings
+    ignored: list[str]  # settings that differ too, and need a restart
+    dropped_peers: list[Endpoint]
+    closed_sessions: int
+
+
 class NodeView(Protocol):
     """What HTTP knows of the node it serves."""
 
@@ -55,6 +64,10 @@ class NodeView(Protocol):
 
     async def drained(self) -> NodeSnapshot:
         """Return, once a drain is over, what it left behind."""
+        ...
+
+    def reload(self) -> Reloaded:
+        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
         ...
 
     def drain(self) -> None:

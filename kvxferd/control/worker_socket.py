@@ -235,6 +235,15 @@ class WorkerSocket:
         if alive < 0:
             loop.add_reader(death, self._died, connection)
 
+    def set_allowed(self, config: WorkerConfig) -> int:
+        """Admit these users from now on, and close the sessions of others; return how many."""
+        self._config = config
+        others = [c for c in self._connections.values() if not (c.ended or self._may_connect(c.credentials))]
+        for connection in others:
+            text = f"cannot go on as uid {connection.credentials.uid}: its user is no longer allowed"
+            self._expel(connection, EngineError(text, Code.NOT_ALLOWED))
+        return len(others)
+
     def _may_connect(self, credentials: Credentials) -> bool:
         uids, gids = self._config.allowed_uids, self._config.allowed_gids
         if not uids and not gids:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.layouts import CheckedLayout
+from kvxferd.core.trust import Trust
 from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -157,6 +158,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustChanged:
+    """The operator has changed the allow-lists of peers."""
+
+    trust: Trust
+
+
+@dataclass(frozen=True, slots=True)
 class PeerDropAsked:
     """The operator wants a peer forgotten."""
 
@@ -201,6 +209,7 @@ Event = (
     | OwnershipsRead
     | DisownAsked
     | DrainAsked
+    | TrustChanged
     | PeerDropAsked
     | TransferCancelAsked
     | PullCancelAsked

@@ -63,6 +63,7 @@ class Moment:
         self.boot = boot
         self.endpoint = endpoint
         self.settings = settings
+        self.trust = settings.trust  # until the operator changes it
         self.new_token = new_token  # 32 random hex digits
         self.timers = Timers()
         self.now = 0.0

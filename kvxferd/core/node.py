@@ -29,6 +29,7 @@ from kvxferd.core.events import (
     RouteSaid,
     Tick,
     TransferCancelAsked,
+    TrustChanged,
     WorkerClosed,
     WorkerOpened,
     WorkerSaid,
@@ -296,6 +297,9 @@ class Node:
                 self.ownerships.forget(event.engine_id)
             case DrainAsked():
                 self.moment.draining = True
+            case TrustChanged():
+                self.moment.trust = event.trust
+                self.peers.trust_changed()
             case PeerDropAsked():
                 self.peers.drop(event.endpoint)
             case TransferCancelAsked():

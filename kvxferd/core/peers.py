@@ -14,7 +14,7 @@ from kvxferd.core.manifests import check_manifests
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
@@ -86,7 +86,7 @@ class Peers:
         """Ask a peer, after greeting it. `make` gets the request number."""
         try:
             self._check_room(endpoint)
-        except BusyError as error:
+        except KvxferdError as error:
             on_answer(refusal_of(0, error))
             return
         peer = self._peer(endpoint)
@@ -105,6 +105,8 @@ class Peers:
 
     def _check_room(self, endpoint: Endpoint) -> None:
         if endpoint not in self._peers:
+            if endpoint != self._moment.endpoint:
+                self._moment.trust.check(endpoint)  # the allow-lists may have changed since it was named
             what = f"reach {endpoint}: {len(self._peers)} peers are known already"
             limit = self._moment.settings.limits.max_peers
             check_count(len(self._peers), limit, what, "limits.max_peers", RETRY_LATER_S)
@@ -201,6 +203,10 @@ class Peers:
         """The known peers of that endpoint; one given without a key means each key there."""
         return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]
 
+    def endpoints(self) -> set[Endpoint]:
+        """Those that are known."""
+        return set(self._peers)
+
     def drop(self, endpoint: Endpoint) -> None:
         """Forget the peer: what waits for its answer fails, and whoever needs it next greets it anew.
 
@@ -213,13 +219,23 @@ class Peers:
         dropped = KvxferdError(f"cannot wait for {endpoint}: an operator dropped that peer", Code.CANCELLED)
         self._questions.fail_all(endpoint, dropped)
 
+    def trust_changed(self) -> None:
+        """Forget the peers that the allow-lists admit no more, as `drop` does."""
+        for peer in list(self._peers.values()):
+            try:
+                if peer.endpoint != self._moment.endpoint:
+                    self._moment.trust.check(peer.endpoint)
+            except KvxferdError as error:
+                self._silent(peer)
+                self._questions.fail_all(peer.endpoint, error)
+
     # --- learning engines
 
     def learn(self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt) -> None:
         """Find out about an engine; at once where it is known."""
         try:
             self._check_room(endpoint)
-        except BusyError as error:
+        except KvxferdError as error:
             on_learnt(Refusal(error.code, error.message, error.retry_after_s))
             return
         peer = self._peer(endpoint)

@@ -92,7 +92,7 @@ class Ranks:
             self._check_room(session)
             spec = check_spec(said.engine, said.incarnation)
             if not self._registry.is_home(spec):
-                self._moment.settings.trust.check(spec.home)
+                self._moment.trust.check(spec.home)
             validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
             self._check_owner(session, spec.engine_id)

@@ -265,7 +265,7 @@ class Requests:
             )
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._moment.endpoint:
-            self._moment.settings.trust.check(endpoint)
+            self._moment.trust.check(endpoint)
         return msgspec.structs.replace(ref, endpoint=endpoint)
 
     def _prepared(self, session: Session, ref: TransferRef) -> Hold | None:

@@ -25,6 +25,6 @@ class Settings:
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
     ownership_s: float = 600.0  # an engine id stays its user's after its last rank has left
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
-    trust: Trust = EVERYBODY
+    trust: Trust = EVERYBODY  # at the start; see `TrustChanged`
     limits: Limits = DEFAULT_LIMITS
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage

@@ -24,6 +24,13 @@ class Trust:
         """Whether who proved to hold this key may speak with this daemon."""
         return self.allowed_keys is None or key == self.key or key in self.allowed_keys
 
+    def admits_all_of(self, other: Trust) -> bool:
+        """Whether these lists leave nobody out whom those let in."""
+        keys = self.allowed_keys
+        if keys is not None and (other.allowed_keys is None or other.allowed_keys - keys):
+            return False
+        return not self.networks or (bool(other.networks) and set(other.networks) <= set(self.networks))
+
     def admits_address(self, address: str) -> bool:
         """Whether a connection with this numeric address at its other end is wanted."""
         if not self.networks:

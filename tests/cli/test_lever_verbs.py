@@ -28,6 +28,7 @@ from kvxferd.errors import ConfigError
         (["cancel", "req-1", "--pull", "9"], 2, "either a TRANSFER or --pull N"),
         (["disown", "gone-0"], 0, "disowned gone-0, which was uid 1000's"),
         (["disown", "decode-0"], 2, "[not-found]"),
+        (["reload"], 0, "changed: log.level\nignored until a restart: http.bind\ndropped peer tcp"),
         (["drain"], 0, "draining"),
         (["drain", "--wait"], 1, "transfer req-1 of decode-0, granted"),
     ],

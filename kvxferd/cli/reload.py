@@ -1,0 +1,30 @@
+"""`kvxferd reload`: have the daemon read its configuration again."""
+
+from __future__ import annotations
+
+import click
+
+from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.showing import json_option, print_json
+
+
+@click.command("reload")
+@json_option
+@asks_daemon
+def reload(daemon: Daemon, as_json: bool) -> None:
+    """Have the daemon read its configuration again: allow-lists and the log's level.
+
+    As SIGHUP does, and says what changed, and what differs but needs a restart. A file that is wrong is
+    refused, and nothing changes. Only root and the user that runs the daemon may.
+    """
+    answer = daemon.post("/v1/reload")
+    if as_json:
+        print_json(answer)
+        return
+    click.echo("changed: " + (", ".join(answer["changed"]) or "nothing"))
+    if answer["ignored"]:
+        click.echo("ignored until a restart: " + ", ".join(answer["ignored"]))
+    for endpoint in answer["dropped_peers"]:
+        click.echo(f"dropped peer {endpoint}")
+    if answer["closed_sessions"]:
+        click.echo(f"closed {answer['closed_sessions']} sessions of users who are no longer allowed")
