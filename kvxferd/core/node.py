@@ -293,6 +293,27 @@ class Node:
                 self.peers.unreachable(event.endpoint, event.reason)
             case OwnershipsRead():
                 self.ownerships.restore(event.listed)
+            case (
+                DisownAsked() | DrainAsked() | TrustChanged()
+                | PeerDropAsked() | TransferCancelAsked() | PullCancelAsked()
+            ):  # fmt: skip
+                self._operate(event)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    def _operate(
+        self,
+        event: DisownAsked
+        | DrainAsked
+        | TrustChanged
+        | PeerDropAsked
+        | TransferCancelAsked
+        | PullCancelAsked,
+    ) -> None:
+        """What the operator asks for."""
+        match event:
             case DisownAsked():
                 self.ownerships.forget(event.engine_id)
             case DrainAsked():
@@ -306,8 +327,6 @@ class Node:
                 self.source.cancel(event.engine, event.transfer_id)
             case PullCancelAsked():
                 self.pulls.cancel_pull(event.pull)
-            case Tick():
-                pass
             case _:
                 assert_never(event)
 
