@@ -234,7 +234,11 @@ class Stage:
         self.nodes[node].kill()
 
     def do_start(self, node: str) -> None:
-        self.nodes[node].start()
+        """Start it, and let the engines' group in as soon as there is a socket."""
+        found = self.nodes[node]
+        found.start()
+        self.pump_until(lambda: Path(found.worker_socket).exists(), START_S)
+        os.chown(found.worker_socket, -1, GROUP)
 
     def do_signal(self, node: str, number: int) -> None:
         self.nodes[node].process.send_signal(number)

@@ -134,9 +134,21 @@ def _bindings(mine: RankManifest, others: RankManifest) -> list[dict[str, Any]]:
 
 @attack("peer", limit_s=170.0, quick=False)
 def false_remote_metadata(scene: Scene) -> str:
-    """Manifests whose metadata is nonsense, another's, or cut; some name an honest source's agent."""
+    """Manifests whose metadata is nonsense, empty, or a copy of an honest source's, whole and cut."""
+    return _mislead(scene, lambda binding, agent: binding["agent"] != agent)
+
+
+@attack("peer", limit_s=120.0, expected=False)
+def false_agents_of_others(scene: Scene) -> str:
+    """Manifests that give an honest source's agent, with metadata or addresses that are not its own."""
+    return _mislead(scene, lambda binding, agent: binding["agent"] == agent)
+
+
+def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> str:
     mine, others = manifest_of(scene, "a", "honest-0"), manifest_of(scene, "b", "honest-1")
     for number, changed in enumerate(_bindings(mine, others)):
+        if not is_meant(changed, mine.binding.agent):
+            continue
         binding = msgspec.structs.replace(mine.binding, **changed)
         spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
         daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
