@@ -385,9 +385,12 @@ class Node:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
+        was_anything = session.engine is not None
         self.requests.session_closed(session)
         self.ranks.session_closed(session)
-        self._something_changed()
+        if was_anything:
+            # Thousands of questions may wait, and each is looked at: not for who only came and went.
+            self._something_changed()
 
     # --- movers
 

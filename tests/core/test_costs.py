@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, World, mover_of
 
+from kvxferd.core import events as ev
 from kvxferd.errors import Code
+from kvxferd.ids import SessionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
@@ -69,3 +71,18 @@ def test_a_reference_of_the_wire_is_looked_at_too() -> None:
     (failed,) = sink.heard(wk.Failed)
     assert isinstance(failed, wk.Failed)
     assert failed.code is Code.TRANSFER_UNKNOWN
+
+
+def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
+    world = World()
+    host = world.host("a")
+    looked: list[None] = []
+    host.node.granting.reconsider = lambda: looked.append(None)  # type: ignore[method-assign]
+    opened = SessionId(77)
+    world.feed(host, ev.WorkerOpened(opened, 1, 1000))
+    world.feed(host, ev.WorkerClosed(opened))
+    assert not looked
+    (source,) = world.engine(host, "prefill")
+    looked.clear()
+    world.feed(host, ev.WorkerClosed(source.session))
+    assert looked
