@@ -6,15 +6,21 @@ import contextlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
+from kvxferd.link import close_all
 from kvxferd.mover.handle import MoverHandle
+from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import FromMover, Leaving, Up
 
 _LOG = logging.getLogger(__name__)
 
+# A worker may send as fast as it likes. One frame takes some 15 us, a read holds 13,000 of the smallest:
+# then the loop's other sockets have their turn.
+READS_PER_TURN, FRAMES_PER_TURN = 1, 64
 STUCK_S = 2.0  # one that was told to end is gone within milliseconds, or is stuck in its library
 
 
@@ -40,6 +46,8 @@ class ResidentHandle(MoverHandle):
         super().__init__(mover_id, AgentName(""), link, on_message, on_exit)
         self.pid, self._death = worker
         self._told = False
+        self._arrived: deque[Frame] = deque()  # and not dealt with yet
+        self._is_due = False  # more of them on the loop's next turn
         self._deaf = False  # it has spoken nonsense: only its end is waited for
         self._loop.add_reader(self._stream.fileno(), self._read)
         if self._death >= 0:
@@ -59,6 +67,7 @@ class ResidentHandle(MoverHandle):
 
     def discard(self) -> None:
         """Let go of it, whatever it does: no callback will come."""
+        self._drop_arrived()
         self._close_stream()
         self._close_death()
 
@@ -73,19 +82,38 @@ class ResidentHandle(MoverHandle):
             )
 
     def _read(self) -> bool:
+        frames: list[Frame] | None = []
         try:
-            frames = [] if self._deaf else self._stream.receive()
-            for frame in frames or ():
+            if not self._arrived and not self._deaf:
+                frames = self._stream.receive(READS_PER_TURN)
+                self._arrived.extend(frames or ())
+            for _ in range(min(FRAMES_PER_TURN, len(self._arrived))):
+                frame = self._arrived.popleft()
                 self._deliver(frame.payload, frame.fds)
+                if self._stream.fileno() < 0:
+                    return False
         except ProtocolError as error:
             _LOG.error("resident mover %s speaks nonsense and is told to end: %s", self.agent, error.message)
             self._deaf = True
+            self._drop_arrived()
             self.kill()
             return False
         if frames is None or (self._deaf and self._stream.discard()):
             self._exited()
             return False
-        return bool(frames)
+        if self._arrived and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._read_more)
+        return bool(self._arrived)
+
+    def _read_more(self) -> None:
+        self._is_due = False
+        if self._stream.fileno() >= 0:
+            self._read()
+
+    def _drop_arrived(self) -> None:
+        while self._arrived:
+            close_all(self._arrived.popleft().fds)
 
     def _hear(self, message: FromMover) -> None:
         match message:
