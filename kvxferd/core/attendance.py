@@ -47,10 +47,13 @@ class Attendance:
         attendant = self._attendants.get(agent)
         return attendant is not None and bool(attendant.holders)
 
-    def confirmed(self, agent: AgentName) -> None:
-        """The agent's mover polls."""
-        if attendant := self._attendants.get(agent):
-            attendant.confirmed = True
+    def confirmed(self, agent: AgentName) -> bool:
+        """The agent's mover polls. Return whether that is news."""
+        attendant = self._attendants.get(agent)
+        if attendant is None or attendant.confirmed:
+            return False
+        attendant.confirmed = True
+        return True
 
     def refused(self, agent: AgentName) -> None:
         """The agent's mover could not be asked: the next holder asks again."""

@@ -38,10 +38,12 @@ class Fences:
             self._asked[session] = mover
             self._moment.do(ShareFence(mover, session))
 
-    def mapped(self, mover: MoverId, agent: AgentName, said: FenceMapped) -> None:
-        """A mover has the page now."""
-        if self._asked.get(said.session) == mover:
-            self._places[said.session] = PagePlace(mover, agent, said.address, said.metadata)
+    def mapped(self, mover: MoverId, agent: AgentName, said: FenceMapped) -> bool:
+        """A mover has the page now. Return whether that is news."""
+        if self._asked.get(said.session) != mover or said.session in self._places:
+            return False
+        self._places[said.session] = PagePlace(mover, agent, said.address, said.metadata)
+        return True
 
     def refused(self, mover: MoverId, session: SessionId) -> bool:
         """A mover cannot use the page. Return whether it was the one that was asked."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 
 from kvxferd.core.effects import ToRoute
 from kvxferd.core.limits import check_waiting
 from kvxferd.core.moment import Moment
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import EngineKey
+from kvxferd.ids import EngineId, EngineKey
 from kvxferd.plan import require_pp_aware
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
+
+# As of asks for grants: what one change looks at in one turn of the loop.
+FETCHES_PER_TURN, NEXT_TURN_S = 256, 0.001
+
+FetchName = tuple[bytes, int]  # route and number
 
 
 @dataclass(slots=True)
@@ -31,7 +38,10 @@ class Handshakes:
     def __init__(self, moment: Moment, registry: Registry) -> None:
         self._moment = moment
         self._registry = registry
-        self._fetches: dict[tuple[bytes, int], _Fetch] = {}
+        self._fetches: dict[FetchName, _Fetch] = {}
+        self._fetches_of: dict[EngineId, dict[FetchName, None]] = {}
+        self._num_of_asker: Counter[str] = Counter()
+        self._due: dict[FetchName, None] = {}  # to be looked at in the next turns
 
     def fetch(self, route: bytes, question: FetchEngine, key: str = "") -> None:
         """Answer now or later. The same question again changes nothing."""
@@ -39,18 +49,48 @@ class Handshakes:
         if name not in self._fetches:
             try:
                 _check_names(question)
-                askers = (fetch.asker for fetch in self._fetches.values())
-                check_waiting(askers, len(self._fetches), asker, self._moment.settings.limits)
+                of_asker = self._num_of_asker[asker]
+                check_waiting(of_asker, len(self._fetches), self._moment.settings.limits)
             except KvxferdError as error:
                 self._moment.do(ToRoute(route, refusal_of(question.request, error)))
                 return
             self._fetches[name] = _Fetch(asker, route, question, self._moment.now)
+            self._fetches_of.setdefault(EngineId(question.engine_id), {})[name] = None
+            self._num_of_asker[asker] += 1
         self._consider(self._fetches[name])
 
-    def reconsider(self) -> None:
-        """A rank has come."""
-        for fetch in list(self._fetches.values()):
-            self._consider(fetch)
+    def reconsider(self, engine_id: EngineId) -> None:
+        """A rank of the engine has come."""
+        concerned = self._fetches_of.get(engine_id, {})
+        first = list(islice(concerned, FETCHES_PER_TURN))
+        if len(concerned) > len(first):
+            self._due.update(concerned)
+        for name in first:
+            self._due.pop(name, None)
+            self._consider(self._fetches[name])
+        self._go_on_later()
+
+    def _go_on_later(self) -> None:
+        if self._due and "fetches-due" not in self._moment.timers:
+            self._moment.after("fetches-due", NEXT_TURN_S, self._go_on)
+
+    def _go_on(self) -> None:
+        for name in list(islice(self._due, FETCHES_PER_TURN)):
+            del self._due[name]
+            self._consider(self._fetches[name])
+        self._go_on_later()
+
+    def _drop(self, name: FetchName) -> None:
+        fetch = self._fetches.pop(name)
+        self._due.pop(name, None)
+        of_engine = self._fetches_of[EngineId(fetch.question.engine_id)]
+        del of_engine[name]
+        if not of_engine:
+            del self._fetches_of[EngineId(fetch.question.engine_id)]
+        self._num_of_asker[fetch.asker] -= 1
+        if not self._num_of_asker[fetch.asker]:
+            del self._num_of_asker[fetch.asker]
+        self._moment.timers.stop(("fetch", *name))
 
     def _consider(self, fetch: _Fetch) -> None:
         question = fetch.question
@@ -63,8 +103,7 @@ class Handshakes:
             if left_s > 0:
                 self._moment.after(("fetch", *name), left_s, lambda: self._consider(fetch))
                 return
-        self._fetches.pop(name)
-        self._moment.timers.stop(("fetch", *name))
+        self._drop(name)
         if obstacle is not None:
             refused = PeerRefused(
                 request=question.request, code=obstacle[0].code, message=obstacle[0].message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvxferd.core.shares import Shares
@@ -108,15 +108,11 @@ class Load:
         self._bytes.give_back(uid, size_bytes)
 
 
-def check_waiting(askers: Iterable[str], num_waiting: int, asker: str, limits: Limits) -> None:
+def check_waiting(of_peer: int, num_waiting: int, limits: Limits) -> None:
     """Raise BusyError where one more question of a peer would wait too much.
 
-    An asker is a peer's CURVE key, or the route of one without. Those whose questions wait are counted only
-    once there are more than one peer may have.
+    `of_peer`: how many of those that wait are of the same CURVE key, or without one of the same route.
     """
-    if num_waiting < limits.max_waiting_per_peer:
-        return
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
-    of_peer = sum(other == asker for other in askers)
     check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")

@@ -16,7 +16,7 @@ from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Incarnation, Rank, TransferId
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, EngineKey, Incarnation, Rank, TransferId
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinOutline, ManifestOutline
@@ -208,7 +208,7 @@ class Home:
         questions: Questions,
         source: Source,
         layouts: Layouts,
-        on_change: Callable[[], None],
+        on_change: Callable[[EngineId], None],
         on_ready: Callable[[TransferKey], None],
     ) -> None:
         self._moment = moment
@@ -250,7 +250,7 @@ class Home:
         if present is None or present.incarnation != record.incarnation:
             self._source.rank_mapped(record)
         self._moment.do(ToRoute(route, Done(request=said.request)))
-        self._on_change()
+        self._on_change(spec.engine_id)
 
     def refusal(self, said: JoinOutline, key: str) -> PeerRefused | None:
         """Why a rank cannot be joined, whatever its layout: asked before the layout is decoded."""
@@ -406,7 +406,7 @@ class Home:
         """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
         if self._present(record.spec.key, record.spec.rank) is record:
             self._remove(record)
-            self._on_change()
+            self._on_change(record.spec.engine_id)
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)

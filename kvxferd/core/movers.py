@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.effects import KillMover, ToMover
 from kvxferd.core.moment import Moment
-from kvxferd.ids import AgentName, Digest, MoverId, SessionId
+from kvxferd.ids import AgentName, Digest, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
 from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 
@@ -24,6 +24,7 @@ class Mover:
     mover: MoverId
     session: SessionId
     agent: AgentName
+    engine: EngineKey | None = None  # its rank's, once it serves one
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first

@@ -57,7 +57,7 @@ from kvxferd.core.showing import list_pulls, list_transfers, show_engines
 from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
-from kvxferd.ids import AgentName, BootId, Endpoint, MoverId, SessionId
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.wire.codec import negotiate
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.ids_stream import IdsAssembly
@@ -151,7 +151,7 @@ class Node:
             self.questions,
             self.source,
             layouts,
-            self._something_changed,
+            self._engine_changed,
             self.granting.reconsider_transfer,
         )
         self.member = Member(self.moment, self.registry, self.peers, self.attendance)
@@ -385,12 +385,11 @@ class Node:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
-        was_anything = session.engine is not None
+        engine = session.engine
         self.requests.session_closed(session)
         self.ranks.session_closed(session)
-        if was_anything:
-            # Thousands of questions may wait, and each is looked at: not for who only came and went.
-            self._something_changed()
+        if engine is not None:  # else nothing waited for it
+            self._engine_changed(engine.engine_id)
 
     # --- movers
 
@@ -406,15 +405,15 @@ class Node:
             case Bound():
                 if session is not None and self.ranks.is_binding(session, mover.mover):
                     self.ranks.bound(session, said)
-                    self._something_changed()
+                    self._engine_of_mover_changed(mover)
             case BindRefused():
                 if session is not None and self.ranks.is_binding(session, mover.mover):
                     self.ranks.bind_refused(session, Refusal(said.code, said.message))
             case Proved():
                 self.ranks.proved(session, mover.mover, said)
             case FenceMapped():
-                self.fences.mapped(mover.mover, mover.agent, said)
-                self._something_changed()
+                if self.fences.mapped(mover.mover, mover.agent, said):
+                    self._engine_of_mover_changed(mover)
             case FenceRefused():
                 self._fence_refused(mover.mover, said)
             case Attending():
@@ -448,7 +447,7 @@ class Node:
         self.attendance.forget(mover.agent)
         if session := self.sessions.get(mover.session):
             self.ranks.mover_died(session, mover)
-        self._something_changed()
+        self._engine_of_mover_changed(mover)
 
     def _mover_leaves(self, mover: Mover) -> None:
         """The mover serves nobody from here on. What it posted may still write until it is dead."""
@@ -480,15 +479,20 @@ class Node:
         self.home.ask_attend(agent, on, answered)
 
     def _attends(self, agent: AgentName) -> None:
-        self.attendance.confirmed(agent)
-        self.granting.reconsider_agent(agent)
+        if self.attendance.confirmed(agent):
+            self.granting.reconsider_agent(agent)
         self.member.reconsider()
 
-    def _something_changed(self) -> None:
-        """Let everybody who waits look again."""
-        self.ranks.serve_orphans(self.sessions)
-        self.handshakes.reconsider()
-        self.granting.reconsider()
+    def _engine_of_mover_changed(self, mover: Mover) -> None:
+        """A mover serves the pages and readers of its rank's engine alone."""
+        if mover.engine is not None:
+            self._engine_changed(mover.engine.engine_id)
+
+    def _engine_changed(self, engine_id: EngineId) -> None:
+        """Let everybody who waits for any start of the engine look again."""
+        self.ranks.serve_orphans(engine_id, self.sessions)
+        self.handshakes.reconsider(engine_id)
+        self.granting.reconsider(engine_id)
         self.member.reconsider()
 
     # --- other daemons

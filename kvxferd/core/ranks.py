@@ -237,6 +237,7 @@ class Ranks:
             self._movers.kill(mover.mover)
             return
         rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
+        mover.engine = rank.spec.key
         self._placements.mover_taken(rank)
         if mover.resident or session.version < FIRST_WITH_OFFERS:
             self._bind(session, mover.mover, rank)
@@ -393,11 +394,13 @@ class Ranks:
                 self._fences.share(session.session, record.mover)
                 return
 
-    def serve_orphans(self, sessions: dict[SessionId, Session]) -> None:
-        """Publishers whose fence page no mover serves get one, where their engine has one."""
+    def serve_orphans(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
+        """The engine's publishers whose fence page no mover serves get one, where their engine has one."""
         for session in sessions.values():
-            if session.engine is not None and not self._fences.is_served(session.session):
-                self._serve_fence(session.engine, session)
+            engine = session.engine
+            if engine is None or engine.engine_id != engine_id or self._fences.is_served(session.session):
+                continue
+            self._serve_fence(engine, session)
 
     def _give_up(self, session: Session, refusal: Refusal) -> None:
         """The rank cannot be bound. Who waits for an answer is refused; a rank that had one is closed."""

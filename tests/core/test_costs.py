@@ -77,7 +77,7 @@ def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
     world = World()
     host = world.host("a")
     looked: list[None] = []
-    host.node.granting.reconsider = lambda: looked.append(None)  # type: ignore[method-assign]
+    host.node.granting.reconsider = lambda _: looked.append(None)  # type: ignore[method-assign]
     opened = SessionId(77)
     world.feed(host, ev.WorkerOpened(opened, 1, 1000))
     world.feed(host, ev.WorkerClosed(opened))
