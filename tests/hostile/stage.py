@@ -234,10 +234,10 @@ class Stage:
         self.nodes[node].kill()
 
     def do_start(self, node: str) -> None:
-        """Start it, and let the engines' group in as soon as there is a socket."""
+        """Start it, and let the engines' group in as soon as it listens."""
         found = self.nodes[node]
         found.start()
-        self.pump_until(lambda: Path(found.worker_socket).exists(), START_S)
+        self.pump_until(lambda: found.is_ready, START_S)  # the socket of the one before is still there
         os.chown(found.worker_socket, -1, GROUP)
 
     def do_signal(self, node: str, number: int) -> None:

@@ -28,7 +28,7 @@ def newcomer(scene: Scene, name: str, at: int = 0, timeout_s: float = 15.0) -> s
     return "" if came["outcome"] == "done" else f"another user's engine could not start: {came}"
 
 
-@attack("user", expected=False)
+@attack("user")
 def silent_connections(scene: Scene) -> str:
     """Hundreds of connections to the worker socket that say nothing, while another engine starts."""
     made = [connected(scene.a.worker_socket) for _ in range(300)]
@@ -36,7 +36,7 @@ def silent_connections(scene: Scene) -> str:
     return newcomer(scene, "late-silent")
 
 
-@attack("user", quick=True, expected=False)
+@attack("user")
 def many_greeted_sessions(scene: Scene) -> str:
     """Hundreds of connections of one user that have greeted and stay, while another engine starts."""
     with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def many_greeted_sessions(scene: Scene) -> str:
     return newcomer(scene, "late-greeted")
 
 
-@attack("user", fresh=True, expected=False)
+@attack("user", fresh=True)
 def half_frames(scene: Scene) -> str:
     """A hundred connections announce a frame of 4 MiB before they have greeted, and send all but its end."""
     made = []
@@ -60,7 +60,7 @@ def half_frames(scene: Scene) -> str:
     return ""
 
 
-@attack("user", fresh=True, expected=False)
+@attack("user", fresh=True)
 def half_frames_after_hello(scene: Scene) -> str:
     """Sixty greeted connections announce a frame of 4 MiB and send all but its end."""
     chunk = HEADER.pack(MAX_FRAME_BYTES, 0, 0) + bytes(MAX_FRAME_BYTES - 1)
@@ -91,7 +91,7 @@ def _assemblies(session: WorkerByHand, num_streams: int, num_parts: int) -> None
             session.say(BlockIds(stream=stream, group="full", offset=part * PART_BYTES, ids=ids))
 
 
-@attack("user", fresh=True, quick=True, expected=False)
+@attack("user", fresh=True, quick=True)
 def block_ids_after_hello_alone(scene: Scene) -> str:
     """A session that is no rank sends block ids for many requests, without a request."""
     _assemblies(scene.worker(), 8, 5)
@@ -99,7 +99,7 @@ def block_ids_after_hello_alone(scene: Scene) -> str:
     return ""
 
 
-@attack("user", fresh=True, expected=False)
+@attack("user", fresh=True)
 def block_ids_after_attach(scene: Scene) -> str:
     """Sessions attached to engines that do not exist send block ids for many requests, without a request."""
     for number in range(4):
@@ -122,7 +122,7 @@ def block_ids_of_a_rank(scene: Scene) -> str:
     return ""
 
 
-@attack("user", setup=Setup(num_fds=1500), expected=False)
+@attack("user", setup=Setup(num_fds=1500))
 def descriptors_after_hello_alone(scene: Scene) -> str:
     """Sessions that are no ranks send descriptors ahead of registrations that never come."""
     with open("/dev/null", "rb") as null:
@@ -152,7 +152,7 @@ def descriptors_in_flight(scene: Scene) -> str:
     return ""
 
 
-@attack("user", fresh=True, expected=False)
+@attack("user", fresh=True)
 def refusals_that_are_not_read(scene: Scene) -> str:
     """Sessions that are no ranks ask for what is refused, again and again, and read no answer."""
     spec = EngineSpec(engine_id="unread" * 40, generation="g" * 250, num_layers=2, num_kv_heads=2)
@@ -208,11 +208,11 @@ def sessions_come_and_go(scene: Scene) -> str:
     return newcomer(scene, "late-churn")
 
 
-@attack("worker", setup=Setup(flags=("--limits-max-ranks", "8")), expected=False)
+@attack("worker", setup=Setup(flags=("--limits-max-ranks", "32")))
 def all_the_ranks(scene: Scene) -> str:
     """One user registers ranks until there is no room, while another engine starts."""
     with contextlib.suppress(OSError):
-        for number in range(12):
+        for number in range(40):
             scene.worker().register(f"greedy-{number}")
     return newcomer(scene, "late-rank")
 
@@ -254,7 +254,7 @@ def reference(endpoint: str, scene: Scene) -> TransferRef:
     )
 
 
-@attack("worker", quick=True, expected=False)
+@attack("worker")
 def all_the_bytes_in_flight(scene: Scene) -> str:
     """A rank over sparse memory asks for a pull of a terabyte from nobody, with a deadline of a day."""
     from kvxferd.layout import PackedBlocks

@@ -80,7 +80,7 @@ def strange_pages(scene: Scene) -> str:
     return ""
 
 
-@attack("user", quick=True)
+@attack("user")
 def strange_regions(scene: Scene) -> str:
     """Regions that are short, unsealed, read-only, on huge pages, or no memory at all."""
     read, _ = os.pipe()

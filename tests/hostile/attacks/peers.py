@@ -37,7 +37,7 @@ def greeting(mechanism: bytes, as_server: bytes = b"\0") -> bytes:
     return ZMTP + mechanism.ljust(20, b"\0") + as_server + bytes(31)
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def half_open_peers(scene: Scene) -> str:
     """Hundreds of connections to the peer port that say nothing, or a greeting or half of one."""
     made = []
@@ -120,7 +120,7 @@ def handshakes_with_keys_nobody_admits(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", setup=CLEAR, fresh=True, quick=True, expected=False)
+@attack("stranger", setup=CLEAR, fresh=True, quick=True)
 def large_messages_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: eight connections send messages of 16 MB as fast as they go."""
     content = os.urandom(1000) * 16_000
@@ -134,7 +134,7 @@ def large_messages_in_the_clear(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", setup=CLEAR, fresh=True, expected=False)
+@attack("stranger", setup=CLEAR, fresh=True)
 def small_messages_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: questions and nonsense by the ten thousand, no answer of which is read."""
     one = scene.peer()
@@ -146,7 +146,7 @@ def small_messages_in_the_clear(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", setup=CLEAR, fresh=True, quick=True, expected=False)
+@attack("stranger", setup=CLEAR, fresh=True)
 def block_ids_from_a_route(scene: Scene) -> str:
     """Where daemons have no keys: parts of block lists that no question asked for."""
     one = scene.peer()
@@ -195,21 +195,21 @@ def large_joins_for_another_home(scene: Scene) -> str:
     return ""
 
 
-@attack("peer", expected=False)
+@attack("peer")
 def large_joins(scene: Scene) -> str:
     """Eight ranks of thousands of tensors each are joined to their home."""
     _joins(scene, scene.a.endpoint, 8)
     return ""
 
 
-@attack("stranger", setup=CLEAR, expected=False)
+@attack("stranger", setup=CLEAR)
 def large_joins_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: ranks of thousands of tensors each are joined."""
     _joins(scene, scene.a.endpoint, 8)
     return ""
 
 
-@attack("peer", fresh=True, expected=False)
+@attack("peer", fresh=True)
 def manifests_that_are_not_read(scene: Scene) -> str:
     """An admitted peer asks for manifests by the ten thousand and reads none."""
     one = scene.peer()
@@ -219,7 +219,7 @@ def manifests_that_are_not_read(scene: Scene) -> str:
     return ""
 
 
-@attack("peer", limit_s=60.0, expected=False)
+@attack("peer", limit_s=60.0)
 def sessions_end_while_thousands_wait(scene: Scene) -> str:
     """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""
     scene.honest("spread", home=scene.a.endpoint, stages=[0], name="lacking")
@@ -250,7 +250,7 @@ def _spread(scene: Scene, name: str) -> str:
     return "" if came["outcome"] == "done" else f"no engine on two nodes: {came}"
 
 
-@attack("peer", limit_s=60.0, quick=True)
+@attack("peer", limit_s=60.0)
 def ready_said_for_another(scene: Scene) -> str:
     """An admitted peer says that another daemon's rank is ready with a transfer that it has not written."""
     if problem := _spread(scene, "spread-r"):

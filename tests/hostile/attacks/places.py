@@ -38,7 +38,7 @@ def a_restart(scene: Scene) -> str:
     return scene.ask("restart", node="a") or back(scene)
 
 
-@attack("user", allows_failed_pulls=RESTART, limit_s=60.0, quick=True, expected=False)
+@attack("user", allows_failed_pulls=RESTART, limit_s=60.0)
 def an_id_squatted_after_a_restart(scene: Scene) -> str:
     """As the daemon restarts somebody of another user registers the live engine's id first, and holds it."""
     scene.ask("kill", node="a")
@@ -74,7 +74,7 @@ def _squat(path: str) -> None:
         time.sleep(0.01)
 
 
-@attack("stranger", allows_failed_pulls=RESTART, limit_s=80.0, quick=True, expected=False)
+@attack("stranger", allows_failed_pulls=RESTART, limit_s=80.0)
 def locks_held_by_a_stranger(scene: Scene) -> str:
     """A stranger locks whatever it can open in the run directory, and the daemon restarts."""
     held = []
@@ -97,7 +97,7 @@ def locks_held_by_a_stranger(scene: Scene) -> str:
     return scene.ask("restart", node="a", limit_s=20.0) or back(scene)
 
 
-@attack("user", allows_failed_pulls=RESTART, limit_s=80.0, expected=False)
+@attack("user", allows_failed_pulls=RESTART, limit_s=80.0)
 def locks_held_by_a_user(scene: Scene) -> str:
     """As by a stranger, with the rights of the worker socket's group."""
     return locks_held_by_a_stranger.run(scene) or ""
@@ -186,7 +186,7 @@ def shared_memory_squatted(scene: Scene) -> str:
                 path.rmdir()
 
 
-@attack("operator", quick=True, expected=False)
+@attack("operator", quick=True)
 def hang_up(scene: Scene) -> str:
     """SIGHUP reloads, or does nothing; it does not end the daemon."""
     for node in ("a", "b"):

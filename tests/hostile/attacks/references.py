@@ -100,7 +100,7 @@ def _means(bad: Any, good: dict[str, Any]) -> bool:
 MUTE = Setup(mute_resolver=True)
 
 
-@attack("router", setup=MUTE, limit_s=60.0, expected=False)
+@attack("router", setup=MUTE, limit_s=60.0)
 def names_that_never_resolve(scene: Scene) -> str:
     """References whose host is a name, where the name server never answers; others' pulls go on."""
     key = f"#{scene.key.public}" if scene.key else ""
@@ -130,7 +130,7 @@ def pulls_from_nowhere(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=60.0, quick=True, expected=False)
+@attack("worker", limit_s=60.0)
 def notices_of_everything(scene: Scene) -> str:
     """A rank with a thousand pulls names a hundred thousand tickets as noticed, again and again."""
     session = scene.worker(scene.b)

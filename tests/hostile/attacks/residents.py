@@ -89,7 +89,7 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=60.0, quick=True)
+@attack("worker", limit_s=60.0)
 def a_mover_that_never_stops(scene: Scene) -> str:
     """A resident mover sends a hundred thousand messages, in one breath."""
     boot = scene.ask("status", node="a")["boot"]

@@ -21,7 +21,7 @@ def tcp(scene: Scene) -> socket.socket:
     return made
 
 
-@attack("stranger", setup=SMALL, quick=True, expected=False)
+@attack("stranger", setup=SMALL)
 def unfinished_headers(scene: Scene) -> str:
     """Hundreds of connections whose request's headers never end; the daemon may have 300 descriptors."""
     made = []
@@ -38,7 +38,7 @@ def unfinished_headers(scene: Scene) -> str:
     return newcomer(scene, "late-headers")
 
 
-@attack("user", setup=SMALL, expected=False)
+@attack("user", setup=SMALL)
 def unfinished_headers_on_control(scene: Scene) -> str:
     """The same on control.sock, for those whom its group lets in."""
     made = []
@@ -51,7 +51,7 @@ def unfinished_headers_on_control(scene: Scene) -> str:
     return newcomer(scene, "late-control")
 
 
-@attack("stranger", setup=SMALL, expected=False)
+@attack("stranger", setup=SMALL)
 def idle_after_an_answer(scene: Scene) -> str:
     """Connections that got an answer and are kept open; the daemon may have 300 descriptors."""
     made = []
