@@ -11,7 +11,7 @@ from kvxferd.core.movers import Movers
 from kvxferd.core.peers import Peers, RemoteEngine
 from kvxferd.core.planning import Planning
 from kvxferd.core.registry import LocalRank
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Binding, Refusal, TransferRef
@@ -163,7 +163,13 @@ class Holds:
         held[hold.grant] = hold
         if len(held) == 1:
             self._renew_later(hold.ref.endpoint, granted.lease_s)
-        self.preload(hold)
+        try:
+            self.preload(hold)
+        except PeerError as error:
+            self._forget(hold.ref.endpoint, hold.grant)
+            self._settle(hold, Refusal(error.code, error.message))
+            self._return(hold)
+            return
         self._settle(hold, None)
 
     def _settle(self, hold: Hold, refusal: Refusal | None) -> None:
@@ -176,17 +182,23 @@ class Holds:
             act()
 
     def preload(self, hold: Hold) -> None:
-        """Give the rank's mover the plan and the agents that the hold's pull will need."""
+        """Give the rank's mover the plan and the agents that the hold's pull will need. Raises PeerError."""
         if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
             return
         assert hold.plan is not None and hold.remote is not None and hold.granted is not None
         self._movers.load_plan(hold.rank.mover, hold.plan)
         for rank in hold.plan.sources:
             binding = hold.remote.ranks[rank].binding
-            self._movers.load_remote(hold.rank.mover, binding.agent, binding.metadata, _word_of(binding))
+            self._movers.load_remote(
+                hold.rank.mover, hold.ref.endpoint, binding.agent, binding.metadata, _word_of(binding)
+            )
         granted = hold.granted
         self._movers.load_remote(
-            hold.rank.mover, granted.fence_agent, granted.fence_metadata, granted.fence_address
+            hold.rank.mover,
+            hold.ref.endpoint,
+            granted.fence_agent,
+            granted.fence_metadata,
+            granted.fence_address,
         )
 
     # --- keeping

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.effects import KillMover, ToMover
 from kvxferd.core.moment import Moment
-from kvxferd.ids import AgentName, Digest, EngineKey, MoverId, SessionId
+from kvxferd.errors import Code, PeerError
+from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
 from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 
@@ -27,6 +28,7 @@ class Mover:
     engine: EngineKey | None = None  # its rank's, once it serves one
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
+    learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
     wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
     resident: bool = False  # a thread of the worker: told to end, never killed
     retired: bool = False  # it ends when what it runs has ended; another serves its rank
@@ -144,11 +146,22 @@ class Movers:
             known.plans.add(plan.digest)
             self._moment.do(ToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
 
-    def load_remote(self, mover: MoverId, agent: AgentName, metadata: bytes, word: int = 0) -> None:
-        """Make sure that the mover has loaded this metadata of the agent; `word`: as in `LoadRemote`."""
+    def load_remote(
+        self, mover: MoverId, peer: Endpoint, agent: AgentName, metadata: bytes, word: int = 0
+    ) -> None:
+        """Make sure that the mover has loaded this metadata of the agent; `word`: as in `LoadRemote`.
+
+        Raises PeerError where another peer has named the agent: the library would replace how it is reached.
+        """
         known = self._movers[mover]
         if agent not in known.remotes:
             self._drop_unwanted(known)
+        first = known.learnt_from.setdefault(agent, peer)
+        if first != peer and metadata not in known.remotes.get(agent, ()):
+            raise PeerError(
+                f"cannot read from agent {agent} as {peer} describes it: it is an agent of {first}",
+                Code.BAD_FRAME,
+            )
         known.wanted.pop(agent, None)
         known.wanted[agent] = self._moment.now
         loaded = known.remotes.setdefault(agent, set())
@@ -168,5 +181,5 @@ class Movers:
         """What the mover has loaded of the agent is worth nothing: it failed, or is long gone."""
         known = self._movers.get(mover)
         if known is not None and known.remotes.pop(agent, None) is not None:
-            del known.wanted[agent]
+            del known.wanted[agent], known.learnt_from[agent]
             self._moment.do(ToMover(mover, DropRemote(agent=agent)))

@@ -102,6 +102,7 @@ class Pulls:
             return
         try:
             check_request(hold.plan, pull.blocks, hold.granted.blocks, pull.num_tokens)
+            self._holds.preload(hold)
         except KvxferdError as error:
             self._refuse(pull, error.code, error.message)
             return
@@ -111,7 +112,6 @@ class Pulls:
         pull.move(Signal.POST)
         pull.mover = mover
         pull.posted = self._moment.now
-        self._holds.preload(hold)
         self._send(mover, pull)
 
     def post_waiting(self, rank: LocalRank) -> None:

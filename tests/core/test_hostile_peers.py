@@ -100,6 +100,25 @@ def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, sour
     assert source.host.node.is_idle
 
 
+def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
+    """What it says of the agent would replace how the agent is reached, for every later pull of it."""
+    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(honest), wk.Delivered)
+    (agent,) = {mover.agent for mover in source.host.movers.values()}
+    liar = world.engine(world.host("liar"), "liar")[0]
+    world.hold_network = True
+    ticket = sink.pull(liar.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    tamper(world, Granted, fence_agent=agent, fence_metadata=b"elsewhere")
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BAD_FRAME, True)
+    assert f"agent {agent}" in failed.message
+    world.hold_network = False
+    again = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(again), wk.Delivered)
+    world.advance(100)
+    assert liar.host.node.is_idle and source.host.node.is_idle
+
+
 # --- engines that span nodes
 
 
