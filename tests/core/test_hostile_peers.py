@@ -116,7 +116,8 @@ def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     again = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(again), wk.Delivered)
     world.advance(100)
-    assert liar.host.node.is_idle and source.host.node.is_idle
+    assert liar.host.node.is_idle
+    assert source.host.node.is_idle
 
 
 # --- engines that span nodes
