@@ -76,7 +76,7 @@ class UnmappedFencePage:
     """The daemon's view of a session's page: read and written through its descriptor, never mapped.
 
     A client may punch holes into any page that it can write, and touching a hole where memory is
-    exhausted is SIGBUS. The same access by a system call is an OSError (and costs 1 us).
+    exhausted is SIGBUS. The same access by a system call is an OSError (and costs 0.5 us).
     """
 
     def __init__(self, fd: int) -> None:
