@@ -250,9 +250,9 @@ class HttpListeners:
 class Pace:
     """How often one source of strangers may ask: what comes faster waits for its turn.
 
-    An answer that is kept costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B as
-    much: 20 a second are 1 % of it, and those of ten sources 10 %. What waits is bounded by the connections; a
-    client that goes away while it waits has asked nothing.
+    An answer that is kept costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B
+    as much: 20 a second are 1 % of it, and those of ten sources 10 %. What waits is bounded by the
+    connections; a client that goes away while it waits has asked nothing.
     """
 
     PER_S = 20.0
