@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.peers import Peers, RemoteEngine
 from kvxferd.core.planning import Planning
 from kvxferd.core.registry import LocalRank
-from kvxferd.errors import Code, KvxferdError, PeerError
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Binding, Refusal, TransferRef
@@ -62,6 +63,7 @@ class Hold:
     granted: Granted | None = None
     refusal: Refusal | None = None
     num_stale: int = 0
+    kept_bytes: int = 0  # of the rank's user, for the source's block ids
     on_settled: Callable[[], None] | None = None
 
     def consumer(self) -> Consumer:
@@ -73,10 +75,11 @@ class Hold:
 class Holds:
     """Takes holds, renews their grants, and ends them."""
 
-    def __init__(self, moment: Moment, peers: Peers, movers: Movers) -> None:
+    def __init__(self, moment: Moment, peers: Peers, movers: Movers, kept: KeptIds) -> None:
         self._moment = moment
         self._peers = peers
         self._movers = movers
+        self._kept = kept
         self._planning = Planning(moment)
         self._held: dict[Endpoint, dict[GrantId, Hold]] = {}
 
@@ -157,6 +160,15 @@ class Holds:
             self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))
 
     def _hold(self, hold: Hold, granted: Granted) -> None:
+        size, uid = kept_bytes(granted.blocks), hold.rank.uid
+        try:
+            self._kept.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+        except BusyError as error:
+            self._settle(hold, Refusal(error.code, error.message, error.retry_after_s))
+            self._return(hold)
+            return
+        self._kept.add(uid, size)
+        hold.kept_bytes = size
         hold.granted = granted
         hold.state = HoldState.HELD
         held = self._held.setdefault(hold.ref.endpoint, {})
@@ -250,9 +262,15 @@ class Holds:
         """End the hold without an acknowledgement. Harmless where it has ended."""
         state, hold.state = hold.state, HoldState.ENDED
         hold.on_settled = None
+        self._let_go(hold)
         self._forget(hold.ref.endpoint, hold.grant)
         if state in (HoldState.HELD, HoldState.ASKING):
             self._return(hold)
+
+    def _let_go(self, hold: Hold) -> None:
+        """Keep the source's block ids no longer, though a last message about the hold may be under way."""
+        self._kept.remove(hold.rank.uid, hold.kept_bytes)
+        hold.kept_bytes, hold.granted = 0, None
 
     def _return(self, hold: Hold) -> None:
         self._peers.ask(
@@ -265,6 +283,7 @@ class Holds:
     def acknowledge(self, hold: Hold, on_answer: Callable[[bool], None]) -> None:
         """End the hold: this rank has the bytes. Repeated until answered, or for a long while."""
         hold.state = HoldState.ENDED
+        self._let_go(hold)
         self._forget(hold.ref.endpoint, hold.grant)
         self._peers.ask(
             hold.ref.endpoint,

@@ -38,6 +38,7 @@ from kvxferd.core.fences import Fences
 from kvxferd.core.granting import Granting
 from kvxferd.core.handshake import Handshakes
 from kvxferd.core.holds import Holds
+from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.layouts import Layouts
 from kvxferd.core.membership import Home, Member
 from kvxferd.core.moment import Moment
@@ -135,13 +136,20 @@ class Node:
         self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
         self.fences = Fences(self.moment)
         self.questions = Questions(self.moment)
+        self.kept_ids = KeptIds()
         layouts = self.layouts = Layouts()
         self.routes = Routes()
         self.peers = Peers(self.moment, self.questions, layouts)
         self.attendance = Attendance(self.moment, self._ask_attend)
         self.reports = RankReports(self.moment, self.registry)
         self.source = Source(
-            self.moment, self.registry, self.attendance, self.fences, self.questions, self.reports
+            self.moment,
+            self.registry,
+            self.attendance,
+            self.fences,
+            self.questions,
+            self.reports,
+            self.kept_ids,
         )
         self.granting = Granting(self.moment, self.registry, self.source, self.attendance, self.fences)
         self.handshakes = Handshakes(self.moment, self.registry)
@@ -155,8 +163,8 @@ class Node:
             self.granting.reconsider_transfer,
         )
         self.member = Member(self.moment, self.registry, self.peers, self.attendance)
-        self.holds = Holds(self.moment, self.peers, self.movers)
-        self.pulls = Pulls(self.moment, self.holds, self.movers)
+        self.holds = Holds(self.moment, self.peers, self.movers, self.kept_ids)
+        self.pulls = Pulls(self.moment, self.holds, self.movers, self.kept_ids)
         self.ranks = Ranks(
             self.moment,
             self.registry,
@@ -245,6 +253,7 @@ class Node:
         """Raise AssertionError where the books contradict each other."""
         self.source.check_integrity()
         self.pulls.check_integrity()
+        self._check_kept_ids()
         for session in self.sessions.values():
             if session.rank is not None:
                 engine = self.registry.get(session.rank.spec.key)
@@ -252,6 +261,15 @@ class Node:
         for engine in self.registry:
             for owner in engine.sessions():
                 assert owner in self.sessions, f"a rank of {engine.key} outlived its session"
+
+    def _check_kept_ids(self) -> None:
+        running = self.pulls.running()
+        holds = [pull.hold for pull in running] + [pull.former for pull in running if pull.former]
+        holds += [hold for session in self.sessions.values() for hold in session.prepared.values()]
+        lists = [transfer.blocks for transfer in self.source.transfers.live.values()]
+        lists += [pull.blocks for pull in running]
+        kept = sum(hold.kept_bytes for hold in holds) + sum(map(kept_bytes, lists))
+        assert kept == self.kept_ids.num_bytes, f"{self.kept_ids.num_bytes} bytes of ids counted, {kept} kept"
 
     # --- events
 

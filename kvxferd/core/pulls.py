@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvxferd.core.effects import Observed, ToMover, ToWorker
 from kvxferd.core.holds import Hold, Holds, HoldState
+from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.limits import Load
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
@@ -35,10 +36,11 @@ FIRST_THAT_RESUMES = 2  # version of the worker protocol
 class Pulls:
     """Every pull whose blocks are not free yet."""
 
-    def __init__(self, moment: Moment, holds: Holds, movers: Movers) -> None:
+    def __init__(self, moment: Moment, holds: Holds, movers: Movers, kept: KeptIds) -> None:
         self._moment = moment
         self._holds = holds
         self._movers = movers
+        self._kept = kept
         self._pulls: dict[PullId, Pull] = {}
         # The same by session and ticket: a session with few pulls pays nothing for those of others.
         self._of_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
@@ -67,12 +69,14 @@ class Pulls:
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
         """Raise BusyError where a pull into these blocks would be one too many."""
         self._load.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
+        self._kept.check(rank.uid, kept_bytes(blocks), what)
 
     def start(self, pull: Pull) -> None:
         """Follow a pull whose hold has been asked for."""
         self._pulls[pull.pull] = pull
         self._of_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
         self._load.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._kept.add(pull.rank.uid, kept_bytes(pull.blocks))
         self._moment.timers.set(("deadline", pull.pull), pull.deadline, lambda: self._expire(pull))
         self._holds.when_settled(pull.hold, lambda: self._settled(pull))
 
@@ -343,6 +347,8 @@ class Pulls:
         if not tickets:
             del self._of_session[pull.rank.session]
         self._load.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._kept.remove(pull.rank.uid, kept_bytes(pull.blocks))
+        pull.blocks = {}  # its acknowledgement may wait two minutes for an answer
         self._moment.timers.stop(("deadline", pull.pull))
         self._moment.timers.stop(("quiesce", pull.pull))
         self._let_go_of_former(pull)

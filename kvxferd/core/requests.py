@@ -276,7 +276,10 @@ class Requests:
             if hold.rank is not session.rank:
                 self._holds.give_back(hold)  # of a registration that failed, maybe of another layout
                 return None
-        return None if hold is None or hold.state in (HoldState.REFUSED, HoldState.ENDED) else hold
+            if hold.state in (HoldState.REFUSED, HoldState.ENDED):
+                self._holds.give_back(hold)
+                return None
+        return hold
 
     def _prepare(self, session: Session, said: Prepare) -> None:
         rank = session.rank

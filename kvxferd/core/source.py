@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import Observed, OverwriteFence, ToWorker
 from kvxferd.core.fences import Fences
+from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.limits import check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import Questions
@@ -35,6 +36,7 @@ class Source:
         fences: Fences,
         questions: Questions,
         reports: RankReports,
+        kept: KeptIds,
     ) -> None:
         self._moment = moment
         self._registry = registry
@@ -42,6 +44,7 @@ class Source:
         self._fences = fences
         self._questions = questions
         self._reports = reports
+        self._kept = kept
         self.transfers = Transfers()
 
     # --- what workers say
@@ -67,6 +70,7 @@ class Source:
             self._moment.do(ToWorker(session.session, refused))
             return
         self.transfers.add(transfer)
+        self._kept.add(transfer.uid, kept_bytes(transfer.blocks))
         self._watch_lease(transfer)
 
     def _admit(
@@ -83,6 +87,7 @@ class Source:
         limit = self._moment.settings.limits.max_transfers_per_engine
         full = f"publish transfer {said.transfer_id}: engine {engine_key} has {limit} that are not released"
         check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
+        self._kept.check(session.uid, kept_bytes(blocks), f"publish transfer {said.transfer_id}")
         assert engine is not None
         incarnations = self._bound_to(session, engine, said)
         self._check_blocks(engine, said, blocks)
@@ -93,6 +98,7 @@ class Source:
             transfer_id=said.transfer_id,
             nonce=said.nonce,
             session=session.session,
+            uid=session.uid,
             fence_slot=said.fence_slot,
             fence_word=fence_word,
             blocks=blocks,
@@ -293,6 +299,7 @@ class Source:
         moment.do(OverwriteFence(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
+        self._kept.remove(transfer.uid, kept_bytes(transfer.blocks))
         if (forgotten := self.transfers.end(transfer, why)) is not None:
             moment.timers.stop(("tombstone", forgotten))
         key = (transfer.engine, transfer.transfer_id)

@@ -47,6 +47,7 @@ class Transfer:
     transfer_id: TransferId
     nonce: str
     session: SessionId  # the publisher's; its fence page holds the word
+    uid: int  # the publisher's: its share keeps the block ids
     fence_slot: int
     fence_word: bytes
     blocks: dict[GroupName, PackedBlocks]

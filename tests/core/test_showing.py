@@ -22,6 +22,7 @@ def full_node() -> Node:
                 transfer_id=TransferId(f"req-{number}"),
                 nonce="",
                 session=SessionId(1),
+                uid=0,
                 fence_slot=number,
                 fence_word=b"",
                 blocks={},

@@ -1,0 +1,54 @@
+"""Room for the lists of block ids that published transfers, pulls and grants keep until they end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvxferd.core.limits import RETRY_AFTER_S
+from kvxferd.core.shares import Shares
+from kvxferd.errors import BusyError
+from kvxferd.ids import GroupName
+from kvxferd.layout import PackedBlocks
+
+# An id is 4 bytes: a request of 32,768 tokens at 16 tokens a block keeps 8 KiB, one of a million 256 KiB.
+# 512 MiB are 44,000 of the former for a user who is alone, five engines with all the transfers that they may
+# have, and 1,778 of the latter; for one who comes second 3,200 and 127. Without a limit of bytes 8,192
+# transfers of 16 MiB were 128 GiB for each engine.
+MAX_KEPT_BYTES = 512 << 20
+# What a transfer or a pull takes without its ids (timers, indexes, its names), and a group of it.
+ENTRY_BYTES, GROUP_BYTES = 2048, 256
+
+
+def kept_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
+    """Return what a request with these lists takes while it is kept."""
+    return ENTRY_BYTES + sum(GROUP_BYTES + len(packed.ids) for packed in blocks.values())
+
+
+class KeptIds:
+    """Counts them by user: an engine, a session, a rank is one user's, and a user has many."""
+
+    def __init__(self, limit: int = MAX_KEPT_BYTES) -> None:
+        self._shares = Shares(limit)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of them take."""
+        return self._shares.held
+
+    def check(self, uid: int, num_bytes: int, what: str) -> None:
+        """Raise BusyError where so much more of that user would be too much. `what`: "pull transfer t"."""
+        if not self._shares.has_room(uid, num_bytes):
+            raise BusyError(
+                f"cannot {what}: the block ids of all requests take {self._shares.held} bytes here, "
+                f"{self._shares.held_by(uid)} of them of uid {uid}, and {self._shares.limit} is the limit; "
+                f"try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+
+    def add(self, uid: int, num_bytes: int) -> None:
+        """Count a request that is kept now."""
+        self._shares.add(uid, num_bytes)
+
+    def remove(self, uid: int, num_bytes: int) -> None:
+        """It is kept no more."""
+        self._shares.give_back(uid, num_bytes)
