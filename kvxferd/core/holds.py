@@ -9,7 +9,7 @@ from enum import StrEnum
 from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
-from kvxferd.core.peers import Peers, RemoteEngine
+from kvxferd.core.peers import NOBODY, Peers, RemoteEngine
 from kvxferd.core.planning import Planning
 from kvxferd.core.registry import LocalRank
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
@@ -102,7 +102,13 @@ class Holds:
 
     def _learn(self, hold: Hold) -> None:
         wait_s = min(hold.wait_s, self._moment.settings.handshake_wait_s)
-        self._peers.learn(hold.ref.endpoint, hold.ref.engine, wait_s, lambda got: self._learnt(hold, got))
+        self._peers.learn(
+            hold.ref.endpoint,
+            hold.ref.engine,
+            wait_s,
+            lambda got: self._learnt(hold, got),
+            hold.rank.uid,
+        )
 
     def _learnt(self, hold: Hold, outcome: RemoteEngine | Refusal) -> None:
         if hold.state is not HoldState.LEARNING:
@@ -134,7 +140,9 @@ class Holds:
         # No source waits longer than this, whatever a pull's deadline: more is only silence.
         wait_s = min(hold.wait_s, self._moment.settings.handshake_wait_s)
         give_up_s = wait_s + self._moment.settings.silent_after_s
-        self._peers.ask(hold.ref.endpoint, make, give_up_s, lambda answer: self._asked(hold, answer))
+        self._peers.ask(
+            hold.ref.endpoint, make, give_up_s, lambda answer: self._asked(hold, answer), hold.rank.uid
+        )
 
     def _asked(self, hold: Hold, answer: Answer) -> None:
         if hold.state is not HoldState.ASKING:
@@ -234,6 +242,7 @@ class Holds:
             lambda request: RenewGrants(request=request, grants=grants),
             lease_s,
             lambda answer: self._renewed(endpoint, answer),
+            NOBODY,  # it holds grants there: the peer is known
         )
 
     def _renewed(self, endpoint: Endpoint, answer: Answer) -> None:
@@ -278,6 +287,7 @@ class Holds:
             lambda request: ReturnGrant(request=request, grant=hold.grant),
             self._moment.settings.silent_after_s,
             lambda answer: None,
+            hold.rank.uid,
         )
 
     def acknowledge(self, hold: Hold, on_answer: Callable[[bool], None]) -> None:
@@ -292,6 +302,7 @@ class Holds:
             ),
             self._moment.settings.acknowledge_for_s,
             lambda answer: on_answer(not isinstance(answer, PeerRefused)),
+            hold.rank.uid,
         )
 
 

@@ -84,7 +84,7 @@ class Member:
             if rank.agent == agent and rank.state is RankState.JOINING:
                 self._join(rank, on_answer, until)
 
-        self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered)
+        self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered, rank.uid)
 
     def _secret_for(self, home: Endpoint) -> str:
         """This daemon's secret, for a home that knows the field."""
@@ -121,6 +121,7 @@ class Member:
             ),
             self._moment.settings.acknowledge_for_s,
             lambda answer: None,
+            rank.uid,
         )
 
     def ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
@@ -141,6 +142,7 @@ class Member:
             ),
             self._moment.settings.acknowledge_for_s,
             lambda answer: None,
+            rank.uid,
         )
 
     # --- what the home says

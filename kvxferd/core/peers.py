@@ -9,12 +9,13 @@ import msgspec
 
 from kvxferd.core.effects import ForgetPeer, Observed
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.limits import RETRY_LATER_S, check_count
+from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.core.manifests import check_manifests
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
+from kvxferd.core.shares import Shares
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
@@ -40,6 +41,10 @@ from kvxferd.wire.peer import (
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
+# Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a question of 2 KB that
+# waits for up to 20 s, also when whoever made up the reference has cancelled the pull meanwhile.
+MAX_LEARNING = 4096
+NOBODY = -1  # not a user: whoever connected here
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Peer:
     """One daemon, named by its endpoint. All that is known of it goes when it falls silent."""
 
     endpoint: Endpoint
+    uid: int  # of whoever named it first: its share of the peers
     boot: BootId | None = None  # None: not greeted yet
     version: int = 1  # of the peer protocol, once greeted
     waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
@@ -79,17 +85,19 @@ class Peers:
         self._questions = questions
         self._peers: dict[Endpoint, Peer] = {}
         self._layouts = layouts
+        self._share = Shares(moment.settings.limits.max_peers)
+        self._learning = Shares(MAX_LEARNING)
 
     # --- asking anything
 
-    def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
-        """Ask a peer, after greeting it. `make` gets the request number."""
+    def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer, uid: int) -> None:
+        """Ask a peer for that user, after greeting it. `make` gets the request number."""
         try:
-            self._check_room(endpoint)
+            self._check_room(endpoint, uid)
         except KvxferdError as error:
             on_answer(refusal_of(0, error))
             return
-        peer = self._peer(endpoint)
+        peer = self._peer(endpoint, uid)
         self._forget_later(peer)
         if peer.boot is not None:
             self._ask(peer, make, give_up_s, on_answer)
@@ -103,17 +111,32 @@ class Peers:
         peer = self._peers.get(endpoint)
         return peer.version if peer is not None else 1
 
-    def _check_room(self, endpoint: Endpoint) -> None:
-        if endpoint not in self._peers:
-            if endpoint != self._moment.endpoint:
-                self._moment.trust.check(endpoint)  # the allow-lists may have changed since it was named
-            what = f"reach {endpoint}: {len(self._peers)} peers are known already"
-            limit = self._moment.settings.limits.max_peers
-            check_count(len(self._peers), limit, what, "limits.max_peers", RETRY_LATER_S)
+    def _check_room(self, endpoint: Endpoint, uid: int) -> None:
+        """A reference may name any endpoint: one user's must not take the peers of all."""
+        if endpoint in self._peers:
+            return
+        if endpoint != self._moment.endpoint:
+            self._moment.trust.check(endpoint)  # the allow-lists may have changed since it was named
+        if not self._share.has_room(uid):
+            raise BusyError(
+                f"cannot reach {endpoint}: {self._share.held} peers are known already, "
+                f"{self._share.held_by(uid)} of them through uid {uid}, and limits.max_peers = "
+                f"{self._share.limit}; try again in {RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
 
-    def _peer(self, endpoint: Endpoint) -> Peer:
+    def _check_learning(self, key: EngineKey, uid: int) -> None:
+        if not self._learning.has_room(uid):
+            raise BusyError(
+                f"cannot learn engine {key}: {self._learning.held} others are being learnt, "
+                f"{self._learning.held_by(uid)} of them for uid {uid}; try again in {RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
+
+    def _peer(self, endpoint: Endpoint, uid: int = NOBODY) -> Peer:
         if endpoint not in self._peers:
-            self._peers[endpoint] = Peer(endpoint)
+            self._peers[endpoint] = Peer(endpoint, uid)
+            self._share.add(uid, 1)
             self._forget_later(self._peers[endpoint])
         return self._peers[endpoint]
 
@@ -162,7 +185,8 @@ class Peers:
         """Forget the peer: what it comes back as may be another daemon."""
         if self._peers.get(peer.endpoint, peer) is peer:
             # A question that was still out may have opened the connection again since.
-            self._peers.pop(peer.endpoint, None)
+            if self._peers.pop(peer.endpoint, None) is not None:
+                self._share.give_back(peer.uid)
             self._moment.timers.stop(("idle-peer", peer.endpoint))
             self._moment.do(ForgetPeer(peer.endpoint))
 
@@ -231,14 +255,17 @@ class Peers:
 
     # --- learning engines
 
-    def learn(self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt) -> None:
-        """Find out about an engine; at once where it is known."""
+    def learn(self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt, uid: int) -> None:
+        """Find out about an engine for that user; at once where it is known."""
+        peer = self._peers.get(endpoint)
         try:
-            self._check_room(endpoint)
+            self._check_room(endpoint, uid)
+            if peer is None or (key not in peer.engines and key not in peer.learning):
+                self._check_learning(key, uid)
         except KvxferdError as error:
             on_learnt(Refusal(error.code, error.message, error.retry_after_s))
             return
-        peer = self._peer(endpoint)
+        peer = self._peer(endpoint, uid)
         if key in peer.engines:
             on_learnt(peer.engines[key])
             return
@@ -246,6 +273,7 @@ class Peers:
         if len(peer.learning[key]) > 1:
             return
         started = self._moment.now
+        self._learning.add(uid, 1)
 
         def make(request: int) -> Question:
             return FetchEngine(
@@ -257,9 +285,10 @@ class Peers:
             )
 
         def answered(answer: Answer) -> None:
+            self._learning.give_back(uid)
             self._learnt(peer, key, self._read(key, answer), started)
 
-        self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered)
+        self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered, uid)
 
     def _read(self, key: EngineKey, answer: Answer) -> RemoteEngine | Refusal:
         """Turn the answer into an engine, if it is one that can be read."""

@@ -13,10 +13,11 @@ from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.rank_reports import RankReports
+from kvxferd.core.rates import Rate
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, MoverId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
@@ -47,6 +48,9 @@ from kvxferd.wire.worker import (
 OFFER_S = 10.0
 MAX_UNACKNOWLEDGED = 3
 OFFER_AGAIN_S = 0.5  # where the daemon has no descriptor left for the pidfd
+# A registration has a mover started, a process of its own. Of each user two engines of 64 ranks may start at
+# once, twice; then a rank each quarter of a second, which is an engine of 64 every 16 s.
+REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
 
 
@@ -73,6 +77,7 @@ class Ranks:
         self._pulls = pulls
         self._reports = reports
         self._placements = Placements(moment)
+        self._registrations = Rate(REGISTER_BURST, REGISTER_PER_S)
 
     # --- a worker asks
 
@@ -111,6 +116,8 @@ class Ranks:
                 notices=session.notices,
                 version=session.version,
             )
+            self._registry.check_claim(rank)
+            self._check_rate(session)
             self._registry.claim(rank)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
@@ -162,6 +169,16 @@ class Ranks:
         limit = self._moment.settings.limits.max_ranks
         what = f"register: {held_by.total()} ranks are registered here"
         check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
+
+    def _check_rate(self, session: Session) -> None:
+        """Last of all, so that a refused registration takes nothing."""
+        wait_s = self._registrations.take(session.uid, self._moment.now)
+        if wait_s > 0:
+            raise BusyError(
+                f"cannot register: uid {session.uid} has registered {REGISTER_BURST} ranks at once, and "
+                f"then more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
+                wait_s,
+            )
 
     def _check_owner(self, session: Session, engine_id: EngineId) -> None:
         """Nobody adds to another user's engine, publishes for it, or replaces it by a new generation."""

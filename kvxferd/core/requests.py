@@ -15,6 +15,7 @@ from kvxferd.core.pull import Pull
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
+from kvxferd.core.shares import Shares
 from kvxferd.core.source import Source
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import GroupName
@@ -60,6 +61,12 @@ from kvxferd.wire.worker import (
 )
 
 MAX_PREPARED = 1024  # holds taken ahead, per session; each renews a grant for minutes
+# Of all sessions, 2 KB each: sixteen ranks that prepare all they may, twice. Who gets none pulls without.
+MAX_PREPARED_HERE = 32 * MAX_PREPARED
+# Transfers that a session gives up and whose source has not answered; each is asked again for two minutes. An
+# engine that aborts eight requests a second, whose source is dead, has 1,024. What is not told ends by its
+# lease.
+MAX_ABANDONING, MAX_ABANDONING_HERE = 1024, 16 * 1024
 MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has more, and is handed on to peers
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
@@ -84,6 +91,8 @@ class Requests:
         self._pulls = pulls
         self._peers = peers
         self._member = member
+        self._prepared_of = Shares(MAX_PREPARED_HERE)
+        self._abandoning_of = Shares(MAX_ABANDONING_HERE)
 
     def greet(self, session: Session, said: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
@@ -273,6 +282,7 @@ class Requests:
         hold = session.prepared.pop(ref, None)
         if hold is not None:
             self._moment.timers.stop(("prepared", session.session, ref))
+            self._prepared_of.give_back(session.uid)
             if hold.rank is not session.rank:
                 self._holds.give_back(hold)  # of a registration that failed, maybe of another layout
                 return None
@@ -289,8 +299,10 @@ class Requests:
             return  # the pull will be told
         if rank is None or ref in session.prepared or self._moment.draining:
             return
-        if len(session.prepared) >= MAX_PREPARED:
+        if len(session.prepared) + session.num_left >= MAX_PREPARED:
             return  # a pull takes its own hold
+        if not self._prepared_of.take(session.uid):
+            return
         session.prepared[ref] = self._holds.take(rank, ref, self._moment.settings.handshake_wait_s)
         self._moment.after(
             ("prepared", session.session, ref),
@@ -302,6 +314,18 @@ class Requests:
         if hold := session.prepared.pop(ref, None):
             self._moment.timers.stop(("prepared", session.session, ref))
             self._holds.give_back(hold)
+            self._leave(session, hold)
+
+    def _leave(self, session: Session, hold: Hold) -> None:
+        """Count it while what it asked may wait: else who prepares and leaves would have no limit."""
+        session.num_left += 1
+
+        def over() -> None:
+            session.num_left -= 1
+            self._prepared_of.give_back(session.uid)
+
+        settings = self._moment.settings
+        self._moment.after(("left", hold.grant), settings.handshake_wait_s + settings.silent_after_s, over)
 
     def _abandon(self, session: Session, ref: TransferRef) -> None:
         rank = session.rank
@@ -313,6 +337,11 @@ class Requests:
             return
         self._unprepare(session, ref)
         self._pulls.cancel_transfer(rank, ref)
+        if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
+            return
+        if not self._abandoning_of.take(session.uid):
+            return
+        session.abandoning.add(ref)
         spec = rank.spec
         consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
@@ -320,7 +349,11 @@ class Requests:
             return AbandonTransfer(request=request, ref=ref, consumer=consumer)
 
         give_up_s = self._moment.settings.acknowledge_for_s
-        self._peers.ask(ref.endpoint, make, give_up_s, lambda answer: None)
+        self._peers.ask(ref.endpoint, make, give_up_s, lambda _: self._abandoned(session, ref), session.uid)
+
+    def _abandoned(self, session: Session, ref: TransferRef) -> None:
+        session.abandoning.discard(ref)
+        self._abandoning_of.give_back(session.uid)
 
     def session_closed(self, session: Session) -> None:
         """What it had prepared is given back."""

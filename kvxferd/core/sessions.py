@@ -27,6 +27,8 @@ class Session:
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
     arrives_with_rank: bool = False  # what the assembly holds is counted among users who have a rank
     prepared: dict[TransferRef, Hold] = field(default_factory=dict)
+    num_left: int = 0  # holds taken ahead and left, whose questions may still wait for an answer
+    abandoning: set[TransferRef] = field(default_factory=set)  # told to the source, and not answered
 
     @property
     def is_admitted(self) -> bool:

@@ -226,7 +226,7 @@ class Source:
         limit = self._moment.settings.limits.max_transfers_per_engine
         if not self.transfers.has_room_for_ready(engine, limit):
             return  # an engine that says ready and never publishes; its transfers stay unready
-        self.transfers.early_ready.setdefault(key, {})[rank] = incarnation
+        self.transfers.add_early_ready(key, rank, incarnation)
         self._moment.after(
             ("early-ready", key),
             self._moment.settings.lease_s,

@@ -136,6 +136,7 @@ class Transfers:
         self.tombstones: dict[TransferKey, Tombstone] = {}
         # Received before the publish arrived; each holds for the mapping that it names.
         self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
+        self._early_of: dict[EngineKey, dict[TransferKey, None]] = {}
         self.granted: dict[GrantId, Transfer] = {}
         self._of_session: dict[SessionId, dict[TransferKey, None]] = {}
         self._in_slot: dict[tuple[SessionId, int], Transfer] = {}
@@ -147,7 +148,7 @@ class Transfers:
         assert key not in self.live
         self.live[key] = transfer
         self.tombstones.pop(key, None)
-        for rank, incarnation in self.early_ready.pop(key, {}).items():
+        for rank, incarnation in self._take_early_ready(key).items():
             transfer.set_ready(rank, incarnation)
         self._of_session.setdefault(transfer.session, {})[key] = None
         self._in_slot[transfer.session, transfer.fence_slot] = transfer
@@ -176,7 +177,19 @@ class Transfers:
 
     def has_room_for_ready(self, engine: EngineKey, limit: int) -> bool:
         """Whether the engine has said `ready` for fewer transfers than that before their publish."""
-        return len(self.early_ready) < limit or sum(key[0] == engine for key in self.early_ready) < limit
+        return len(self._early_of.get(engine, ())) < limit
+
+    def add_early_ready(self, key: TransferKey, rank: Rank, incarnation: Incarnation) -> None:
+        """The rank has written the bytes of a transfer that is not published yet."""
+        self.early_ready.setdefault(key, {})[rank] = incarnation
+        self._early_of.setdefault(key[0], {})[key] = None
+
+    def _take_early_ready(self, key: TransferKey) -> dict[Rank, Incarnation]:
+        ranks = self.early_ready.pop(key, None)
+        if ranks is None:
+            return {}
+        _discard(self._early_of, key[0], key)
+        return ranks
 
     def grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a grant on the transfer's lease, in place of one of the same name."""
@@ -194,12 +207,13 @@ class Transfers:
 
     def forget_early_ready(self, key: TransferKey) -> None:
         """The publish never came."""
-        self.early_ready.pop(key, None)
+        self._take_early_ready(key)
 
     def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
         """What the rank had written is gone, except in its present mapping."""
-        for key, ranks in self.early_ready.items():
-            if key[0] == engine and rank in ranks and ranks[rank] != present:
+        for key in self._early_of.get(engine, ()):
+            ranks = self.early_ready[key]
+            if rank in ranks and ranks[rank] != present:
                 del ranks[rank]
 
     def of_session(self, session: SessionId) -> list[Transfer]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
-from kvxferd.core import Settings
+from kvxferd.core import Settings, requests
 from kvxferd.core.limits import Limits, Load
 from kvxferd.core.shares import Shares
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
 
 FIRST, SECOND = 1000, 2000
 
@@ -76,3 +77,82 @@ def test_pulls_are_counted_for_the_ranks_user() -> None:
     sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
     assert sink.host.node.pulls._load.inflight_bytes > 0
     mover_of(sink).die()
+
+
+def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
+    return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
+
+
+def two_users(world: World) -> tuple[Worker, Worker]:
+    host = world.host("d")
+    return register(world, host, "decode-1", FIRST), register(world, host, "decode-2", SECOND)
+
+
+def failed_of(worker: Worker, ticket: int) -> wk.Failed | None:
+    found = worker.ended(ticket)
+    assert found is None or isinstance(found, wk.Failed)
+    return found
+
+
+def test_made_up_references_leave_peers_for_others() -> None:
+    world = World(settings=Settings(limits=Limits(max_peers=16)))
+    first, second = two_users(world)
+    tickets = [first.pull(ref_to(f"nobody-{n}"), SINK_IDS, TOKENS) for n in range(16)]
+    failed = [failed_of(first, ticket) for ticket in tickets]
+    assert [bool(f) for f in failed] == [False] * 14 + [True] * 2
+    assert failed[-1] is not None
+    assert failed[-1].code is Code.BUSY
+    assert failed_of(second, second.pull(ref_to("other"), SINK_IDS, TOKENS)) is None
+    world.advance(30.0)
+    assert first.host.node.peers._share.held == 0
+    assert first.host.node.peers._learning.held == 0
+
+
+def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
+    world = World()
+    first, second = two_users(world)
+    first.host.node.peers._learning.limit = 16
+    for n in range(14):
+        first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
+    failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
+    assert failed is not None
+    assert failed.code is Code.BUSY
+    assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
+
+
+def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "MAX_PREPARED_HERE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for n in range(20):
+        first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.requests._prepared_of.held_by(FIRST) == 14
+    second.say(wk.Prepare(ref=ref_to("p")))
+    assert len(node.sessions[second.session].prepared) == 1
+    first.close()
+    world.advance(25.0)
+    assert node.requests._prepared_of.held_by(FIRST) == 0
+
+
+def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "MAX_ABANDONING_HERE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for _ in range(3):
+        first.say(wk.Abandon(ref=ref_to("p")))
+    assert node.requests._abandoning_of.held == 1
+    for n in range(20):
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.requests._abandoning_of.held_by(FIRST) == 14
+    second.say(wk.Abandon(ref=ref_to("p")))
+    assert node.requests._abandoning_of.held_by(SECOND) == 1
+    world.advance(130.0)
+    assert node.requests._abandoning_of.held == 0
+    assert not node.sessions[first.session].abandoning
