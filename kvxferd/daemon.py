@@ -22,6 +22,7 @@ from kvxferd.config import Config, Merged, merge_reloaded, split_endpoint
 from kvxferd.control.descriptor_budget import (
     descriptor_warnings,
     http_descriptors,
+    memory_descriptors,
     raise_descriptor_limit,
 )
 from kvxferd.control.desk import Desk
@@ -110,7 +111,10 @@ class Daemon:
         self._idle = asyncio.Event()
         self._history = History()
         self._metrics = Metrics(self.snapshot)
-        self._workers = WorkerSocket(config.worker, self._on_event, config.limits.max_sessions)
+        limits = config.limits
+        self._workers = WorkerSocket(
+            config.worker, self._on_event, limits.max_sessions, memory_descriptors(limits)
+        )
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
         self._key = key

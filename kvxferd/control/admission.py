@@ -6,7 +6,6 @@ knows the socket's path. Everything here is counted by user, as a user may open 
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 
 from kvxferd.core.shares import Shares
@@ -18,12 +17,6 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 MAX_WAITING_BYTES = 32 << 20
 # Descriptors that came with frames which are not whole, or are not dealt with: four full frames.
 MAX_WAITING_FDS = 4 * MAX_FDS_PER_FRAME
-
-# Of the descriptors that the process may have, what memory of workers may not take: eight for each of 512
-# peers, five for each of 256 sessions, four for each of 128 movers, and some hundred for HTTP and the rest.
-RESERVED_FDS = 8 * 512 + 5 * 256 + 4 * 128 + 256
-# One for the session, and a copy while it is handed to the mover.
-FDS_PER_DESCRIPTOR = 2
 
 
 @dataclass(slots=True)
@@ -37,10 +30,10 @@ class Waiting:
 class Admission:
     """The budgets of all sessions of one socket."""
 
-    def __init__(self, max_descriptors: int | None = None) -> None:
+    def __init__(self, max_descriptors: int) -> None:
         self._bytes = Shares(MAX_WAITING_BYTES)
         self._fds = Shares(MAX_WAITING_FDS)
-        self.descriptors = Shares(most_descriptors() if max_descriptors is None else max_descriptors)
+        self.descriptors = Shares(max_descriptors)  # of workers' memory: see `descriptor_budget`
 
     def keep(self, uid: int, waiting: Waiting, num_bytes: int, num_fds: int) -> None:
         """Count what a session keeps now. Raises ProtocolError (busy) where that is too much."""
@@ -53,11 +46,3 @@ class Admission:
                 "are not whole; try again later",
                 Code.BUSY,
             )
-
-
-def most_descriptors() -> int:
-    """Return how many descriptors the memory of all workers together may have: a node with few has fewer."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
-        most = 1 << 20
-    return max(most // 4, most - RESERVED_FDS) // FDS_PER_DESCRIPTOR

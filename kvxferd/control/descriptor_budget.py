@@ -1,4 +1,4 @@
-"""How many descriptors the daemon needs, and how many of them HTTP may have."""
+"""How many descriptors the daemon needs, how many of them HTTP may have, and how many workers' memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from kvxferd.config import LimitsConfig
 BASE = 64
 PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
 PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
-PER_PEER = 4
+PER_PEER = (
+    8  # four for the connection to it, and as many connections of its own: 2,048 may be to the peer port
+)
 # HTTP has an eighth and at most this: a scraper, probes, browsers and the command line need ten.
 MAX_HTTP = 128
 MIN_HTTP = 12
@@ -20,6 +22,19 @@ def descriptors_needed(limits: LimitsConfig) -> int:
     """What a full node has open, apart from the descriptors that GPU ranks bring."""
     workers = limits.max_sessions * PER_SESSION + limits.max_ranks * PER_RANK
     return BASE + workers + limits.max_peers * PER_PEER + MAX_HTTP
+
+
+def memory_descriptors(limits: LimitsConfig, limit: int | None = None) -> int:
+    """Return how many descriptors the memory of all workers may have: what a full node leaves of the limit.
+
+    A node with few has a quarter of them for it. Each is counted once and takes two: one for the session, and
+    a copy while it is handed to the mover.
+    """
+    if limit is None:
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    return max(limit // 4, limit - descriptors_needed(limits)) // 2
 
 
 def raise_descriptor_limit() -> int:

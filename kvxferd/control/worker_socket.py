@@ -18,9 +18,10 @@ from pathlib import Path
 
 import structlog
 
-from kvxferd.config import WorkerConfig
+from kvxferd.config import LimitsConfig, WorkerConfig
 from kvxferd.control.admission import Admission, Waiting
 from kvxferd.control.callers import Credentials, credentials_of, death_watch
+from kvxferd.control.descriptor_budget import memory_descriptors
 from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import check_offer, mover_socket, take_offer
 from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
@@ -144,7 +145,11 @@ class WorkerSocket:
     """Listens on the socket's path while started. `on_event` gets every event, on the loop's thread."""
 
     def __init__(
-        self, config: WorkerConfig, on_event: Callable[[Event], None], max_sessions: int = 256
+        self,
+        config: WorkerConfig,
+        on_event: Callable[[Event], None],
+        max_sessions: int = 256,
+        max_descriptors: int | None = None,
     ) -> None:
         self._config = config
         self._on_event = on_event
@@ -152,7 +157,8 @@ class WorkerSocket:
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, _Connection] = {}
         self._numbers = itertools.count(1)
-        self._admission = Admission()
+        most = memory_descriptors(LimitsConfig()) if max_descriptors is None else max_descriptors
+        self._admission = Admission(most)
         self._room = new_room()  # one for all links: 256 of their own would be 64 MiB
 
     # --- listening

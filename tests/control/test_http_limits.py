@@ -17,7 +17,7 @@ from test_http import config_in, over_tcp, over_unix
 
 from kvxferd.config import Config, LimitsConfig
 from kvxferd.control import descriptor_budget, http_connections, sharing
-from kvxferd.control.descriptor_budget import descriptor_warnings, http_descriptors
+from kvxferd.control.descriptor_budget import descriptor_warnings, http_descriptors, memory_descriptors
 from kvxferd.control.http import HttpServer
 from kvxferd.control.http_connections import Pace
 from kvxferd.core.snapshot import NodeSnapshot
@@ -247,3 +247,11 @@ def test_a_limit_below_what_the_limits_need_is_a_warning() -> None:
     needed = descriptor_budget.descriptors_needed(limits)
     assert descriptor_warnings(limits, needed) == []
     assert "RLIMIT_NOFILE is 300" in descriptor_warnings(limits, 300)[0]
+
+
+def test_workers_memory_has_what_a_full_node_of_these_limits_leaves() -> None:
+    limits = LimitsConfig()
+    needed = descriptor_budget.descriptors_needed(limits)
+    assert memory_descriptors(limits, 20_000) == (20_000 - needed) // 2
+    assert memory_descriptors(limits, 1024) == 128
+    assert memory_descriptors(LimitsConfig(max_peers=8), 20_000) > memory_descriptors(limits, 20_000)
