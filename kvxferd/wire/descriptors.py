@@ -30,14 +30,19 @@ class EarlyDescriptors:
         return len(self._fds)
 
     def add(self, first: int, fds: Sequence[int]) -> tuple[int, ...]:
-        """Keep a part. Returns those of an earlier start, to be closed. Raises ProtocolError."""
-        void = self.take() if first == 0 else ()
-        if first != len(self._fds) or not fds:
+        """Keep a part. Returns those of an earlier start, to be closed.
+
+        Raises ProtocolError, and then keeps what it had: the part is still the caller's.
+        """
+        num_before = 0 if first == 0 else len(self._fds)
+        if first != num_before or not fds:
             raise ProtocolError(
                 f"cannot place {len(fds)} descriptors after {first}: {len(self._fds)} came before"
             )
         if first + len(fds) > MAX_DESCRIPTORS_PER_RANK:
             raise ProtocolError(f"cannot take more than {MAX_DESCRIPTORS_PER_RANK} descriptors for one rank")
+        # After every check: whoever gets an error does not get what an earlier start left.
+        void = self.take() if first == 0 else ()
         self._fds.extend(fds)
         return void
 

@@ -40,7 +40,7 @@ def test_a_new_start_gives_the_old_ones_back() -> None:
     assert early.take() == (7,)
 
 
-@pytest.mark.parametrize(("first", "fds"), [(1, (5,)), (-1, (5,)), (3, (5,)), (2, ())])
+@pytest.mark.parametrize(("first", "fds"), [(1, (5,)), (-1, (5,)), (3, (5,)), (2, ()), (0, ())])
 def test_a_gap_or_nothing_at_all_is_refused(first: int, fds: tuple[int, ...]) -> None:
     early = EarlyDescriptors()
     early.add(0, (1, 2))
@@ -56,3 +56,11 @@ def test_there_is_a_limit() -> None:
         early.add(first, range(FULL))
     with pytest.raises(ProtocolError):
         early.add(whole, range(FULL))
+
+
+def test_a_new_start_beyond_the_limit_loses_nothing() -> None:
+    early = EarlyDescriptors()
+    early.add(0, (1, 2))
+    with pytest.raises(ProtocolError):
+        early.add(0, range(MAX_DESCRIPTORS_PER_RANK + 1))
+    assert early.take() == (1, 2)
