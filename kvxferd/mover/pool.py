@@ -9,6 +9,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvxferd.core.lanes import Lanes, UcxLine, is_about_lanes, parse_lanes
@@ -102,10 +103,12 @@ class MoverPool:
                 return mover
         waiter: asyncio.Future[MoverHandle] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        self._fill()
         try:
+            self._fill()
             return await waiter
-        except asyncio.CancelledError:
+        except BaseException:
+            with suppress(ValueError):  # a mover or a refusal took it out
+                self._waiters.remove(waiter)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._give_back(waiter.result())
             raise
@@ -228,15 +231,30 @@ class MoverPool:
         if not self._is_busy:
             wanted += max(0, self._size - len(self._warm))
         for _ in range(wanted - len(self._starting)):
-            self._fork(self._parent)
+            try:
+                self._fork(self._parent)
+            except (OSError, ValueError) as error:  # no descriptor is left, or the parent's end is closed
+                _LOG.error("cannot ask for a mover: %s; it is tried again", error)
+                self._fill_later()
+                if len(self._waiters) <= len(self._starting):
+                    return
+                text = f"cannot ask for a mover: {error}; register again"
+                self._refuse_one(MoverError(text, Code.MOVER_LOST))
 
     def _fork(self, parent: ParentProcess) -> None:
+        """Ask for one more. Raises OSError or ValueError, and then keeps nothing of it."""
         mover_id = MoverId(next(self._numbers))
         agent = AgentName(f"{self._boot}/{secrets.token_hex(8)}")
         ours, theirs = socket.socketpair()
-        self._starting[mover_id] = MoverHandle(mover_id, agent, ours, self._mover_said, self._mover_exited)
-        with theirs:
-            parent.fork(mover_id, agent, theirs)
+        mover = MoverHandle(mover_id, agent, ours, self._mover_said, self._mover_exited)
+        self._starting[mover_id] = mover
+        try:
+            with theirs:
+                parent.fork(mover_id, agent, theirs)
+        except BaseException:
+            del self._starting[mover_id]
+            mover.discard()
+            raise
 
     def _mover_said(self, mover: MoverHandle, message: FromMover) -> None:
         if isinstance(message, DisconnectSeen):
