@@ -26,6 +26,8 @@ AGAIN_AFTER_S = 0.25
 
 # A rank says `ready` for transfers of other sessions too; a few sessions' worth are kept.
 MAX_READY = 8 * FENCE_SLOTS
+# A `ready` is repeated for a default lease, 30 s: at 500 transfers a second those are 15,000 ids, some 2 MB.
+MAX_ENDED = 16_384
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class Publishes:
         self._emit = emit
         self._live: dict[TransferId, Publish] = {}
         self._ready: OrderedDict[TransferId, _Ready] = OrderedDict()
+        self._ended: OrderedDict[TransferId, None] = OrderedDict()  # ids that are used up, the latest
         self._again: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
 
     def __len__(self) -> int:
@@ -81,6 +84,13 @@ class Publishes:
         if transfer_id in self._live:
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id is not released yet",
+                Code.TRANSFER_EXISTS,
+            )
+        if transfer_id in self._ended:
+            # A rank's `ready` for the earlier one, which its client may repeat, would speak for this one.
+            raise EngineError(
+                f"cannot publish {transfer_id}: an earlier transfer of that id has ended; a transfer id is used "
+                "once in a generation, so choose another",
                 Code.TRANSFER_EXISTS,
             )
         slot = self._fence.take(f"publish {transfer_id}")
@@ -180,7 +190,7 @@ class Publishes:
 
     def released(self, transfer_id: TransferId, why: Code) -> None:
         """The daemon's word; also for transfers that another session of this engine published."""
-        self._forget(transfer_id)
+        self._end(transfer_id)
         self._emit(Released(transfer_id, why))
 
     def refused(self, message: worker.PublishRefused, now: float) -> None:
@@ -208,7 +218,7 @@ class Publishes:
     def release_here(self, transfer_id: TransferId, why: Code) -> None:
         """Without a daemon: overwrite the fence word, then let the blocks go."""
         if transfer_id in self._live:
-            self._forget(transfer_id)
+            self._end(transfer_id)
             self._emit(Released(transfer_id, why))
 
     def release_all(self, why: Code) -> None:
@@ -225,6 +235,14 @@ class Publishes:
     def next_deadline(self) -> float | None:
         """Without a daemon: when `expire` wants to be called."""
         return min((p.ends_at for p in self._live.values()), default=None)
+
+    def _end(self, transfer_id: TransferId) -> None:
+        """A transfer is over, and its id is used up."""
+        if transfer_id in self._live:
+            self._ended[transfer_id] = None
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        self._forget(transfer_id)
 
     def _forget(self, transfer_id: TransferId) -> None:
         self._ready.pop(transfer_id, None)

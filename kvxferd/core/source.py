@@ -188,11 +188,13 @@ class Source:
                 Code.NOT_HOME,
             )
         ended = self.transfers.tombstones.get((key, said.transfer_id))
-        if ended is not None and ended.nonce == said.nonce:
-            # Replayed on a new connection before the end of the old one, which released it, was noticed.
+        if ended is not None:
+            # Replayed on a new connection before the end of the old one, which released it, was noticed; or
+            # another transfer of the same id: a member's `ready`, or the release that its ranks are still to
+            # be told of, would be taken for the new one's.
             raise EngineError(
                 f"{what}: it was released ({ended.why}), and its ranks know; publish under another id",
-                Code.RELEASED,
+                Code.RELEASED if ended.nonce == said.nonce else Code.TRANSFER_EXISTS,
             )
         if (key, said.transfer_id) in self.transfers.live:
             raise EngineError(

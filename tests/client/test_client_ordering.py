@@ -113,11 +113,13 @@ def test_work_that_fails_fails_what_waits_for_it(stage: Stage) -> None:
 
 
 def test_a_held_publish_can_be_taken_back(stage: Stage) -> None:
-    """And its id be used again, with other blocks, while the first event is still open."""
+    """And its blocks be published under another id, while the first event is still open."""
     rank, kernel, second = stage.rank(), Kernel(), Kernel()
     rank.unpublish(rank.publish("req-1", blocks(), num_tokens=48, after=kernel))
     assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
-    ref = rank.publish("req-1", blocks(7), num_tokens=16, after=second)
+    with pytest.raises(EngineError, match="used once in a generation"):
+        rank.publish("req-1", blocks(7), num_tokens=16)
+    ref = rank.publish("req-2", blocks(7), num_tokens=16, after=second)
     kernel.done.set()
     second.still_runs()
     second.done.set()
