@@ -89,8 +89,8 @@ class Publishes:
         if transfer_id in self._ended:
             # A rank's `ready` for the earlier one, which its client may repeat, would speak for this one.
             raise EngineError(
-                f"cannot publish {transfer_id}: an earlier transfer of that id has ended; a transfer id is used "
-                "once in a generation, so choose another",
+                f"cannot publish {transfer_id}: an earlier transfer of that id has ended; a transfer id is "
+                "used once in a generation, so choose another",
                 Code.TRANSFER_EXISTS,
             )
         slot = self._fence.take(f"publish {transfer_id}")
