@@ -86,7 +86,6 @@ from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
-WORKER_LISTS = {"worker.allowed_uids", "worker.allowed_gids"}
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
 
@@ -214,6 +213,8 @@ class Daemon:
             self.reload()
         except KvxferdError as error:
             log.error("configuration not reloaded: what was set before holds", reason=error.message)
+        except Exception:
+            log.exception("configuration not reloaded whole: reload it again")
 
     def _stop_at_once(self) -> None:
         log.warning("told to stop at once: not waiting for what runs")
@@ -429,20 +430,25 @@ class Daemon:
         return reloaded
 
     def _apply(self, merged: Merged) -> Reloaded:
-        config, changed = merged.config, set(merged.changed)
+        config = merged.config
         trust = trust_of(config.peer, self._key)
-        self._config = config
-        self._desk.set_config(config)
+        # Each part compares with what it holds itself: where one raises, the next reload does the rest.
+        closed = self._workers.set_allowed(config.worker)
         dropped: list[Endpoint] = []
+        anew = False
         if trust != self._trust:
             before = self._node.peers.endpoints()
-            self._peers.set_trust(trust, anew=not trust.admits_all_of(self._trust))
+            anew = not trust.admits_all_of(self._trust)
+            self._peers.set_trust(trust)
             self._trust = trust
             self._on_event(TrustChanged(trust))
             dropped = sorted(before - self._node.peers.endpoints())
-        closed = self._workers.set_allowed(config.worker) if changed & WORKER_LISTS else 0
-        if "log.level" in changed:
+        if "log.level" in merged.changed:
             set_log_level(config.log.level)
+        self._desk.set_config(config)
+        self._config = config
+        if anew:
+            self._peers.admit_anew()
         return Reloaded(
             changed=merged.changed, ignored=merged.ignored, dropped_peers=dropped, closed_sessions=closed
         )

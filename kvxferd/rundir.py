@@ -18,6 +18,7 @@ from kvxferd.old_places import OldLock, OldSocket, is_answered, lock
 log = structlog.get_logger()
 
 POLL_S = 0.02
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WORKER_DIRECTORY = "worker"  # pods mount this one, and neither locks nor control.sock
 
 
@@ -153,11 +154,13 @@ def _check_own(path: Path, setting: str) -> None:
         raise ConfigError(
             f"{what}: it belongs to uid {status.st_uid}; remove it, or run the daemon as that user"
         )
-    if status.st_mode & stat.S_IWOTH:
+    # Who may write there may rename `private/`, unlink the locks and bind sockets of their own.
+    if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS_WRITE:
+        whom = "anybody" if mode & stat.S_IWOTH else f"group {status.st_gid}"
         if status.st_uid != os.geteuid():
-            raise ConfigError(f"{what}: anybody may write there; chmod o-w {path}, or name a directory below")
-        log.warning("anybody could write in the run directory: closed to others", path=str(path))
-        path.chmod(stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH)
+            raise ConfigError(f"{what}: {whom} may write there; chmod go-w {path}, or name a directory below")
+        log.warning("others could write in the run directory: closed to them", path=str(path), whom=whom)
+        path.chmod(mode & ~_OTHERS_WRITE)
 
 
 def _make_directory(path: Path, mode: int) -> None:

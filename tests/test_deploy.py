@@ -47,6 +47,12 @@ def test_the_unit_waits_longer_than_a_drain() -> None:
     assert float(unit_option("TimeoutStopSec")) > Config().drain.limit_s + STOP_S
 
 
+def test_the_run_directory_outlives_a_stop_and_a_start() -> None:
+    # It holds owners.json and the directory that pods mount.
+    assert unit_option("RuntimeDirectory") == "kvxferd"
+    assert unit_option("RuntimeDirectoryPreserve") == "yes"
+
+
 def pods(path: Path) -> list[dict[str, Any]]:
     documents = list(yaml.safe_load_all(path.read_text()))
     assert all(set(document) >= {"apiVersion", "kind", "metadata", "spec"} for document in documents)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
 import pytest
+from other_user import NOBODY, needs_root, open_directory
 
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
+from kvxferd.control.desk import Desk
+from kvxferd.control.settings import settings_of
+from kvxferd.core.node import Node
+from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError
+from kvxferd.ids import BootId
 
 KEY = "ab" * 32
 
@@ -35,3 +48,86 @@ def test_what_does_not_go_together_with_the_running_key_is_refused_whole() -> No
     running = config(peer__curve_secret_key_file="/k", peer__curve_allowed_keys=KEY)
     with pytest.raises(ConfigError, match="nobody would be let in"):
         merge_reloaded(running, config(log__level="debug"))
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@asynccontextmanager
+async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daemon]:
+    """The parts that a reload changes, with their sockets open."""
+    daemon = Daemon(running, lambda: read)
+    daemon._peers.start()
+    daemon._node = Node(
+        boot=BootId("b"),
+        endpoint=daemon._advertised(),
+        settings=settings_of(running, daemon._trust),
+        new_token=lambda: "token",
+    )
+    daemon._make_movers(())
+    daemon._desk = Desk(
+        running, daemon._node, daemon._pool, daemon._history, daemon._on_event, daemon.drain, daemon.reload
+    )
+    daemon._workers.start()
+    try:
+        yield daemon
+    finally:
+        daemon._workers.stop()
+        await asyncio.sleep(0)
+        if daemon._timer is not None:
+            daemon._timer.cancel()
+        daemon._peers.stop()
+
+
+@needs_root
+async def test_without_descriptors_a_user_who_is_removed_loses_their_session_all_the_same() -> None:
+    with open_directory() as directory:
+        path = str(directory / "worker.sock")
+        same = {"worker__socket": path, "worker__mode": "0666", "peer__bind": "tcp://127.0.0.1:0"}
+        running = config(**same, worker__allowed_uids=f"{NOBODY}")
+        read = config(**same, worker__allowed_uids="1", peer__allowed_addresses="127.0.0.2")
+        async with parts_of_a_daemon(running, read) as daemon:
+            loop = asyncio.get_running_loop()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as worker:
+                os.seteuid(NOBODY)
+                try:
+                    worker.connect(path)
+                finally:
+                    os.seteuid(0)
+                for _ in range(2):
+                    await asyncio.sleep(0)  # its connection waits already: the loop's next turn takes it
+                assert daemon._workers._connections
+                peer = socket.create_connection(daemon._peers.bound.removeprefix("tcp://").split(":"))
+                peer.setblocking(False)
+                assert await asyncio.wait_for(loop.sock_recv(peer, 1), 10)  # libzmq has accepted it
+                with no_descriptor_left():
+                    reloaded = daemon.reload()
+                    again = daemon.reload()
+                assert set(reloaded.changed) == {"peer.allowed_addresses", "worker.allowed_uids"}
+                assert reloaded.closed_sessions == 1
+                assert again.changed == []
+                async with asyncio.timeout(10):  # what could not be shut is shut as soon as it can
+                    while await loop.sock_recv(peer, 1 << 16):
+                        pass
+                peer.close()
+
+
+async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
+    with open_directory() as directory:
+        running = config(
+            worker__socket=str(directory / "w"), worker__allowed_uids="1", peer__bind="tcp://127.0.0.1:0"
+        )
+        read = config(worker__socket=str(directory / "w"), worker__allowed_uids="2", log__level="debug")
+        async with parts_of_a_daemon(running, read) as daemon:
+            desk = daemon._desk
+            del daemon._desk  # what comes on the way raises
+            daemon._on_hangup()
+            daemon._desk = desk
+            assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}

@@ -147,17 +147,19 @@ def test_a_room_that_another_user_has_made_before_is_refused(directory: Path):
         RunDirectory(directory)
 
 
-def test_a_directory_that_anybody_may_write_in_is_closed(directory: Path):
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_directory_that_others_may_write_in_is_closed(directory: Path, mode: int):
     directory.mkdir()
-    directory.chmod(0o777)
+    directory.chmod(mode)
     start(directory).close()
-    assert directory.stat().st_mode & 0o777 == 0o775
+    assert directory.stat().st_mode & 0o777 == 0o755
 
 
 @needs_root
-def test_a_directory_that_it_cannot_close_is_refused(directory: Path):
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_directory_that_it_cannot_close_is_refused(directory: Path, mode: int):
     directory.mkdir()
-    directory.chmod(0o777)
+    directory.chmod(mode)
     body = """
 try:
     RunDirectory(Path(sys.argv[1]))
@@ -173,7 +175,7 @@ except ConfigError as error:
     )
     command = [*script(body, imports=imports), str(directory)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "chmod o-w" in said
+    assert "chmod go-w" in said
 
 
 def test_the_worker_socket_has_a_directory_of_its_own_whatever_the_umask(directory: Path):

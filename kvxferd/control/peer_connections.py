@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from contextlib import suppress
 
 
 def shut_connections_to(port: int) -> int:
@@ -13,17 +13,26 @@ def shut_connections_to(port: int) -> int:
     libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in a
     tenth of a second, and what it asked meanwhile it asks again. A duplicate is looked at, never the
     descriptor itself: libzmq's thread may close that at any moment.
+
+    Raises OSError where no descriptor is left to look with.
     """
     num_shut = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError, ValueError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if _is_accepted_at(found, port):
-                    found.shutdown(socket.SHUT_RDWR)
-                    num_shut += 1
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                num_shut += _shut_if_accepted_at(int(name), port)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
     return num_shut
+
+
+def _shut_if_accepted_at(fd: int, port: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as found:
+        is_meant = _is_accepted_at(found, port)
+        if is_meant:
+            found.shutdown(socket.SHUT_RDWR)
+        return is_meant
 
 
 def _is_accepted_at(found: socket.socket, port: int) -> bool:

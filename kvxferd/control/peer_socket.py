@@ -40,6 +40,7 @@ HIGH_WATER = 10_000
 # Messages of one connection that libzmq reads ahead: 16 x 4 MiB while the loop is busy, of an admitted peer.
 RECEIVE_HIGH_WATER = 16
 HANDSHAKE_MS = 10_000  # three round trips, and one turn of this loop
+SHUT_AGAIN_S = 0.2
 BACKLOG = 512  # connections that wait to be accepted, in the kernel
 MAX_PEERS = 16_384  # connected at a time; libzmq would stop at 1,023
 # Then the loop's other sockets have theirs. One message takes a few ms at most (`wire/outlines.py`).
@@ -140,15 +141,25 @@ class PeerSocket:
                 self._door.socket.send_multipart(reply, zmq.NOBLOCK)
         self._later(self._door)
 
-    def set_trust(self, trust: Trust, *, anew: bool) -> None:
-        """Admit by these allow-lists from now on. `anew`: every connection to this node is admitted again."""
+    def set_trust(self, trust: Trust) -> None:
+        """Admit by these allow-lists from now on. Every message is held against them too."""
         self._trust = trust
         self._has_other_lists = True
         if self._doorkeeper is not None:
             self._doorkeeper.trust = trust
-        if anew:
+
+    def admit_anew(self) -> None:
+        """Shut every connection to this node; who is still admitted connects again."""
+        if self._router is None:
+            return  # stopped
+        try:
             num_shut = shut_connections_to(int(self.bound.rpartition(":")[2]))
-            log.info("peers' connections are admitted anew", connections=num_shut)
+        except OSError as error:
+            # Their messages are refused meanwhile.
+            log.warning("cannot shut peers' connections: tried again", reason=error.strerror)
+            asyncio.get_running_loop().call_later(SHUT_AGAIN_S, self.admit_anew)
+            return
+        log.info("peers' connections are admitted anew", connections=num_shut)
 
     def _is_admitted(self, sender: Sender) -> bool:
         if self._key is not None and not self._trust.admits_key(sender.key):

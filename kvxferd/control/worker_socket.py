@@ -244,7 +244,11 @@ class WorkerSocket:
     def set_allowed(self, config: WorkerConfig) -> int:
         """Admit these users from now on, and close the sessions of others; return how many."""
         self._config = config
-        others = [c for c in self._connections.values() if not (c.ended or self._may_connect(c.credentials))]
+        others = [
+            c
+            for c in self._connections.values()
+            if not (c.closing or c.ended or self._may_connect(c.credentials))
+        ]
         for connection in others:
             text = f"cannot go on as uid {connection.credentials.uid}: its user is no longer allowed"
             self._expel(connection, EngineError(text, Code.NOT_ALLOWED))
