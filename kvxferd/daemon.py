@@ -81,13 +81,14 @@ from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.mover import FromMover, MapFence
+from kvxferd.wire.mover import FenceRefused, FromMover, MapFence
 from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
+TAKE_AGAIN_S = 1.0  # descriptors are given back when sessions end
 
 
 class Daemon:
@@ -356,8 +357,7 @@ class Daemon:
             case ToMover():
                 self._to_mover(effect.mover, effect.message)
             case BindMover():
-                fds = self._workers.region_fds(effect.session)
-                self._to_mover(effect.mover, effect.message, fds)
+                self._bind_mover(effect)
             case ShareFence():
                 self._share_fence(effect)
             case ToPeer():
@@ -374,7 +374,14 @@ class Daemon:
                 assert_never(effect)
 
     def _need_mover(self, effect: NeedMover) -> None:
-        brought = self._workers.take_mover(effect.session) if effect.resident else None
+        try:
+            brought = self._workers.take_mover(effect.session) if effect.resident else None
+        except OSError as error:
+            log.warning("cannot take a resident mover", session=effect.session, reason=error.strerror)
+            text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
+            refusal = Refusal(Code.BUSY, text, TAKE_AGAIN_S)
+            self._on_event(MoverUnavailable(effect.session, refusal))
+            return
         if effect.resident and brought is None:
             refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
             self._on_event(MoverUnavailable(effect.session, refusal))
@@ -402,11 +409,26 @@ class Daemon:
         if handle := self._handles.get(mover):
             handle.send(message, fds)
 
+    def _bind_mover(self, effect: BindMover) -> None:
+        """A mover that cannot have the regions is killed: its rank is bound again when it is dead."""
+        try:
+            self._to_mover(effect.mover, effect.message, self._workers.region_fds(effect.session))
+        except OSError as error:
+            log.warning("cannot bind a mover", session=effect.session, reason=error.strerror)
+            self._handles[effect.mover].kill()
+
     def _share_fence(self, effect: ShareFence) -> None:
         fd = self._workers.fence_fd(effect.session)
-        if fd >= 0:
+        if fd < 0:
+            return
+        try:
             message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
             self._to_mover(effect.mover, message, (fd,))
+        except OSError as error:
+            log.warning("cannot share a fence page", session=effect.session, reason=error.strerror)
+            text = f"cannot hand the page to its mover: {error.strerror}; try again later"
+            refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
+            self._on_event(MoverSaid(effect.mover, refused))
 
     def _observe(self, record: Record) -> None:
         self._history.add(record)
