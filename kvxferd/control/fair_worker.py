@@ -41,12 +41,17 @@ class FairWorker:
         def hand_over(outcome: object) -> None:
             loop.call_soon_threadsafe(done, outcome)
 
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no thread now; the next work asks it again
+                loop.call_soon(done, error)
+                return
+            self._thread = thread
         with self._changed:
             self._jobs.setdefault(client, deque()).append((work, hand_over))
             self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
 
     def stop(self) -> None:
         """End the thread; what has not begun is not done."""

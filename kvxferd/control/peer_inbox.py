@@ -254,15 +254,19 @@ class PeerInbox:
 
     def _off_loop(self, sender: Sender, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Have the thread do it. The connection's other messages wait."""
-        held = self._held.setdefault(sender, _Held())
-        held.is_busy = True
+        held = self._held.get(sender) or _Held()
 
         def finished(outcome: T | Exception) -> None:
             held.is_busy = False
-            done(outcome)  # which may take the thread again
+            try:
+                done(outcome)  # which may take the thread again
+            except Exception:  # else what waits behind it would wait for ever
+                self._log_failure(sender)
             self._go_on(sender)
 
         self._worker.submit(sender.peer, work, finished)
+        held.is_busy = True
+        self._held[sender] = held
 
     def _go_on(self, sender: Sender) -> None:
         """Take the next message that waits on the connection, one in a turn of the loop."""
@@ -275,8 +279,15 @@ class PeerInbox:
         payload = held.payloads.popleft()
         held.num_bytes -= len(payload)
         self._num_held_bytes -= len(payload)
-        self._decode(sender, payload)
+        try:
+            self._decode(sender, payload)
+        except Exception:
+            self._log_failure(sender)
         asyncio.get_running_loop().call_soon(self._go_on, sender)
+
+    def _log_failure(self, sender: Sender) -> None:
+        """Call it where an exception is being handled."""
+        log.exception("cannot take a peer's message", limit_by=sender.peer, peer=sender.peer)
 
     def _log(self, sender: Sender, code: Code, reason: str) -> None:
         log.warning("peer message refused", limit_by=sender.peer, peer=sender.peer, code=code, reason=reason)

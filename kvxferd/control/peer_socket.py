@@ -229,7 +229,10 @@ class PeerSocket:
                 parts = watched.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            watched.on_message(parts)
+            try:
+                watched.on_message(parts)
+            except Exception:  # one sender's message must not keep the others' from being read
+                log.exception("cannot take a message", limit_by="peer socket")
             if time.monotonic() > until:
                 break
         self._later(watched)
@@ -371,11 +374,16 @@ class PeerSocket:
 
 
 def _property(frame: zmq.Frame, name: str) -> str:
-    """What libzmq knows about the connection on which the message came; "" where it knows nothing."""
+    """What libzmq knows about the connection on which the message came; "" where it knows nothing.
+
+    A peer may choose a name of any bytes: one that is no UTF-8 is a name too, and must not read as none.
+    """
     try:
         found = frame.get(name)
     except zmq.ZMQError:
         return ""
+    except UnicodeDecodeError:
+        return "\N{REPLACEMENT CHARACTER}"
     return found if isinstance(found, str) else ""
 
 

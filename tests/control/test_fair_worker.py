@@ -33,3 +33,20 @@ async def test_what_is_raised_is_handed_over_and_the_next_is_done():
     finally:
         worker.stop()
     assert not any(thread.name == "test" for thread in threading.enumerate())
+
+
+async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_again(monkeypatch):
+    worker, done = FairWorker("test"), asyncio.Queue[object]()
+
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            worker.submit("a", lambda: 6, done.put_nowait)
+            assert isinstance(await asyncio.wait_for(done.get(), 5), RuntimeError)
+        worker.submit("a", lambda: 7, done.put_nowait)
+        assert await asyncio.wait_for(done.get(), 5) == 7
+    finally:
+        worker.stop()

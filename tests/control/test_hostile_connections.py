@@ -241,6 +241,46 @@ async def test_who_names_its_own_connection_is_not_listened_to(node):
     assert unread.came(b"\0abcd", "a")
 
 
+async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context):
+    """libzmq's descriptor announces an arrival once: who ends the reading early leaves the rest unread."""
+    honest, hostile = dealer_to(context, node), context.socket(zmq.DEALER)
+    hostile.setsockopt(zmq.ROUTING_ID, b"\xff\xfe\xfd")
+    await honest.send(encode(QUESTION))
+    await node.next()
+    hostile.connect(node.socket.bound)
+    for _ in range(20):
+        for _ in range(30):
+            await hostile.send(encode(QUESTION))
+        await honest.send(encode(QUESTION))
+    for _ in range(20):
+        event = await node.next()
+        assert event.route != b"\xff\xfe\xfd"
+    node.socket.answer(event.route, Done(request=9))
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(honest.recv(), 10)) == Done(request=9)
+    refused = PEER_MESSAGES.decode(await asyncio.wait_for(hostile.recv(), 10))
+    assert (refused.code, "chose the name" in refused.message) == (Code.BAD_FRAME, True)
+    assert node.heard.empty()
+
+
+async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, context, monkeypatch):
+    """Both lie in the socket when it is read. A defect of ours must not become everybody's silence."""
+    took = peer_inbox.PeerInbox.take
+
+    def take(self, sender, payload):
+        if payload == b"defect":
+            raise RuntimeError("a defect")
+        took(self, sender, payload)
+
+    monkeypatch.setattr(peer_inbox.PeerInbox, "take", take)
+    sender = dealer_to(context, node)
+    for _ in range(20):
+        await sender.send(b"defect")
+        await sender.send(b"defect")
+        await sender.send(encode(QUESTION))
+    for _ in range(20):
+        assert (await node.next()).message == QUESTION
+
+
 # --- manifests
 
 

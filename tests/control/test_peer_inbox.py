@@ -1,0 +1,97 @@
+"""What waits behind a manifest, without a socket: it is taken whatever happens to what came before it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvxferd.control import peer_inbox
+from kvxferd.control.peer_inbox import OpenGate, PeerInbox, Sender
+from kvxferd.core import events as ev
+from kvxferd.ids import Endpoint
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress, Versions
+from kvxferd.wire.peer import Greet, JoinRank
+
+QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
+
+
+def join() -> JoinRank:
+    spec = EngineSpec("spread", "g1", num_layers=2, num_kv_heads=2)
+    layout = attention_layout(
+        spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
+    )
+    regions = tuple(RegionAddress(r.region, 4096, r.size_bytes) for r in layout.regions)
+    manifest = RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
+    return JoinRank(request=7, boot="boot", manifest=manifest)
+
+
+class Harness:
+    """An inbox whose thread waits until it is let go on."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.answered: list[Message] = []
+        self.going_on = threading.Event()
+        self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
+        self.inbox = PeerInbox(OpenGate, self._on_event, lambda route, message: self.answered.append(message))
+
+    def _on_event(self, event: ev.Event) -> None:
+        if self.is_defect(event):
+            self.is_defect = lambda event: False
+            raise RuntimeError("a defect")
+        self.heard.put_nowait(event)
+
+    async def next(self) -> ev.Event:
+        return await asyncio.wait_for(self.heard.get(), 10)
+
+
+@pytest.fixture
+def harness(monkeypatch) -> Iterator[Harness]:
+    made, checked = Harness(), peer_inbox.checked_layouts
+
+    def slow(manifests, layouts):
+        assert made.going_on.wait(10)
+        return checked(manifests, layouts)
+
+    monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
+    yield made
+    made.going_on.set()
+    made.inbox.stop()
+
+
+async def test_what_waits_is_taken_where_the_manifest_could_not_be(harness):
+    harness.is_defect = lambda event: isinstance(event, ev.LayoutsChecked)
+    harness.inbox.take(MEMBER, encode(join()))
+    harness.inbox.take(MEMBER, encode(QUESTION))
+    harness.going_on.set()
+    assert (await harness.next()).message == QUESTION
+
+
+async def test_what_waits_is_taken_where_one_before_it_could_not_be(harness):
+    harness.is_defect = lambda event: isinstance(event, ev.RouteSaid) and event.message == QUESTION
+    harness.inbox.take(MEMBER, encode(join()))
+    harness.inbox.take(MEMBER, encode(QUESTION))
+    harness.inbox.take(MEMBER, encode(QUESTION))
+    harness.going_on.set()
+    assert isinstance(await harness.next(), ev.LayoutsChecked)
+    assert isinstance((await harness.next()).message, JoinRank)
+    assert (await harness.next()).message == QUESTION
+
+
+async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, monkeypatch):
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        harness.inbox.take(MEMBER, encode(join()))
+        harness.inbox.take(MEMBER, encode(QUESTION))
+        assert (await harness.next()).message == QUESTION
+    assert len(harness.answered) == 1
