@@ -93,17 +93,22 @@ class _Held:
 
 
 class PeerInbox:
-    """`on_event` gets every message, `answer` what is refused here."""
+    """`on_event` gets every message, `answer` what is refused here.
+
+    `is_admitted` is asked again for what has waited: the allow-lists may have been reloaded meanwhile.
+    """
 
     def __init__(
         self,
         gate: Callable[[], Gate],
         on_event: Callable[[Event], None],
         answer: Callable[[bytes, Message], None],
+        is_admitted: Callable[[Sender], bool] = lambda sender: True,
     ) -> None:
         self._gate = gate
         self._on_event = on_event
         self._answer = answer
+        self._is_admitted = is_admitted
         self._worker = FairWorker("manifests")
         self._layouts = Layouts()  # the thread's own
         self._held: dict[Sender, _Held] = {}
@@ -259,7 +264,8 @@ class PeerInbox:
         def finished(outcome: T | Exception) -> None:
             held.is_busy = False
             try:
-                done(outcome)  # which may take the thread again
+                if self._is_admitted(sender):
+                    done(outcome)  # which may take the thread again
             except Exception:  # else what waits behind it would wait for ever
                 self._log_failure(sender)
             self._go_on(sender)
@@ -280,7 +286,8 @@ class PeerInbox:
         held.num_bytes -= len(payload)
         self._num_held_bytes -= len(payload)
         try:
-            self._decode(sender, payload)
+            if self._is_admitted(sender):
+                self._decode(sender, payload)
         except Exception:
             self._log_failure(sender)
         asyncio.get_running_loop().call_soon(self._go_on, sender)

@@ -86,7 +86,7 @@ class PeerSocket:
         self._context.set(zmq.MAX_SOCKETS, MAX_PEERS)
         self._router: _Watched | None = None
         self._guard: ConnectionGuard | None = None
-        self._inbox = PeerInbox(gate or OpenGate, on_event, self.answer)
+        self._inbox = PeerInbox(gate or OpenGate, on_event, self.answer, self._is_admitted)
         self._unread = UnreadAnswers()
         self._cut: dict[bytes, int] = {}  # routes on which a part of an answer was dropped, and which answer
         self._resolver = resolver or Resolver()
@@ -162,6 +162,12 @@ class PeerSocket:
         log.info("peers' connections are admitted anew", connections=num_shut)
 
     def _is_admitted(self, sender: Sender) -> bool:
+        """Whether what comes from there is taken by the allow-lists of now.
+
+        A connection that this node made is closed by the node, once its endpoint is not to be asked any more.
+        """
+        if not self._has_other_lists or sender.endpoint is not None:
+            return True
         if self._key is not None and not self._trust.admits_key(sender.key):
             return False
         return self._trust.admits_address(sender.address)
@@ -244,7 +250,7 @@ class PeerSocket:
         # Without CURVE it is what the peer itself has sent.
         key = _property(last, "User-Id") if self._key is not None else ""
         sender = Sender(name, None, key, _property(last, "Peer-Address"))
-        if self._has_other_lists and not self._is_admitted(sender):
+        if not self._is_admitted(sender):
             return  # it was read before its connection was shut
         # libzmq lets a peer choose its route. One that chooses a former peer's would have that one's answers.
         # A name that begins with a zero, as libzmq's own do, cannot be seen here.

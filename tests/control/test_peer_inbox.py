@@ -40,7 +40,13 @@ class Harness:
         self.answered: list[Message] = []
         self.going_on = threading.Event()
         self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
-        self.inbox = PeerInbox(OpenGate, self._on_event, lambda route, message: self.answered.append(message))
+        self.removed: set[str] = set()  # keys that are in the allow-list no more
+        self.inbox = PeerInbox(
+            OpenGate,
+            self._on_event,
+            lambda route, message: self.answered.append(message),
+            lambda sender: sender.key not in self.removed,
+        )
 
     def _on_event(self, event: ev.Event) -> None:
         if self.is_defect(event):
@@ -95,3 +101,20 @@ async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, m
         harness.inbox.take(MEMBER, encode(QUESTION))
         assert (await harness.next()).message == QUESTION
     assert len(harness.answered) == 1
+
+
+async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhile(harness):
+    """Neither the manifest nor what waits behind it; what another sends is."""
+    other = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
+    for sender in (MEMBER, other):
+        harness.inbox.take(sender, encode(join()))
+        harness.inbox.take(sender, encode(QUESTION))
+    harness.removed.add(MEMBER.key)
+    harness.going_on.set()
+    assert isinstance(await harness.next(), ev.LayoutsChecked)
+    heard = [await harness.next() for _ in range(2)]
+    assert [event.key for event in heard] == [other.key] * 2
+    assert harness.heard.empty()
+    assert not harness.answered
+    assert MEMBER not in harness.inbox._held
+    assert harness.inbox._num_held_bytes == 0
