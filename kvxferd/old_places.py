@@ -14,20 +14,30 @@ from pathlib import Path
 
 from kvxferd.errors import Code, ConfigError
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
 
 class OldLock:
-    """One lock file. `fd` changes with `replace`."""
+    """One lock file. `fd` changes with `take` and `replace`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = _open(path)
+        self.fd = os.open(path, _FLAGS, 0o600)
+        self._former = -1
 
     def take(self) -> bool:
-        """Return whether the lock is held here now; then nobody else can open its file any more."""
+        """Return whether the lock is held here now; then nobody else can open its file any more.
+
+        The file is a new one by then: who had opened the old one cannot lock what the next start meets.
+        """
         if not lock(self.fd):
             return False
-        with suppress(PermissionError):  # another user's, which was a daemon's here once
-            os.fchmod(self.fd, 0o600)
+        try:
+            # Both are held: an older daemon may have opened the old one, and not asked for its lock yet.
+            self.fd, self._former = self._put_new(), self.fd
+        except PermissionError:  # a directory of root's, where a daemon of another user makes no files
+            with suppress(PermissionError):
+                os.fchmod(self.fd, 0o600)
         return True
 
     def is_held_by_own_user(self) -> bool:
@@ -37,11 +47,27 @@ class OldLock:
 
     def replace(self) -> None:
         """Put a file that nobody else can open in its place, and take that one."""
-        self.path.unlink(missing_ok=True)
-        os.close(self.fd)
-        self.fd = _open(self.path)
-        if not lock(self.fd):
-            raise BlockingIOError(0, f"{self.path} was taken by another daemon just now")
+        former, self.fd = self.fd, self._put_new()
+        os.close(former)
+
+    def close(self) -> None:
+        """Let go of it. Movers that inherited it keep it."""
+        for fd in {self.fd, self._former} - {-1}:
+            os.close(fd)
+        self.fd = self._former = -1
+
+    def _put_new(self) -> int:
+        """It is locked before it is in its place: whoever opens the path meets the lock, at any moment."""
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        fresh.unlink(missing_ok=True)
+        fd = os.open(fresh, _FLAGS | os.O_EXCL, 0o600)
+        try:
+            lock(fd)
+            fresh.replace(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
 
 class OldSocket:
@@ -95,13 +121,9 @@ def lock(fd: int) -> bool:
     return True
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
 def _holds(process: Path, file: os.stat_result) -> bool:
     with suppress(OSError):
-        if process.stat().st_uid not in (0, os.geteuid()):
+        if not _users(process) <= {0, os.geteuid()}:
             return False
         for fd in (process / "fd").iterdir():
             with suppress(OSError):
@@ -112,3 +134,9 @@ def _holds(process: Path, file: os.stat_result) -> bool:
                 if "FLOCK" in (process / "fdinfo" / fd.name).read_text():
                     return True
     return False
+
+
+def _users(process: Path) -> set[int]:
+    """Its real, effective, saved and file system users. A set-uid program keeps its caller's as real."""
+    lines = (process / "status").read_text().splitlines()
+    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}

@@ -38,6 +38,7 @@ class RunDirectory:
         self.owners = private / "owners.json"  # whose engine ids are
         self._old_socket = OldSocket(path / "worker.sock")
         self._fds: list[int] = []
+        self._old_locks: list[OldLock] = []
         try:
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
             _check_own(path, "node.run_dir")
@@ -68,14 +69,14 @@ class RunDirectory:
         """Take the places of version 0.1, and make the worker socket's directory."""
         path = self._path
         self._old_daemon = OldLock(path / "daemon.lock")
-        self._fds.append(self._old_daemon.fd)
+        self._old_locks.append(self._old_daemon)
         if not self._old_daemon.take():
             sockets = (path / "worker.sock", path / "control.sock")
             if self._old_daemon.is_held_by_own_user() or any(map(is_answered, sockets)):
                 raise self._already_running(self._old_daemon.fd)
             self._replace(self._old_daemon)
         self._old_movers = OldLock(path / "movers.lock")
-        self._fds.append(self._old_movers.fd)
+        self._old_locks.append(self._old_movers)
         if worker_socket == str(path / WORKER_DIRECTORY / "worker.sock"):
             _make_directory(path / WORKER_DIRECTORY, 0o755)
             self._old_socket.point_to(Path(WORKER_DIRECTORY) / "worker.sock")
@@ -89,9 +90,7 @@ class RunDirectory:
         log.warning(
             "an old lock is held by somebody who is no daemon of this user: replaced", path=str(old.path)
         )
-        self._fds.remove(old.fd)
         old.replace()
-        self._fds.append(old.fd)
 
     def _already_running(self, lock_fd: int) -> ConfigError:
         holder = os.pread(lock_fd, 64, 0).decode(errors="replace").strip() or "unknown"
@@ -137,6 +136,8 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of the locks, and of the old socket's link. Movers that still run keep their locks."""
         self._old_socket.remove()
+        while self._old_locks:
+            self._old_locks.pop().close()
         while self._fds:
             os.close(self._fds.pop())
 

@@ -41,8 +41,8 @@ def left_by_0_1(directory: Path) -> None:
 
 
 @contextmanager
-def held(path: Path, uid: int = NOBODY) -> Iterator[None]:
-    command = [*script(HOLDER, uid, uid, "import fcntl"), str(path)]
+def held(path: Path, uid: int = NOBODY, body: str = HOLDER) -> Iterator[None]:
+    command = [*script(body, uid, uid, "import fcntl"), str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdin is not None
@@ -74,6 +74,29 @@ def test_a_stranger_who_holds_an_old_lock_blocks_no_start_and_none_after_it(dire
         again = os.open(directory / name, os.O_RDONLY)
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the stranger's is another file by now
         os.close(again)
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])
+def test_a_stranger_who_runs_a_set_uid_program_is_a_stranger(directory: Path, name: str):
+    left_by_0_1(directory)
+    body = HOLDER.replace("print", f"os.setresuid({NOBODY}, 0, 0)\nprint")
+    with held(directory / name, 0, body):
+        start(directory).close()
+
+
+@pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])
+def test_who_opened_an_old_lock_before_the_first_start_blocks_none_after_it(directory: Path, name: str):
+    left_by_0_1(directory)
+    opened = os.open(directory / name, os.O_RDONLY)
+    made = start(directory)
+    with pytest.raises(BlockingIOError):  # an older daemon that had opened it, and asks for its lock now
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    made.close()
+    fcntl.flock(opened, fcntl.LOCK_EX)
+    start(directory).close()
+    os.close(opened)
+    assert not list(directory.glob("*.new"))
 
 
 @needs_root

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +20,10 @@ Listed = tuple[tuple[EngineId, int], ...]
 
 # Ranks of an engine come within moments of one another: one write for all of them.
 WRITE_AFTER_S = 0.2
+CLOSE_S = 5.0  # how long a write that runs may take when the daemon stops
 MAX_FILE_BYTES = 16 << 20  # 4096 ids of 256 characters, each written in 12 bytes at most
+
+_FRESH = ".new"
 
 
 class OwnershipFile:
@@ -28,10 +33,14 @@ class OwnershipFile:
         self._path = path
         self._listed = listed
         self._writing: asyncio.Task[None] | None = None
+        self._thread: asyncio.Task[None] | None = None  # one write; nothing can stop it
         self._written: Listed | None = None
 
     def read(self) -> Listed:
         """Return what was written last. A file that is none is put aside, and nobody owns anything."""
+        with suppress(OSError):
+            for left in self._path.parent.glob(f"{self._path.stem}*{_FRESH}"):
+                left.unlink()  # by a daemon that was killed while it wrote
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
@@ -63,21 +72,35 @@ class OwnershipFile:
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
+            if self._thread is not None:
+                # Side by side the older list could be the last in its place.
+                await asyncio.wait([self._thread], timeout=CLOSE_S)
+                if not self._thread.done():
+                    log.error(
+                        "cannot write whose engine ids are: an earlier write hangs", path=str(self._path)
+                    )
+                    return
             await asyncio.to_thread(self._write, self._listed())
 
     async def _save(self) -> None:
         while (listed := self._listed()) != self._written:
             await asyncio.sleep(WRITE_AFTER_S)
             listed = self._listed()
-            await asyncio.to_thread(self._write, listed)
+            self._thread = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
+            await asyncio.shield(self._thread)
             self._written = listed  # also where it failed: the next change tries again
 
     def _write(self, listed: Iterable[tuple[EngineId, int]]) -> None:
-        fresh = self._path.with_suffix(".new")
+        content = msgspec.json.encode(dict(listed))
+        fresh: Path | None = None
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd, name = tempfile.mkstemp(_FRESH, f"{self._path.stem}.", self._path.parent)  # 0600
+            fresh = Path(name)
             with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(dict(listed)))
+                file.write(content)
             fresh.replace(self._path)
         except OSError as error:
+            if fresh is not None:
+                with suppress(OSError):
+                    fresh.unlink()
             log.error("cannot write whose engine ids are", path=str(self._path), reason=error.strerror)

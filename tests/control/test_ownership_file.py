@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,40 @@ async def test_closing_writes_what_waits(tmp_path: Path):
     file.save_soon()
     await file.close()
     assert file.read() == OWNED
+
+
+class Slow(tuple):
+    """A list whose writing lasts until it may go on."""
+
+    began, go_on = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        self.began.set()
+        assert self.go_on.wait(30)
+        return super().__iter__()
+
+
+async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(tmp_path: Path):
+    listed = [Slow(OWNED[:1])]
+    file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
+    file.save_soon()
+    assert await asyncio.to_thread(Slow.began.wait, 10)
+    listed.append(OWNED)
+    closing = asyncio.create_task(file.close())
+    try:
+        done, _ = await asyncio.wait([closing], timeout=0.3)
+    finally:
+        Slow.go_on.set()
+    assert not done
+    await asyncio.wait_for(closing, 10)
+    assert file.read() == OWNED
+    assert [path.name for path in tmp_path.iterdir()] == ["owners.json"]
+
+
+def test_what_a_killed_daemon_had_begun_to_write_is_removed(tmp_path: Path):
+    (tmp_path / "owners.x1.new").touch()
+    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == ()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000])
