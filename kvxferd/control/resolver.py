@@ -65,20 +65,27 @@ class Resolver:
 
     def resolve(self, host: str, on_address: OnAddress) -> None:
         """Call `on_address` with a numeric address of the host, or with why it has none; later, always."""
+        loop = asyncio.get_running_loop()
         query = self._queries.get(host)
         if query is None:
-            if len(self._queries) >= MAX_QUERIES:
-                reason = f"{MAX_QUERIES} other names wait for their name servers; give a numeric address"
-                asyncio.get_running_loop().call_soon(self._answer, host, [on_address], "", reason)
+            if reason := self._start(loop, host):
+                loop.call_soon(self._answer, host, [on_address], "", reason)
                 return
             query = self._queries[host] = _Query()
-            loop = asyncio.get_running_loop()
-            thread = threading.Thread(target=self._ask, args=(loop, host), name="resolve", daemon=True)
-            thread.start()
         query.waiting.append(on_address)
         if query.timer is None:
-            loop = asyncio.get_running_loop()
             query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
+
+    def _start(self, loop: asyncio.AbstractEventLoop, host: str) -> str:
+        """Look the name up on a thread, which calls `_found` once; or return why not."""
+        if len(self._queries) >= MAX_QUERIES:
+            return f"{MAX_QUERIES} other names wait for their name servers; give a numeric address"
+        try:
+            threading.Thread(target=self._ask, args=(loop, host), name="resolve", daemon=True).start()
+        except RuntimeError as error:  # the system gives none, by a limit of processes or of memory
+            why = f"{error}; raise the limit of tasks, or give a numeric address"
+            return f"cannot resolve host name {host!r}: {why}"
+        return ""
 
     def stop(self) -> None:
         """Answer nobody any more. Threads end by themselves."""
@@ -92,7 +99,7 @@ class Resolver:
         address, reason = "", f"host name {host!r} has no address"
         try:
             address = next(iter(self._lookup(host)), "")
-        except (OSError, UnicodeError) as error:
+        except Exception as error:  # whatever it is: a query that is never answered keeps its place for ever
             why = error.strerror if isinstance(error, OSError) else str(error)
             reason = f"cannot resolve host name {host!r}: {why}; check the name and its server"
         with suppress(RuntimeError):  # the loop is closed

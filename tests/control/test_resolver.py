@@ -80,6 +80,41 @@ async def test_a_name_that_moves_is_found_and_one_whose_server_is_away_is_where_
     assert await answer_of(resolver, "peer") == ("127.0.0.2", "")
 
 
+async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_for_anew(servers, monkeypatch):
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    resolver = Resolver(servers)
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=resolver)
+    peers.start()
+    try:
+        endpoint = Endpoint(f"tcp://peer:{peers.bound.rpartition(':')[2]}")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            peers.send(endpoint, QUESTION)
+            unreachable = await asyncio.wait_for(heard.get(), 5)
+            assert isinstance(unreachable, ev.PeerUnreachable)
+            assert "start new thread" in unreachable.reason
+        peers.send(endpoint, QUESTION)
+        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+    finally:
+        peers.stop()
+
+
+async def test_a_lookup_that_breaks_is_an_answer(monkeypatch):
+    """Else its name would keep its place, and its askers would wait, for ever."""
+
+    def broken(host: str) -> list[str]:
+        raise ValueError("embedded null character")
+
+    monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
+    resolver = Resolver(broken)
+    for host in ("first", "second"):
+        assert "embedded null character" in (await answer_of(resolver, host))[1]
+
+
 async def test_only_so_many_names_wait(servers, monkeypatch):
     monkeypatch.setattr(resolving, "MAX_QUERIES", 3)
     resolver = Resolver(servers, give_up_s=0.1)
