@@ -28,17 +28,22 @@ MEM_TYPES = ("DRAM", "VRAM")
 MAX_ENGINE_PIECES = 1 << 18
 
 
+def check_names(what: str, *names: str) -> None:
+    """Raise EngineError for a name that is empty or longer than names are. Nothing has kept it yet."""
+    for name in names:
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot {what}: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
+                Code.RANK_INVALID,
+            )
+
+
 def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     """Return the spec with its home in the one spelling of endpoints; EngineError for one that cannot be.
 
     Asked before anything counts the engine's ranks: two large numbers make a list that fits nowhere.
     """
-    for name in (spec.engine_id, spec.generation, incarnation):
-        if not 0 < len(name) <= MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot register: a name of {len(name)} characters; use 1 to {MAX_NAME_CHARS}",
-                Code.RANK_INVALID,
-            )
+    check_names("register", spec.engine_id, spec.generation, incarnation)
     if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
         raise EngineError(
             f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "

@@ -6,7 +6,7 @@ from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, MakeFence
 from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.limits import RETRY_LATER_S, check_share
-from kvxferd.core.manifests import check_spec
+from kvxferd.core.manifests import check_names, check_spec
 from kvxferd.core.membership import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
@@ -226,6 +226,7 @@ class Ranks:
             self._refuse(session, said.request, Code.OUT_OF_PLACE, text)
             return
         try:
+            check_names("attach", said.engine_id, said.generation)
             self._check_owner(session, said.engine_id)
             self._check_publisher(session, said.engine_id)
         except EngineError as error:

@@ -379,3 +379,15 @@ def test_a_list_as_long_as_may_be_can_be_sent_again():
             assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
     whole = assembly.complete({"full": PackedBlocks(b"")}, 1)
     assert len(whole["full"].ids) == MAX_REQUEST_IDS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "generation"), [("e" * 257, "g"), ("e", "g" * 257), ("", "g"), ("e", "")]
+)
+def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(world, engine_id, generation):
+    worker = world.connect(world.host("p"))
+    worker.say(wk.Attach(request=3, engine_id=engine_id, generation=generation))
+    assert [(m.request, m.code) for m in worker.heard(wk.Refused)] == [(3, Code.RANK_INVALID)]
+    assert worker.host.node.sessions[worker.session].attached is None
+    worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
+    assert [m.request for m in worker.heard(wk.Registered)] == [4]
