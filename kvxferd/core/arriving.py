@@ -25,7 +25,8 @@ class Arriving:
 
     def reserve(self, session: Session, num_bytes: int) -> bool:
         """Take room for so many bytes more, or give it back; return whether there was room."""
-        if not session.assembly.num_bytes:
+        if num_bytes > 0 and not session.assembly.num_bytes:
+            # Only where nothing is held: bytes go back to the share that they were taken from.
             session.arrives_with_rank = self._has_rank(session.uid)
         shares = self._with_rank if session.arrives_with_rank else self._without
         if num_bytes <= 0:

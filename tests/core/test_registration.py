@@ -391,3 +391,21 @@ def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(worl
     assert worker.host.node.sessions[worker.session].attached is None
     worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
     assert [m.request for m in worker.heard(wk.Registered)] == [4]
+
+
+@pytest.mark.parametrize("had_rank", [True, False])
+def test_room_goes_back_to_the_share_that_it_was_taken_from(world, had_rank):
+    """Though the user's last rank goes while ids arrive, or the first one comes."""
+    host = world.host("p")
+    arriving = host.node.arriving
+    rank = world.register(host, spec_of("e")) if had_rank else None
+    scheduler = world.connect(host)
+    scheduler.say(wk.Attach(request=1, engine_id="e", generation="g1"))
+    scheduler.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
+    assert (arriving._with_rank.held, arriving._without.held) == ((1 << 20, 0) if had_rank else (0, 1 << 20))
+    if rank is None:
+        world.register(host, spec_of("e"))
+    else:
+        rank.close()
+    scheduler.close()
+    assert (arriving._with_rank.held, arriving._without.held) == (0, 0)
