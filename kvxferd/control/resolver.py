@@ -16,6 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import structlog
+
+log = structlog.get_logger()
+
 # An answer takes milliseconds, and a server that lost one packet is asked again after 5 s.
 GIVE_UP_S = 6.0
 # Queries that are under way, with those that nobody waits for any more. A query without an answer takes
@@ -128,4 +132,7 @@ class Resolver:
             return
         address = address or self._known.get(host, "")
         for on_address in waiting:
-            on_address(address, "" if address else reason)
+            try:
+                on_address(address, "" if address else reason)
+            except Exception:  # the others that wait for this name have their answer all the same
+                log.exception("cannot take an address", limit_by=host, host=host)

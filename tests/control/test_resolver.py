@@ -115,6 +115,16 @@ async def test_a_lookup_that_breaks_is_an_answer(monkeypatch):
         assert "embedded null character" in (await answer_of(resolver, host))[1]
 
 
+async def test_an_asker_that_cannot_take_its_answer_keeps_it_from_no_other(servers):
+    def broken(address: str, reason: str) -> None:
+        raise RuntimeError("a defect")
+
+    resolver = Resolver(servers)
+    resolver.resolve("peer", broken)
+    assert await answer_of(resolver, "peer") == ("127.0.0.1", "")
+    assert servers.num_queries == 1
+
+
 async def test_only_so_many_names_wait(servers, monkeypatch):
     monkeypatch.setattr(resolving, "MAX_QUERIES", 3)
     resolver = Resolver(servers, give_up_s=0.1)
