@@ -15,6 +15,7 @@ _LINE = re.compile(
     r"^\[[\d.]+\] \[[^\]]*?:\s*(?P<pid>\d+)\s*:\d+\s*\]\s+\S+\s+UCX\s+(?P<level>[A-Z]+)\s+(?P<text>.*)$"
 )
 _CONNECTED = re.compile(r"(?:^|\s)(?P<reach>self|intra-node|inter-node) cfg#\d+ (?P<lanes>.*)$")
+CONNECTED_MARK = "cfg#"  # in every line about a connection, whatever else of it can be read
 _GROUP = re.compile(r"(?P<use>\w+)\((?P<transports>[^)]*)\)")
 # Of what these groups hold, reads of data go over the best; the others are for connecting and watching.
 _NOT_DATA = frozenset({"ka", "cm"})
@@ -66,7 +67,7 @@ def parse_lanes(text: str) -> Lanes | None:
 
 def is_about_lanes(text: str) -> bool:
     """Whether the text is of a connection, in whatever form."""
-    return "cfg#" in text
+    return CONNECTED_MARK in text
 
 
 def for_data(transports: tuple[str, ...]) -> str:

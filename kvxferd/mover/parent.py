@@ -19,6 +19,7 @@ from kvxferd.errors import Code, MoverError
 from kvxferd.link import Link, close_all, duplicates
 from kvxferd.mover import child
 from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
+from kvxferd.mover.log_lines import OneLine
 from kvxferd.mover.nixl_transport import Library, import_library
 from kvxferd.mover.process import Crowd, prepare_thread
 from kvxferd.mover.shm import make_directory, remove_directory
@@ -142,11 +143,9 @@ def main() -> None:
     given = arguments.parse_args()
     os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(levelname)s %(name)s[%(process)d] %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(levelname)s %(name)s[%(process)d] %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     prepare_thread("kvxferd-parent")
     make_directory()
     if "UCX_LOG_FILE" not in os.environ:

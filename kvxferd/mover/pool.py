@@ -24,6 +24,7 @@ from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, FromMover, Up
 _LOG = logging.getLogger(__name__)
 
 REFILL_DELAY_S = 0.25  # after a mover was taken: its registration goes first
+MAX_EARLY_LANES = 256  # a mover connects in fewer than 10 ways before its first pull
 RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a parent that dies; the last one repeats
 
 
@@ -169,6 +170,8 @@ class MoverPool:
             case Forked():
                 self._starting[said.mover].attach(said.pid, pidfd)
                 self._starting[said.mover].lanes += self._early_lanes.pop(said.pid, [])
+                if not self._has_unforked():
+                    self._early_lanes.clear()
                 if self._is_stopping:
                     self._starting[said.mover].kill()
             case ForkFailed():
@@ -189,12 +192,24 @@ class MoverPool:
             self._ucx_unheard()
             return
         mover = next((mover for mover in self._all() if mover.pid == line.pid), None)
-        if mover is None:  # its `Forked` comes another way
-            self._early_lanes.setdefault(line.pid, []).append(lanes)
+        if mover is None:
+            self._keep_early(line.pid, lanes)
             return
         mover.lanes.append(lanes)
         if mover.mover_id in self._taken:
             self._on_lanes(mover.mover_id, lanes)
+
+    def _keep_early(self, pid: int, lanes: Lanes) -> None:
+        """Keep what may be of a mover whose `Forked` comes another way. Others are dead, or never were."""
+        if not self._has_unforked():
+            return
+        if sum(map(len, self._early_lanes.values())) < MAX_EARLY_LANES:
+            self._early_lanes.setdefault(pid, []).append(lanes)
+        else:
+            self._ucx_unheard()
+
+    def _has_unforked(self) -> bool:
+        return any(mover.pidfd < 0 for mover in self._starting.values())
 
     def _parent_exited(self) -> None:
         self._early_lanes.clear()
