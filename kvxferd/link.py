@@ -74,11 +74,18 @@ class Link:
         return self._decoder.num_kept_bytes, len(self._received)
 
     def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Queue a frame. The link owns `fds` from here on and closes them when they are sent."""
+        """Queue a frame. The link owns `fds` from here on and closes them when they are sent.
+
+        Raises ProtocolError for a frame beyond the limits; then they are closed too.
+        """
         if self._broken:
             close_all(fds)
             return
-        header = encode_header(len(payload), len(fds))
+        try:
+            header = encode_header(len(payload), len(fds))
+        except ProtocolError:
+            close_all(fds)
+            raise
         if len(payload) < JOINED_BYTES:
             self._unsent.append(_Unsent(memoryview(header + payload), fds))
         else:
@@ -206,6 +213,12 @@ def duplicates(fds: Iterable[int]) -> tuple[int, ...]:
         close_all(copies)
         raise
     return tuple(copies)
+
+
+def close_frames(frames: Iterable[Frame]) -> None:
+    """Close the descriptors of frames that nobody takes."""
+    for frame in frames:
+        close_all(frame.fds)
 
 
 def close_all(fds: Iterable[int]) -> None:

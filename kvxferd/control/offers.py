@@ -5,30 +5,29 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple
 
+from kvxferd.control.frame_descriptors import FrameDescriptors
 from kvxferd.errors import Code, EngineError
-from kvxferd.link import close_all
 from kvxferd.memory.inspect import check_exports
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.worker import Register, Resume
 
 
 class Offer(NamedTuple):
-    """A registration's descriptors, sorted."""
+    """What a registration brought besides its regions."""
 
-    regions: tuple[int, ...]
     mover: socket.socket | None  # to a resident mover
     problem: Refusal | None
 
 
-def take_offer(message: Register | Resume, fds: tuple[int, ...], is_whole: bool = True) -> Offer:
-    """Sort what came with a registration, and say what is wrong with it. All of it is the caller's.
+def take_offer(message: Register | Resume, fds: FrameDescriptors, is_whole: bool = True) -> Offer:
+    """Take a resident mover's socket out of what came, and say what is wrong. The regions stay in `fds`.
 
-    Where it is not whole, `check_offer` says of the regions what is wrong when the rest has come.
+    Where they are not whole, `check_offer` says what is wrong with them when the rest has come.
     """
     mover = None
     try:
         if message.placement == "resident":
-            fds, mover = fds[:-1], mover_socket(fds[-1:])
+            mover = mover_socket(fds)
         elif message.placement != "child":
             raise EngineError(
                 f"cannot place a mover as {message.placement[:80]!r}; child and resident are known",
@@ -41,8 +40,8 @@ def take_offer(message: Register | Resume, fds: tuple[int, ...], is_whole: bool 
                 Code.REGION_INVALID,
             )
     except EngineError as error:
-        return Offer(fds, mover, Refusal(error.code, error.message))
-    return Offer(fds, mover, check_offer(message, fds) if is_whole else None)
+        return Offer(None, Refusal(error.code, error.message))
+    return Offer(mover, check_offer(message, fds.fds) if is_whole else None)
 
 
 def check_offer(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | None:
@@ -54,19 +53,21 @@ def check_offer(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | N
     return None
 
 
-def mover_socket(fds: tuple[int, ...]) -> socket.socket:
-    """Return the one descriptor as the socket of a resident mover. Raises EngineError, and closes it then."""
-    if len(fds) == 1:
+def mover_socket(fds: FrameDescriptors) -> socket.socket:
+    """Take the last descriptor as the socket of a resident mover.
+
+    Raises EngineError where it is none; then nothing is taken.
+    """
+    if fds:
         try:
-            connected = socket.socket(fileno=fds[0])
+            connected = socket.socket(fileno=fds.fds[-1])
         except OSError:
-            close_all(fds)
+            pass
         else:
             if (connected.family, connected.type) == (socket.AF_UNIX, socket.SOCK_STREAM):
+                fds.take_last()
                 return connected
-            connected.close()
-    else:
-        close_all(fds)
+            connected.detach()  # not closed: it is in `fds` yet
     raise EngineError(
         "cannot use a resident mover: its socket, a Unix stream, is the last descriptor of its frame",
         Code.REGION_INVALID,

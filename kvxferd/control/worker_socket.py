@@ -22,6 +22,7 @@ from kvxferd.config import LimitsConfig, WorkerConfig
 from kvxferd.control.admission import Admission, Waiting
 from kvxferd.control.callers import Credentials, credentials_of, death_watch
 from kvxferd.control.descriptor_budget import memory_descriptors
+from kvxferd.control.frame_descriptors import FrameDescriptors
 from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import check_offer, mover_socket, take_offer
 from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
@@ -347,18 +348,22 @@ class WorkerSocket:
             self._end(connection)
 
     def _hear(self, connection: _Connection, frame: Frame) -> None:
-        if connection.closing or connection.ended:
-            close_all(frame.fds)
-            return
+        fds = FrameDescriptors(frame.fds)
         try:
-            if connection.version:
-                message = CLIENT_MESSAGES.decode(frame.payload)
-            else:
-                message, connection.version = decode_first(frame.payload)
-            problem = self._take_descriptors(connection, message, frame.fds)
-        except ProtocolError:
-            close_all(frame.fds)
-            raise
+            self._take(connection, frame.payload, fds)
+        finally:
+            fds.close()
+
+    def _take(self, connection: _Connection, payload: bytes, fds: FrameDescriptors) -> None:
+        """Take a message. What it keeps of the descriptors it takes out of `fds`."""
+        if connection.closing or connection.ended:
+            return
+        if connection.version:
+            message = CLIENT_MESSAGES.decode(payload)
+        else:
+            message, connection.version = decode_first(payload)
+        problem = self._take_descriptors(connection, message, fds)
+        fds.close()  # before anybody acts on the message
         word = b""
         if isinstance(message, Publish) and connection.fence and 0 <= message.fence_slot < FENCE_SLOTS:
             word = connection.fence.read(message.fence_slot)
@@ -368,7 +373,7 @@ class WorkerSocket:
             self._complete(connection)
 
     def _take_descriptors(
-        self, connection: _Connection, message: object, fds: tuple[int, ...]
+        self, connection: _Connection, message: object, fds: FrameDescriptors
     ) -> Refusal | None:
         """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
         if isinstance(message, Descriptors):
@@ -377,6 +382,10 @@ class WorkerSocket:
         if isinstance(message, Register | Resume):
             return self._take_registration(connection, message, fds)
         if isinstance(message, NewMover):
+            if len(fds) != 1:
+                raise ProtocolError(
+                    f"cannot take a new mover: {len(fds)} descriptors came, not its socket alone"
+                )
             try:
                 connection.bring(mover_socket(fds))
             except EngineError as error:
@@ -389,33 +398,32 @@ class WorkerSocket:
         return None
 
     def _take_registration(
-        self, connection: _Connection, message: Register | Resume, fds: tuple[int, ...]
+        self, connection: _Connection, message: Register | Resume, fds: FrameDescriptors
     ) -> Refusal | None:
         close_all(connection.offered)
         connection.offered, connection.announced = (), None
         if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_DESCRIPTORS:
             if message.notices and not fds:
                 raise ProtocolError("cannot take notices: their socket is the last descriptor of the frame")
-            connection.offer_notices(fds[-1] if message.notices else -1)
-            fds = fds[: len(fds) - message.notices]
+            connection.offer_notices(fds.take_last() if message.notices else -1)
             if message.num_descriptors > len(fds) - (message.placement == "resident"):
                 connection.announced = message
-        offer = take_offer(message, (*connection.early.take(), *fds), connection.announced is None)
-        connection.bring(offer.mover)
-        problem = offer.problem
-        if problem is None and not self._count_descriptors(connection, len(offer.regions)):
+        fds.put_before(connection.early.take())
+        mover, problem = take_offer(message, fds, connection.announced is None)
+        connection.bring(mover)
+        if problem is None and not self._count_descriptors(connection, len(fds)):
             problem = NO_DESCRIPTORS
         if problem is not None:
-            close_all(offer.regions)
+            fds.close()
             connection.announced = None
             self._count_descriptors(connection)
         elif connection.announced is not None:
-            connection.early.add(0, offer.regions)
+            self._keep_part(connection, 0, fds)
         else:
-            connection.offered = offer.regions
+            connection.offered = fds.take()
         return problem
 
-    def _take_part(self, connection: _Connection, part: Descriptors, fds: tuple[int, ...]) -> None:
+    def _take_part(self, connection: _Connection, part: Descriptors, fds: FrameDescriptors) -> None:
         """Keep descriptors that belong to a registration of an admitted session."""
         if not connection.admitted:
             old = connection.version < FIRST_WITH_LATE_DESCRIPTORS
@@ -424,9 +432,14 @@ class WorkerSocket:
                 + ("; from version 2 on they come behind it: upgrade the older" if old else ""),
                 Code.BAD_VERSION if old else Code.OUT_OF_PLACE,
             )
-        close_all(connection.early.add(part.first, fds))
+        self._keep_part(connection, part.first, fds)
         if not self._count_descriptors(connection):
             raise ProtocolError(NO_DESCRIPTORS.message, Code.BUSY)
+
+    def _keep_part(self, connection: _Connection, first: int, fds: FrameDescriptors) -> None:
+        void = connection.early.add(first, fds.fds)
+        fds.take()  # they are kept now, and only now
+        close_all(void)
 
     def _complete(self, connection: _Connection) -> None:
         """Have the core know when all descriptors that were announced are there."""
@@ -448,7 +461,7 @@ class WorkerSocket:
         is_more, connection.num_counted = count > connection.num_counted, count
         return not is_more or shares.has_room(uid, 0)
 
-    def _take_hello(self, connection: _Connection, message: Hello, fds: tuple[int, ...]) -> Refusal | None:
+    def _take_hello(self, connection: _Connection, message: Hello, fds: FrameDescriptors) -> Refusal | None:
         if connection.greeted or len(fds) != 1 + message.notices:
             raise ProtocolError(
                 "cannot take hello: it comes once, with the fence page, and the notices where it has any"
@@ -456,14 +469,13 @@ class WorkerSocket:
         connection.greeted = True
         if connection.version >= FIRST_WITH_FENCE_PAGES:
             # For a daemon of version 1: this one makes the page, and takes notices with the registration.
-            close_all(fds)
             return None
         try:
-            connection.fence = UnmappedFencePage.adopt(fds[0])
+            connection.fence = UnmappedFencePage.adopt(fds.fds[0])
         except EngineError as error:
-            close_all(fds)
             return Refusal(error.code, error.message)
-        connection.notices = fds[1] if message.notices else -1
+        _, *notices = fds.take()
+        connection.notices = notices[0] if notices else -1
         return None
 
     def _expel(self, connection: _Connection, error: KvxferdError) -> None:
@@ -506,7 +518,6 @@ class WorkerSocket:
                 session=session,
                 reason=error.message,
             )
-            close_all(fds)
             self._end(connection)
             return
         connection.link.flush()
