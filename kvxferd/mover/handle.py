@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from kvxferd.core.lanes import Lanes
 from kvxferd.errors import KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import Link, duplicates
+from kvxferd.link import Link, close_all, close_frames, duplicates
 from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.descriptors import first_of_last, parts_ahead
@@ -68,9 +68,13 @@ class MoverHandle:
         """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
         if self._stream.fileno() < 0:
             return
-        for ahead, part in parts_ahead(fds):
-            self._stream.send(encode(ahead), duplicates(part))
-        self._stream.send(encode(message), duplicates(fds[first_of_last(len(fds)) :]))
+        payload, copies = (
+            encode(message),
+            duplicates(fds),
+        )  # all or none: parts alone would go with the next one
+        for ahead, part in parts_ahead(copies):
+            self._stream.send(encode(ahead), part)
+        self._stream.send(payload, copies[first_of_last(len(copies)) :])
         if not self._writing:
             self._flush()
 
@@ -113,8 +117,12 @@ class MoverHandle:
         """Deliver what has arrived; return whether there may be more."""
         try:
             frames = self._stream.receive()
-            for frame in frames or ():
-                self._deliver(frame.payload, frame.fds)
+            waiting = iter(frames or ())
+            try:
+                for frame in waiting:
+                    self._deliver(frame.payload, frame.fds)
+            finally:
+                close_frames(waiting)  # behind one that is nonsense
         except (ProtocolError, OSError) as error:
             _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
             self._close_stream()
@@ -128,8 +136,7 @@ class MoverHandle:
         return bool(frames)
 
     def _deliver(self, payload: bytes, fds: tuple[int, ...]) -> None:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         self._hear(FROM_MOVER.decode(payload))
 
     def _hear(self, message: FromMover) -> None:

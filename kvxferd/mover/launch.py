@@ -15,7 +15,7 @@ from contextlib import suppress
 from kvxferd.core.lanes import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import Link, duplicates
+from kvxferd.link import Link, close_all, close_frames, duplicates
 from kvxferd.mover.complaints import Complaints
 from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.shm import remove_directory
@@ -104,8 +104,12 @@ class ParentProcess:
         frames: list[Frame] | None = None
         try:
             frames = self._stream.receive()
-            for frame in frames or ():
-                self._on_said(FROM_PARENT.decode(frame.payload), frame.fds[0] if frame.fds else -1)
+            waiting = iter(frames or ())
+            try:
+                for frame in waiting:
+                    self._deliver(frame)
+            finally:
+                close_frames(waiting)  # behind one that is nonsense
         except (ProtocolError, OSError) as error:
             _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
             frames = None
@@ -113,6 +117,16 @@ class ParentProcess:
             self._close_stream()
             self._kill()
         return bool(frames)
+
+    def _deliver(self, frame: Frame) -> None:
+        try:
+            said = FROM_PARENT.decode(frame.payload)
+            if len(frame.fds) != isinstance(said, Forked):
+                raise ProtocolError(f"cannot take {len(frame.fds)} descriptors with {type(said).__name__}")
+        except ProtocolError:
+            close_all(frame.fds)
+            raise
+        self._on_said(said, frame.fds[0] if frame.fds else -1)
 
     def _exited(self) -> None:
         self._loop.remove_reader(self._pidfd)

@@ -13,7 +13,7 @@ import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.ids import PullId, Ticket
-from kvxferd.link import Link, close_all, duplicates
+from kvxferd.link import Link, close_all, close_frames, duplicates
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.binding import Bindings
 from kvxferd.mover.disconnects import Disconnects
@@ -84,6 +84,7 @@ class Mover:
     def unmap(self) -> None:
         """Let go of all that was mapped. Only when the transport is closed."""
         self._bindings.close()
+        close_all(self._early.take())
         if self._notices is not None:
             self._notices.close()
 
@@ -104,14 +105,17 @@ class Mover:
     def _take(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
         frames = self._stream.receive()
-        for frame in frames or ():
-            self._pacer.moved()
-            try:
-                self._handle(frame)
-            finally:
-                for fd in frame.fds:
-                    os.close(fd)
-            self._answer_bind()
+        waiting = iter(frames or ())
+        try:
+            for frame in waiting:
+                self._pacer.moved()
+                try:
+                    self._handle(frame)
+                finally:
+                    close_all(frame.fds)
+                self._answer_bind()
+        finally:
+            close_frames(waiting)  # behind one that cannot be taken: a resident mover's process goes on
         return frames is None
 
     def _work(self) -> None:
@@ -147,7 +151,13 @@ class Mover:
         message = TO_MOVER.decode(frame.payload)
         match message:
             case Descriptors():
-                close_all(self._early.add(message.first, duplicates(frame.fds)))
+                copies = duplicates(frame.fds)
+                try:
+                    void = self._early.add(message.first, copies)
+                except ProtocolError:
+                    close_all(copies)
+                    raise
+                close_all(void)
             case wire.Bind():
                 early = self._early.take()
                 try:

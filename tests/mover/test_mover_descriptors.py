@@ -1,0 +1,97 @@
+"""What comes with frames that a mover, or the daemon's end of one, cannot take: all of it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from kvxferd.errors import ProtocolError
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.link import Link, duplicates
+from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.loop import Mover
+from kvxferd.mover.memory_transport import Fabric, MemoryTransport
+from kvxferd.mover.pacing import Pacer
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Descriptors
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
+from kvxferd.wire.mover import Attending
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_mover_that_reads_nonsense_closes_all_that_came() -> None:
+    """Before it, with it and behind it: a resident mover's process goes on."""
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    daemon, stream = Link(ours), Link(theirs)
+    for first, count in ((0, 2), (5, 2), (2, 3)):  # the second leaves a gap
+        daemon.send(encode(Descriptors(first=first)), duplicates([ours.fileno()] * count))
+    daemon.flush()
+    transport = MemoryTransport(Fabric(), AgentName("a"))
+    mover = Mover(stream, transport, Pacer(lambda: False), os.close)
+    with pytest.raises(ProtocolError):
+        mover.serve()
+    transport.close()
+    mover.unmap()
+    stream.close()
+    daemon.close()
+    assert open_fds() == before
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen[bytes]) -> None:
+    ended = asyncio.Event()
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
+    link = Link(theirs)
+    for payload in (encode(Attending(token=1)), b"nonsense", encode(Attending(token=2))):
+        link.send(payload, duplicates([theirs.fileno()] * 3))
+    link.flush()
+    handle.attach(process.pid, os.pidfd_open(process.pid))
+    await asyncio.wait_for(ended.wait(), 10)
+    link.close()
+    await asyncio.sleep(0)
+    assert open_fds() == before
+
+
+async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part() -> None:
+    """Its parts would be taken for the beginning of the next message's."""
+    ours, theirs = socket.socketpair()
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None)
+    before = open_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + MAX_FDS_PER_FRAME + 20, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            handle.send(Attending(token=1), [theirs.fileno()] * (MAX_FDS_PER_FRAME + 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (handle.num_queued_bytes, open_fds()) == (0, before)
+    handle.discard()
+    theirs.close()
+
+
+def test_a_frame_that_cannot_be_sent_has_its_descriptors_closed() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    before = open_fds()
+    with pytest.raises(ProtocolError):
+        link.send(bytes(MAX_FRAME_BYTES + 1), duplicates([theirs.fileno()]))
+    assert open_fds() == before
+    link.close()
+    theirs.close()
