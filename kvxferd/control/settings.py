@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from kvxferd.config import Config
 from kvxferd.core.limits import Limits
 from kvxferd.core.settings import Settings
@@ -21,6 +23,7 @@ def settings_of(config: Config, trust: Trust) -> Settings:
             max_waiting_per_peer=config.limits.max_waiting_per_peer,
             max_waiting=config.limits.max_waiting,
         ),
+        own_uid=os.geteuid(),
         ownership_s=config.worker.ownership_s,
         lease_s=config.transfer.lease_s,
         max_hold_s=config.transfer.max_hold_s,

@@ -101,6 +101,7 @@ class Ranks:
             validate_layout(spec, said.layout)
             _check_exports(said.layout, said.regions)
             self._check_owner(session, spec.engine_id)
+            self._check_start(session, spec.key)
             if session.version >= FIRST_WITH_LATE_DESCRIPTORS:
                 session.notices = said.notices
             rank = LocalRank(
@@ -188,6 +189,17 @@ class Ranks:
                 f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are, or were "
                 f"last, of uid {owners}; run it as that user, choose another engine id, or have the operator "
                 "disown it",
+                Code.NOT_ALLOWED,
+            )
+
+    def _check_start(self, session: Session, key: EngineKey) -> None:
+        is_own = session.uid == self._moment.settings.own_uid
+        if not is_own and not self._registry.may_start(session.uid, key):
+            newest = self._registry.newest(key.engine_id)
+            raise EngineError(
+                f"cannot register engine {key} as uid {session.uid}: {newest} is here with ranks of other "
+                "nodes alone, and this would replace it; stop it there first, choose another engine id, or "
+                "register this start as root or as the daemon's user",
                 Code.NOT_ALLOWED,
             )
 

@@ -282,6 +282,16 @@ class Registry:
         owners = self.owners(engine_id)
         return not owners or uid in (0, *owners)
 
+    def may_start(self, uid: int, key: EngineKey) -> bool:
+        """Whether that user may register that start of the engine.
+
+        An engine that is here only as ranks of other nodes has no user here. Whoever is on this node could
+        else end it by a start of another name. Its users are root, and whoever `ownerships` names.
+        """
+        if uid == 0 or key in self._engines or self.owners(key.engine_id):
+            return self.is_owner(uid, key.engine_id)
+        return key.engine_id not in self._newest
+
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
         """Whether that user may publish for the engine: some rank's mover here serves its fence pages.
 

@@ -24,6 +24,7 @@ class Settings:
     attend_linger_s: float = 2.0  # a source mover polls on after its last grant ended
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
     ownership_s: float = 600.0  # an engine id stays its user's after its last rank has left
+    own_uid: int = 0  # the daemon's own user, who may replace what has no user here
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     trust: Trust = EVERYBODY  # at the start; see `TrustChanged`
     limits: Limits = DEFAULT_LIMITS

@@ -83,6 +83,41 @@ def test_root_takes_over_and_has_it_then(world):
     assert refusals(register_as(world, host, 1000, spec_of("prefill", generation="g3"))) == [Code.NOT_ALLOWED]
 
 
+def register_here(world, host, uid, spec):
+    """Like `register_as`, for a spec that has its home in this world."""
+    other = World()
+    model = other.register(other.host("p"), msgspec.structs.replace(spec, home=""))
+    worker = connect_as(world, host, uid)
+    worker.spec, worker.layout, worker.memory = spec, model.layout, model.memory
+    world.register_again(worker)
+    return worker
+
+
+def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
+    """It has no user at its home, so whoever was on that node could end it by a start of another name."""
+    home = world.host("p0")
+    spec = spec_of("big", tp=2, home=home.endpoint)
+    assert world.register(world.host("p1"), spec).heard(wk.Registered)
+    key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
+    assert refusals(register_here(world, home, 4242, other)) == [Code.NOT_ALLOWED]
+    assert not home.node.registry.is_superseded(key)
+    scheduler = connect_as(world, home, 4242)
+    scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
+    assert scheduler.heard(wk.Registered)
+    beside = register_here(world, home, 1000, msgspec.structs.replace(spec, tp_rank=1))
+    assert beside.heard(wk.Registered)
+    beside.close()
+    assert register_here(world, home, 1000, other).heard(wk.Registered)
+
+
+def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
+    world = World(settings=Settings(own_uid=1000))
+    home = world.host("p0")
+    world.register(world.host("p1"), spec_of("big", home=home.endpoint))
+    replaced = spec_of("big", home=home.endpoint, generation="g2")
+    assert register_here(world, home, 1000, replaced).heard(wk.Registered)
+
+
 # --- bounds
 
 
