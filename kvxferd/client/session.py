@@ -372,6 +372,9 @@ class Session:
                 "upgrade the older",
                 Code.BAD_VERSION,
             )
+        if self.enrolment.done_before and message.code in PASSING_ON_REJOIN:
+            text = f"the daemon has ended the session for now: {message.message}"
+            raise KvxferdError(text, Code.DAEMON_LOST)
         raise KvxferdError(message.message, message.code)
 
     @property

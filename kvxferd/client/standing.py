@@ -18,9 +18,10 @@ class Standing(Enum):
     OVER = auto()  # for good
 
 
-# A rank or publisher that was taken before asks again: whoever has its engine id now may go, or an operator
-# gives it back. To end for good would let one second of squatting end a live engine.
-PASSING_ON_REJOIN = frozenset({Code.NOT_ALLOWED})
+# A rank or publisher that was taken before asks again: whoever has its engine id or its rank now, or a rank
+# of another shape beside it, may go, or an operator gives the id back. To end for good would let one second
+# of squatting end a live engine.
+PASSING_ON_REJOIN = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH})
 
 # Refusals that asking again does not change. On any other the client keeps trying.
 FINAL = frozenset(

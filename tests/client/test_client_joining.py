@@ -229,7 +229,17 @@ def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -
     assert stage.daemon.nobody_comes(0.3)
 
 
-def test_who_was_taken_before_is_not_refused_for_good(stage: Stage) -> None:
+@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH])
+def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, code: Code) -> None:
+    rank = stage.rank(version=2)
+    stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
+    stage.rejoin(version=2)
+    until(lambda: rank.is_connected, "taken again")
+    assert rank.poll() == []
+
+
+@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH])
+def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
     """Somebody else has its engine id for a moment, after a restart of the daemon."""
     rank = stage.rank(version=2)
     stage.daemon.stop()
@@ -239,7 +249,7 @@ def test_who_was_taken_before_is_not_refused_for_good(stage: Stage) -> None:
         side.greet(version=2)
         register = side.expect(worker.Register)
         text = "its ranks here are of uid 1001"
-        side.say(worker.Refused(request=register.request, code=Code.NOT_ALLOWED, message=text))
+        side.say(worker.Refused(request=register.request, code=code, message=text))
     stage.rejoin(version=2)
     until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []
