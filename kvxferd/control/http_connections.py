@@ -9,6 +9,7 @@ that has the most, so that who holds connections open keeps nobody out of their 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import Counter
@@ -59,6 +60,10 @@ class Share:
         """Close an idle connection where the share is full. False: every one of them is being answered."""
         if len(self.connections) < self.max_connections:
             return True
+        return self.give_back()
+
+    def give_back(self) -> bool:
+        """Close an idle connection, full or not. False: there is none."""
         num_of = Counter(connection.source for connection in self.connections)
         idle = [connection for connection in self.connections if not connection.is_answered]
         if not idle:
@@ -161,6 +166,8 @@ class HttpListeners:
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._spare = -1  # a descriptor with which to accept and judge a caller where no other is left
+        self._keep_spare()
 
     @property
     def shares(self) -> tuple[Share, Share, Share]:
@@ -189,41 +196,88 @@ class HttpListeners:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._release_spare()
+
+    def _keep_spare(self) -> None:
+        if self._spare < 0:
+            with suppress(OSError):
+                self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _release_spare(self) -> bool:
+        fd, self._spare = self._spare, -1
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
 
     def _watch(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
+        self._keep_spare()
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # No descriptor left. An idle connection of HTTP gives its own back; who waits is asked again.
-                log.warning("http: cannot accept", reason=error.strerror)
-                max(self.shares[:2], key=lambda share: len(share.connections)).make_room()
-                self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(ACCEPT_AGAIN_S, self._watch, listener)
-                return
+                try:
+                    accepted, address = self._accept_with_spare(listener)
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    return  # without descriptors the kernel does not look whether somebody waits
+                except OSError:
+                    self._accept_later(listener, error)
+                    return
+                if self._is_operator(accepted):
+                    self._give_back()
+                    self._take(accepted, address)
+                    return  # what was given back is closed on the loop's next turn
+                # The spare one is no stranger's to keep.
+                _turn_away(accepted)
+                self._keep_spare()
+                if listener.family != socket.AF_UNIX:  # behind a stranger there an operator may wait
+                    self._accept_later(listener, error)
+                    return
+                continue
             self._take(accepted, address)
+
+    def _accept_with_spare(self, listener: socket.socket) -> tuple[socket.socket, Any]:
+        if not self._release_spare():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        try:
+            return listener.accept()
+        except OSError:
+            self._keep_spare()
+            raise
+
+    def _accept_later(self, listener: socket.socket, error: OSError) -> None:
+        """No descriptor left. An idle connection of HTTP gives its own back; who waits is asked again."""
+        log.warning("http: cannot accept", reason=error.strerror)
+        self._give_back()
+        self._loop.remove_reader(listener.fileno())
+        self._loop.call_later(ACCEPT_AGAIN_S, self._watch, listener)
+
+    def _give_back(self) -> None:
+        """Close an idle connection of a stranger, of the larger share first; an operator's is kept."""
+        strangers = sorted(self.shares[:2], key=lambda share: len(share.connections), reverse=True)
+        any(share.give_back() for share in strangers)
+
+    def _is_operator(self, accepted: socket.socket) -> bool:
+        return accepted.family == socket.AF_UNIX and credentials_of(accepted).uid in (0, os.geteuid())
 
     def _take(self, accepted: socket.socket, address: Any) -> None:
         share, source = self._tcp, ""
         if accepted.family == socket.AF_UNIX:
             uid = credentials_of(accepted).uid
             share, source = self._users, f"uid {uid}"
-            if uid in (0, os.geteuid()):
+            if self._is_operator(accepted):
                 share = self._operators
         else:
             source = str(address[0])
-        accepted.setblocking(False)
         if not share.make_room():
-            with suppress(OSError):
-                accepted.send(_FULL)
-            accepted.close()
+            _turn_away(accepted)
             return
+        accepted.setblocking(False)
         connection = HttpConnection(self._server, self, share, source)
         self._start(self._connect(connection, accepted))
 
@@ -240,11 +294,18 @@ class HttpListeners:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
+        self._keep_spare()
         now = self._loop.time()
         for share in self.shares:
             for connection in [c for c in share.connections if c.is_overdue(now)]:
                 connection.drop()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+
+def _turn_away(accepted: socket.socket) -> None:
+    with accepted, suppress(OSError):
+        accepted.setblocking(False)
+        accepted.send(_FULL)
 
 
 class Pace:

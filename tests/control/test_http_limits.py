@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -99,6 +100,50 @@ async def test_users_who_fill_the_control_socket_keep_root_not_out() -> None:
                 assert answer.status == 200
             async with over_unix(config) as client, client.post("/v1/drain") as answer:
                 assert answer.status == 202
+
+
+@needs_root
+async def test_without_descriptors_the_operator_gets_in_and_idle_connections_give_theirs_back() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open_directory() as directory, ExitStack() as closing:
+        config = config_in(directory)
+        async with serving(config, StillNode()) as server:
+            os.chmod(config.control.socket, 0o666)
+            idle, writer = await open_tcp(server)
+            writer.write(REQUEST)
+            assert await status_of(idle) == 200
+            await idle.readuntil(b"\r\n\r\n")
+            made = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+            for each in made:
+                closing.enter_context(each)
+                each.settimeout(5)
+            most = max(int(name) for name in os.listdir("/proc/self/fd"))
+            fill: list[int] = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, before[1]))
+                with suppress(OSError):
+                    while True:
+                        fill.append(os.dup(2))
+                os.seteuid(NOBODY)
+                try:  # they wait before the operator
+                    for each in made[:3]:
+                        each.connect(config.control.socket)
+                finally:
+                    os.seteuid(0)
+                made[3].connect(config.control.socket)
+                made[3].setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(made[3], REQUEST)
+                said = await asyncio.wait_for(loop.sock_recv(made[3], 4096), 10)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for fd in fill:
+                os.close(fd)
+            assert b" 200 " in said.partition(b"\r\n")[0]
+            for each in made[:3]:
+                assert b" 503 " in each.recv(4096).partition(b"\r\n")[0]
+            await asyncio.wait_for(idle.read(), 10)  # ended
+            writer.close()
 
 
 @pytest.mark.parametrize(
