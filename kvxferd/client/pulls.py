@@ -185,7 +185,9 @@ class Pulls:
         tickets = set(message.tickets)
         live = (number for number in tickets if (pull := self._known(number)) and pull.phase is Phase.SENT)
         return worker.PullsResumed(
-            tickets=tuple(sorted(live)), arrived=tuple(sorted(tickets.intersection(self._noticed)))
+            number=message.number,
+            tickets=tuple(sorted(live)),
+            arrived=tuple(sorted(tickets.intersection(self._noticed))),
         )
 
     def take_noticed(self) -> tuple[Ticket, ...]:

@@ -79,10 +79,15 @@ class Pull:
     outcome: PullOutcome | None = None
     retried: bool = False
     num_movers_lost: int = 0  # movers that died while they had it
-    awaits_worker: bool = False  # whether its last mover delivered it, only the worker knows
+    interruption: int = 0  # whether its last mover delivered it, the answer to this one tells; 0: is known
     arrived: bool = False  # the worker has its mover's word that it is delivered
     former: Hold | None = None  # of the first try, until the second has one
     phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether only the worker knows if its last mover delivered it."""
+        return self.interruption != 0
 
     @property
     def blocks_are_free(self) -> bool:

@@ -45,6 +45,7 @@ class Pulls:
         # The same by session and ticket: a session with few pulls pays nothing for those of others.
         self._of_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
         self._last = 0
+        self._last_interruption = 0
         self._load = Load(moment.settings.limits)
         self.stalls = Stalls(moment)
 
@@ -121,8 +122,19 @@ class Pulls:
     def post_waiting(self, rank: LocalRank) -> None:
         """The rank has a mover again: post what waited for it."""
         for pull in self._asked_by(rank):
-            if pull.phase is Phase.HOLDING and pull.hold.state is HoldState.HELD:
-                self.post(pull)
+            if pull.phase is Phase.HOLDING and not pull.awaits_worker:
+                self._go_on(pull)
+
+    def _go_on(self, pull: Pull) -> None:
+        """Post a pull that waited for a mover. Where the source has ended its grant since, ask anew."""
+        if pull.hold.state is HoldState.HELD:
+            self.post(pull)
+        elif pull.hold.state is not HoldState.ENDED:
+            return  # it is asked for, and posted when it is settled
+        elif pull.deadline - self._moment.now > RETRY_ROOM_S:
+            self._hold_anew(pull, Code.MOVER_LOST, _mover_lost(pull))
+        else:
+            self._refuse(pull, Code.MOVER_LOST, _mover_lost(pull))
 
     def _send(self, mover: MoverId, pull: Pull) -> None:
         hold = pull.hold
@@ -220,6 +232,7 @@ class Pulls:
     def mover_died(self, mover: MoverId) -> None:
         """Nothing that it posted can write any more: what has time left is read again by the next one."""
         interrupted: dict[SessionId, list[Ticket]] = {}
+        self._last_interruption += 1
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
             if pull.arrived:
                 self._deliver(pull, PullOutcome(delivered=True, told=True))
@@ -230,7 +243,9 @@ class Pulls:
                 if pull.awaits_worker:
                     interrupted.setdefault(pull.rank.session, []).append(pull.ticket)
         for session, tickets in interrupted.items():
-            self._moment.do(ToWorker(session, PullsInterrupted(tickets=tuple(tickets))))
+            self._moment.do(
+                ToWorker(session, PullsInterrupted(number=self._last_interruption, tickets=tuple(tickets)))
+            )
 
     def _can_move_on(self, pull: Pull) -> bool:
         rank = pull.rank
@@ -250,25 +265,27 @@ class Pulls:
         """
         pull.move(Signal.RETRY)
         pull.num_movers_lost += 1
-        pull.mover, pull.awaits_worker = None, pull.rank.notices
+        pull.mover = None
+        pull.interruption = self._last_interruption if pull.rank.notices else 0
         if pull.hold.state is HoldState.HELD:
             self.post(pull)
         else:
             self._hold_anew(pull, Code.MOVER_LOST, _mover_lost(pull))
 
     def resumed(self, rank: LocalRank, said: PullsResumed) -> None:
-        """The worker says which of its interrupted pulls have not ended for it."""
+        """The worker says which pulls of one interruption have not ended for it, and of no other."""
         again, arrived = set(said.tickets), set(said.arrived)
-        for pull in [p for p in self._pulls.values() if p.rank is rank and p.awaits_worker]:
-            pull.awaits_worker = False
+        asked = [p for p in self._asked_by(rank) if p.awaits_worker and p.interruption == said.number]
+        for pull in asked:
+            pull.interruption = 0
             if pull.phase is not Phase.HOLDING:
                 continue
             if pull.ticket in arrived:
                 self._deliver(pull, PullOutcome(delivered=True, told=True))
             elif pull.ticket not in again:
                 self._refuse(pull, Code.MOVER_LOST, _mover_lost(pull))
-            elif pull.hold.state is HoldState.HELD:
-                self.post(pull)
+            else:
+                self._go_on(pull)
 
     def runs_on(self, mover: MoverId) -> bool:
         """Whether a pull of that mover has not ended, other than in doubt."""

@@ -18,7 +18,7 @@ from kvxferd.core.sessions import Session
 from kvxferd.core.shares import Shares
 from kvxferd.core.source import Source
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import GroupName
+from kvxferd.ids import GroupName, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate
@@ -131,6 +131,8 @@ class Requests:
             case Noticed():
                 self._noticed(session, said)
             case PullsResumed():
+                self._check_tickets(said.tickets)
+                self._check_tickets(said.arrived)
                 if session.rank is not None:
                     self._pulls.resumed(session.rank, said)
             case Abandon():
@@ -140,10 +142,13 @@ class Requests:
             case _:
                 assert_never(said)
 
-    def _noticed(self, session: Session, said: Noticed) -> None:
+    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
         most = max(MAX_NOTICED, self._moment.settings.limits.max_pulls_per_rank)
-        if len(said.tickets) > most:
-            raise ProtocolError(f"cannot take {len(said.tickets)} tickets: {most} pulls may run")
+        if len(tickets) > most:
+            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
+
+    def _noticed(self, session: Session, said: Noticed) -> None:
+        self._check_tickets(said.tickets)
         if session.rank is not None:
             self._pulls.noticed(session.rank, said.tickets)
 

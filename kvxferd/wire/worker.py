@@ -138,6 +138,7 @@ class Noticed(Message, frozen=True, tag="noticed"):
 class PullsResumed(Message, frozen=True, tag="pulls-resumed"):
     """Answers `PullsInterrupted`: which of those pulls are to be read again, and which a mover delivered."""
 
+    number: int  # of the interruption that it answers
     tickets: tuple[Ticket, ...]
     arrived: tuple[Ticket, ...] = ()
 
@@ -266,6 +267,7 @@ class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
     None is read again before `PullsResumed` names it: the engine may use delivered blocks already.
     """
 
+    number: int  # of this interruption: the next mover may die before this one is answered
     tickets: tuple[Ticket, ...]
 
 

@@ -192,9 +192,9 @@ def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: S
     stage.side.say(failed)
     stage.side.notice(word_of(delivered))
     tickets = (delivered.number, open_.number, cancelled.number)
-    stage.side.say(worker.PullsInterrupted(tickets=tickets))
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=tickets))
     resumed = stage.side.expect(worker.PullsResumed)
-    assert resumed == worker.PullsResumed(tickets=(open_.number,), arrived=(delivered.number,))
+    assert resumed == worker.PullsResumed(number=3, tickets=(open_.number,), arrived=(delivered.number,))
     stage.side.notice(word_of(open_))  # by the next mover
     assert len(events_of(rank, 3)) == 3
 
@@ -204,13 +204,13 @@ def test_a_pull_that_the_client_has_given_up_is_not_read_again(stage: Stage) -> 
     ticket = pulled(stage, rank, deadline_s=0.01)
     assert isinstance(one_event(rank), Failed)
     stage.side.expect(worker.Cancel)
-    stage.side.say(worker.PullsInterrupted(tickets=(ticket.number,)))
-    assert stage.side.expect(worker.PullsResumed) == worker.PullsResumed(tickets=())
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=(ticket.number,)))
+    assert stage.side.expect(worker.PullsResumed) == worker.PullsResumed(number=3, tickets=())
 
 
 def test_a_pull_that_was_never_asked_cannot_be_interrupted(stage: Stage) -> None:
     rank = stage.rank(version=2)
-    stage.side.say(worker.PullsInterrupted(tickets=(7,)))
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=(7,)))
     with pytest.raises(ConnectionError):
         stage.side.receive()
     rank.close()

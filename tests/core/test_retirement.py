@@ -9,6 +9,7 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Mover, Worker, World, mover_of, spec_of
 
 from kvxferd.core import events as ev
+from kvxferd.core.holds import HoldState
 from kvxferd.core.movers import RETIRED_S
 from kvxferd.core.pulls import MAX_MOVERS_LOST
 from kvxferd.core.stalls import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, Stalls
@@ -249,7 +250,7 @@ def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, sourc
 def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, source, sink):
     if not world.notices:
         return
-    sink.resume_pulls = lambda tickets: None
+    sink.resume_pulls = lambda number, tickets: None
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=4)
     before = bytes(sink.memory)
@@ -257,6 +258,56 @@ def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, sour
     world.advance(4.1)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.DEADLINE, True)
     assert bytes(sink.memory) == before
+
+
+def test_an_answer_is_to_one_interruption_alone(world, source, sink):
+    """The next mover may die before the worker has answered for the pulls of the first."""
+    if not world.notices:
+        return
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    answer = sink.resume_pulls
+    sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))
+    old = mover_of(sink)
+    stall(world, source, sink)
+    first = sink.pull(source.publish("t1", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
+    world.advance(1.0 + world.settings.quiesce_s)
+    mover_of(sink).hold = True
+    second = sink.pull(source.publish("t2", IDS, TOKENS), [20, 21, 22], TOKENS, deadline_s=60)
+    mover_of(sink).die()
+    old.die()
+    world.advance(1)
+    assert sorted(tickets for _, tickets in asked) == [(first,), (second,)]
+    for number, tickets in asked:
+        answer(number, tickets)
+    world.advance(1)
+    assert isinstance(sink.ended(first), wk.Delivered)
+    assert isinstance(sink.ended(second), wk.Delivered)
+
+
+@pytest.mark.parametrize("name", ["tickets", "arrived"])
+def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
+    many = {"tickets": (), name: tuple(range(1025))}
+    sink.say(wk.PullsResumed(number=1, **many))
+    assert "1024 pulls may run" in sink.heard(wk.Farewell)[0].message
+
+
+def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, source, sink):
+    if not world.notices:
+        return
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    answer = sink.resume_pulls
+    sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
+    mover_of(sink).die()
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.advance(world.settings.lease_s)
+    (pull,) = sink.host.node.pulls.running()
+    assert pull.hold.state is HoldState.ENDED
+    answer(*asked[0])
+    world.advance(1)
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
 
 
 def test_version_1_with_notices_is_not_read_again(world, source):

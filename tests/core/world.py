@@ -127,13 +127,13 @@ class Worker:
         assert len(found) <= 1, found
         return found[0] if found else None
 
-    def resume_pulls(self, tickets: tuple[int, ...]) -> None:
+    def resume_pulls(self, number: int, tickets: tuple[int, ...]) -> None:
         """Answer for pulls whose mover died, as a client does."""
         ended = {ticket: self.ended(ticket) for ticket in tickets}
         again = tuple(ticket for ticket, event in ended.items() if event is None)
         delivered = tuple(t for t, event in ended.items() if isinstance(event, wk.Delivered))
         if self.connected:
-            self.say(wk.PullsResumed(tickets=again, arrived=delivered))
+            self.say(wk.PullsResumed(number=number, tickets=again, arrived=delivered))
 
     def close(self) -> None:
         self.connected = False
@@ -448,8 +448,8 @@ class World:
                         watched = wk.MoverAcknowledged(number=effect.message.number)
                         self._run_later(lambda: worker.say(watched) if worker.connected else None)
                     if isinstance(effect.message, wk.PullsInterrupted):
-                        tickets = effect.message.tickets
-                        self._run_later(lambda: worker.resume_pulls(tickets))
+                        number, tickets = effect.message.number, effect.message.tickets
+                        self._run_later(lambda: worker.resume_pulls(number, tickets))
             case fx.CloseWorker():
                 self._later(host, ev.WorkerClosed(effect.session))
                 host.workers[effect.session].connected = False

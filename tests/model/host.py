@@ -462,4 +462,4 @@ def resumed(worker: Worker, message: wk.PullsInterrupted) -> wk.PullsResumed:
     """What a client answers for pulls whose mover died."""
     again = tuple(ticket for ticket in message.tickets if ticket not in worker.ended)
     delivered = tuple(t for t in message.tickets if t in worker.noticed and worker.ended[t] == "delivered")
-    return wk.PullsResumed(tickets=again, arrived=delivered)
+    return wk.PullsResumed(number=message.number, tickets=again, arrived=delivered)
