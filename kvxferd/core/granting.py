@@ -36,8 +36,12 @@ from kvxferd.wire.peer import (
 K = TypeVar("K")
 
 # 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 asks that
-# may wait (`limits.max_waiting`) 256 may be long: 32 MiB, and 256 MiB of the others at most.
-MAX_ASK_CHARS, LONG_ASK_CHARS, MAX_LONG_ASKS = 128 << 10, 8 << 10, 256
+# may wait (`limits.max_waiting`) 256 may be long, 64 of one asker: 32 MiB, and 256 MiB of the others at most.
+MAX_ASK_CHARS, LONG_ASK_CHARS, MAX_LONG_ASKS, MAX_LONG_ASKS_OF_ONE = 128 << 10, 8 << 10, 256, 64
+# Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. One key may be
+# that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
+# 1.5 KiB: 6 MiB a transfer, and 1.5 MiB by one asker, where a hostile one had 60,000 grants and 90 MiB.
+MAX_GRANTS, MAX_GRANTS_OF_ONE = 4096, 1024
 MAX_ENDPOINT_CHARS = 512
 # Engines that say they have read one transfer, or want no more of it. A request is routed to a handful.
 MAX_READERS = 256
@@ -85,6 +89,8 @@ class Granting:
         self._asks_of: dict[AgentName, dict[GrantId, None]] = {}
         self._asks_on: dict[EngineId, dict[GrantId, None]] = {}
         self._num_of_asker: Counter[str] = Counter()
+        self._long: dict[GrantId, None] = {}  # those that name many agents
+        self._num_long_of: Counter[str] = Counter()
         self._due: dict[GrantId, None] = {}  # to be looked at in the next turns
 
     # --- asking
@@ -93,29 +99,34 @@ class Granting:
         """Answer now, or once the transfer is published, ready, and its movers poll."""
         grant = _name_of(question.grant, key)
         waiting = self._asks.get(grant)
+        asker = waiting.asker if waiting else key or route.hex()
         try:
             _check_names(question)
+            if _is_long(question) and grant not in self._long:
+                self._check_long(asker)  # asked again, a short question may have become a long one
             if waiting is None:
-                self._check_long(question)
-                of_asker = self._num_of_asker[key or route.hex()]
+                of_asker = self._num_of_asker[asker]
                 check_waiting(of_asker, len(self._asks), self._moment.settings.limits)
         except KvxferdError as error:
             self._moment.do(ToRoute(route, refusal_of(question.request, error)))
             return
         if waiting is None:
-            waiting = self._asks[grant] = _Ask(grant, key or route.hex(), route, question, self._moment.now)
+            waiting = self._asks[grant] = _Ask(grant, asker, route, question, self._moment.now)
             self._num_of_asker[waiting.asker] += 1
         else:
             self._unlist_question(waiting)
             waiting.route, waiting.question = route, question  # asked again: the last route is the live one
+        if _is_long(question):
+            self._long[grant] = None
+            self._num_long_of[asker] += 1
         self._asks_for.setdefault(_key_of(question), {})[grant] = None
         self._asks_on.setdefault(question.ref.engine_id, {})[grant] = None
         self._consider(waiting)
 
-    def _check_long(self, question: AskGrant) -> None:
-        if sum(len(agent) for _, agent in question.reads) > LONG_ASK_CHARS:
-            what = f"wait for a grant that names {len(question.reads)} agents: {len(self._asks)} others wait"
-            check_count(len(self._asks), MAX_LONG_ASKS, what, "not a setting")
+    def _check_long(self, asker: str) -> None:
+        what = "wait for a grant that names so many agents: too many such questions wait"
+        check_count(len(self._long), MAX_LONG_ASKS, what, "not a setting")
+        check_count(self._num_long_of[asker], MAX_LONG_ASKS_OF_ONE, what, "of one asker; not a setting")
 
     def reconsider(self, engine_id: EngineId) -> None:
         """Something changed that asks for this engine may have waited for: a rank, a fence page, a mover."""
@@ -185,6 +196,11 @@ class Granting:
             self._attendance.leave(agent, ask.grant)
 
     def _unlist_question(self, ask: _Ask) -> None:
+        if ask.grant in self._long:
+            del self._long[ask.grant]
+            self._num_long_of[ask.asker] -= 1
+            if not self._num_long_of[ask.asker]:
+                del self._num_long_of[ask.asker]
         self._unlist(self._asks_for, _key_of(ask.question), ask.grant)
         self._unlist(self._asks_on, ask.question.ref.engine_id, ask.grant)
 
@@ -259,6 +275,14 @@ class Granting:
                 Code.OUT_OF_PLACE,
                 f"{what}: grant {question.grant[:80]} is on another transfer; choose a new name",
             )
+        if ask.grant not in transfer.grants and (
+            len(transfer.grants) >= MAX_GRANTS or transfer.num_grants_of[ask.asker] >= MAX_GRANTS_OF_ONE
+        ):
+            return _Obstacle(
+                Code.BUSY,
+                f"{what}: it has {len(transfer.grants)} grants; {MAX_GRANTS} are the limit, and "
+                f"{MAX_GRANTS_OF_ONE} of one asker",
+            )
         if engine.mapped_anew(transfer.incarnations) is not None:
             self._source.release(transfer, Code.RANK_LOST)
             return _Obstacle(
@@ -299,6 +323,7 @@ class Granting:
             self._attendance.leave(agent, ask.grant)
         grant = Grant(
             grant=ask.grant,
+            asker=known.asker if known else ask.asker,
             consumer=question.consumer,
             agents=ask.agents,
             born=born,
@@ -407,6 +432,10 @@ def _check_names(question: AskGrant) -> None:
             "characters",
             Code.BAD_FRAME,
         )
+
+
+def _is_long(question: AskGrant) -> bool:
+    return sum(len(agent) for _, agent in question.reads) > LONG_ASK_CHARS
 
 
 def _key_of(question: AskGrant) -> TransferKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -23,6 +24,7 @@ class Grant:
     agents: frozenset[AgentName]  # the source movers that must poll while it lives
     born: float
     until: float
+    asker: str = ""  # the reader's key, or its route
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class Transfer:
     # Shared among transfers: replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
     grants: dict[GrantId, Grant] = field(default_factory=dict)
+    num_grants_of: Counter[str] = field(default_factory=Counter)  # by asker
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
 
     def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
@@ -193,13 +196,21 @@ class Transfers:
 
     def grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a grant on the transfer's lease, in place of one of the same name."""
+        if grant.grant not in transfer.grants:
+            transfer.num_grants_of[grant.asker] += 1
         transfer.grants[grant.grant] = grant
         self.granted[grant.grant] = transfer
 
     def end_grant(self, grant_id: GrantId) -> Grant | None:
         """Take a grant off its lease; None: it has ended before."""
         transfer = self.granted.pop(grant_id, None)
-        return transfer.grants.pop(grant_id) if transfer else None
+        if transfer is None:
+            return None
+        grant = transfer.grants.pop(grant_id)
+        transfer.num_grants_of[grant.asker] -= 1
+        if not transfer.num_grants_of[grant.asker]:
+            del transfer.num_grants_of[grant.asker]
+        return grant
 
     def forget_tombstone(self, key: TransferKey) -> None:
         """Nobody will ask about that ended transfer any more."""

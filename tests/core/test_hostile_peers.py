@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from world import Host, Worker, World, spec_of
 
-from kvxferd.core import Settings, membership
+from kvxferd.core import Settings, granting, membership
 from kvxferd.core import events as ev
 from kvxferd.core.granting import MAX_READERS
 from kvxferd.core.layouts import Layouts
@@ -507,6 +507,39 @@ def test_many_routes_of_one_key_have_one_share():
         effects = source.host.node.feed(event, world.now)
         answers += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
     assert [a.code for a in answers] == [Code.BUSY] * 3
+
+
+def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
+    monkeypatch.setattr(granting, "MAX_LONG_ASKS_OF_ONE", 3)
+    ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
+    answers: list[Message] = []
+    for number in range(6):
+        short = grant_of(world, source, ref, grant=f"g{number}")
+        assert not with_key(world, source.host, short, "0b")
+        long = msgspec.structs.replace(short, reads=((Rank(0, 0), "a" * 200),) * 100)
+        answers += [a for a in with_key(world, source.host, long, "0b") if a.code is Code.BUSY]
+    assert len(answers) == 3
+    other = msgspec.structs.replace(grant_of(world, source, ref), reads=((Rank(0, 0), "a" * 200),) * 100)
+    assert Code.BUSY not in [a.code for a in with_key(world, source.host, other, "0a")]
+
+
+def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
+    monkeypatch.setattr(granting, "MAX_GRANTS_OF_ONE", 2)
+    monkeypatch.setattr(granting, "MAX_GRANTS", 4)
+    ref, transfer = granted
+
+    def asked(name: str, key: str) -> Message:
+        return with_key(world, source.host, grant_of(world, source, ref, grant=name), key)[-1]
+
+    assert isinstance(asked("g1", "0a"), Granted)
+    assert asked("g2", "0a").code is Code.BUSY
+    assert isinstance(asked("g1", "0a"), Granted)  # asked again: no more than before
+    assert isinstance(asked("g", "0b"), Granted)
+    assert isinstance(asked("g", "0c"), Granted)
+    assert asked("g", "0d").code is Code.BUSY
+    with_key(world, source.host, ReturnGrant(request=1, grant="g1"), "0a")
+    assert isinstance(asked("g", "0d"), Granted)
+    assert transfer.num_grants_of == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
 
 def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
