@@ -8,6 +8,7 @@ from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.layouts import Layouts
+from kvxferd.core.limits import check_count
 from kvxferd.core.manifests import check_manifest, check_spec
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
@@ -33,6 +34,10 @@ from kvxferd.wire.peer import (
     refusal_of,
 )
 from kvxferd.wire.worker import Released
+
+# Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
+# route. The largest engine has 4,096, and half as many may be of one peer.
+MAX_MEMBERS, MAX_MEMBERS_OF_ONE = 4096, 2048
 
 # Secrets came with this version of the peer protocol.
 SECRET_VERSION = 2
@@ -240,6 +245,8 @@ class Home:
         try:
             # Who may say it comes before what it says: a layout takes much longer to check.
             self._check_sender(said, identity, present)
+            if present is None:
+                self._check_room(route, key)
             joined = check_manifest(said.manifest, self._layouts)
             record = MemberRank(joined, route, said.boot, identity, self._moment.now)
             self._registry.claim(record, present)
@@ -262,6 +269,13 @@ class Home:
         except KvxferdError as error:
             return refusal_of(said.request, error)
         return None
+
+    def _check_room(self, route: bytes, key: str) -> None:
+        what = "take one more rank of another node"
+        check_count(len(self._members), MAX_MEMBERS, what, "not a setting")
+        members = self._members.values()
+        of_one = sum((m.identity.key == key) if key else (m.route == route) for m in members)
+        check_count(of_one, MAX_MEMBERS_OF_ONE, what, "of one peer; not a setting")
 
     def _check_sender(
         self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None

@@ -542,6 +542,17 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     assert transfer.num_grants_of == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
 
+def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
+    monkeypatch.setattr(membership, "MAX_MEMBERS_OF_ONE", 2)
+    home, codes = stages[0].host, []
+    for number in range(3):
+        said = joining(world, stages[1], engine_id=f"new-{number}")
+        binding = msgspec.structs.replace(said.manifest.binding, agent=f"agent-{number}")
+        said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
+        codes += [getattr(a, "code", None) for a in ask(world, home, said) if isinstance(a, PeerRefused)]
+    assert codes == [Code.BUSY]
+
+
 def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
     """The limit was of each region: 1.3 million pieces of 40 regions took the loop a second."""
     monkeypatch.setattr("kvxferd.core.manifests._can_be", lambda region: pytest.fail("counted"))
