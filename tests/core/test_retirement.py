@@ -310,6 +310,20 @@ def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, sourc
     assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
 
 
+def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
+    sink.host.give_movers = False
+    mover_of(sink).die()
+    world.advance(1)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.advance(world.settings.lease_s)
+    assert sink.ended(ticket) is None
+    _held_mover(world, sink)
+    world.advance(1)
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
+
+
 def test_version_1_with_notices_is_not_read_again(world, source):
     world.versions = Versions(1, 1)
     sink = world.engine(world.host("d"), "decode")[0]
