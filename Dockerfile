@@ -21,7 +21,7 @@ FROM python:3.12-slim
 ARG UID=10001
 # NIXL wants a home directory that it can look into.
 RUN useradd --uid "${UID}" --create-home kvxferd \
- && install -d -o kvxferd -g kvxferd -m 0755 /run/kvxferd
+ && install -d -o kvxferd -g kvxferd -m 0755 /run/kvxferd /run/kvxferd/worker
 COPY --from=build /opt/kvxferd /opt/kvxferd
 ENV PATH=/opt/kvxferd/bin:$PATH
 # Metrics and probes come from outside the container. Nothing there changes state.
@@ -29,6 +29,7 @@ ENV KVXFERD_HTTP_BIND=0.0.0.0:9440
 # Other nodes need KVXFERD_PEER_BIND and KVXFERD_PEER_ADVERTISE too: see docs/operations.md.
 EXPOSE 9440 9441
 USER kvxferd
-VOLUME /run/kvxferd
+# What engines' containers mount; locks and the control socket are none of theirs.
+VOLUME /run/kvxferd/worker
 ENTRYPOINT ["kvxferd"]
 CMD ["serve"]

@@ -31,7 +31,7 @@ class DaemonProcess:
 
     def __init__(self, verb: str, name: str, directory: Path, process: Process) -> None:
         self.name = name
-        self.worker_socket = str(directory / "worker.sock")
+        self.worker_socket = str(directory / "worker" / "worker.sock")
         self.control = Daemon(str(directory / "control.sock"))
         self._verb = verb
         self._log = directory / "daemon.log"

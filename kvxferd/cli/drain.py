@@ -37,7 +37,8 @@ def drain(daemon: Daemon, wait: bool, as_json: bool) -> None:
 
 def _show_left(answer: dict[str, Any]) -> None:
     transfers, pulls = answer["transfers"], answer["pulls"]
-    click.echo(f"the drain limit was reached with {len(transfers)} transfers and {len(pulls)} pulls left:")
+    left = f"{len(transfers)} transfers and {len(pulls)} pulls left"
+    click.echo(f"ended with {left}, at the limit or by a second signal:")
     for transfer in transfers:
         click.echo(f"  transfer {transfer['transfer_id']} of {transfer['engine_id']}, {transfer['state']}")
     for pull in pulls:

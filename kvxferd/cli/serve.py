@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
 
     Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
     """
+    # Until the daemon can reload there is nothing to reload, and no reason to end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     # A later working directory, or what the daemon takes out of its environment, changes no reload.
     path, environ = config_path and config_path.absolute(), dict(os.environ)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Sequence
 
 import msgspec
 
 from kvxferd.cli.doctor.apart import run_apart
 from kvxferd.cli.doctor.finding import Finding, Node, Verdict
+from kvxferd.cli.running import make_directory
 
 LIMIT_S = 120.0  # a daemon, its first GPU context and some pulls
 COPY = "device copy"
@@ -33,9 +34,12 @@ def try_placements(node: Node, gpus: Sequence[Finding]) -> tuple[Tried, ...]:
 
 
 def _try(node: Node, placement: str, device: str) -> Tried:
-    with tempfile.TemporaryDirectory(prefix="kvxferd-doctor-") as directory:
-        flags = [placement, device, directory]
+    directory = make_directory("kvxferd-doctor-")
+    try:
+        flags = [placement, device, str(directory)]
         outcome = run_apart("kvxferd.cli.doctor.placing", flags, node.environment, LIMIT_S)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
     if outcome.value is None:
         return Tried(placement=placement, refusal=outcome.refusal)
     return Tried(placement=placement, **outcome.value)
