@@ -29,6 +29,11 @@ async def main():
     port = int(peers.bound.rpartition(":")[2])
     made = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port))
     made.sendall(GREETING + b"\\x04" + bytes([len(READY)]) + READY)
+    made.setblocking(False)
+    answered = b""
+    while b"READY" not in answered:  # who connects may send once the handshake is over
+        answered += await asyncio.get_running_loop().sock_recv(made, 4096)
+    made.setblocking(True)
     frame = b"\\x00" + bytes([len(QUESTION)]) + QUESTION
     made.sendall(frame * 40 * RECEIVE_HIGH_WATER)
     while not heard:
