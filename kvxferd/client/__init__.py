@@ -37,7 +37,7 @@ The engine's side of the contract:
 * Nothing but the pull writes the blocks given to `pull` until its terminal event: no kernel that is
   launched already, zeroing included. After a Failed that is not `safe_to_reuse`, until `Quiesced`.
 * All workers of an engine use one generation, chosen by its first rank and new at each start.
-* A transfer id is used once in a generation.
+* A transfer id is used once in a generation. Another publish of it is refused (`transfer-exists`).
 * Memory goes only after `Suspended`, or with the process.
 * A process that forks does so before `connect`: a child that inherits the socket keeps the
   registration alive.

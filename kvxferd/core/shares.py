@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 RESERVE = 8  # one part in so many is not for those who hold much
-SMALL = 16  # who holds one part in so many, or less, holds little
+SMALL = 16  # who holds one part in so many, or less, or just one, holds little
 
 
 class Shares:
@@ -35,7 +35,7 @@ class Shares:
         after = self.held + amount
         if after <= self.limit - self.limit // RESERVE:
             return True
-        return after <= self.limit and self._held_by[uid] + amount <= self.limit // SMALL
+        return after <= self.limit and self._held_by[uid] + amount <= max(1, self.limit // SMALL)
 
     def take(self, uid: int, amount: int = 1) -> bool:
         """Take so much where there is room; return whether there was."""

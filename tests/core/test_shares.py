@@ -156,3 +156,11 @@ def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     world.advance(130.0)
     assert node.requests._abandoning_of.held == 0
     assert not node.sessions[first.session].abandoning
+
+
+def test_a_small_limit_has_a_place_for_a_second_user_too():
+    shares = Shares(8)
+    assert all(shares.take(1000) for _ in range(7))
+    assert not shares.take(1000)
+    assert shares.take(1001)
+    assert not shares.take(1002)

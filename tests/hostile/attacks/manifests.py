@@ -138,7 +138,7 @@ def false_remote_metadata(scene: Scene) -> str:
     return _mislead(scene, lambda binding, agent: binding["agent"] != agent)
 
 
-@attack("peer", limit_s=120.0, expected=False)
+@attack("peer", limit_s=120.0)
 def false_agents_of_others(scene: Scene) -> str:
     """Manifests that give an honest source's agent, with metadata or addresses that are not its own."""
     return _mislead(scene, lambda binding, agent: binding["agent"] == agent)

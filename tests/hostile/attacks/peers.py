@@ -219,7 +219,7 @@ def manifests_that_are_not_read(scene: Scene) -> str:
     return ""
 
 
-@attack("peer", limit_s=60.0, expected=False)
+@attack("peer", limit_s=60.0)
 def sessions_end_while_thousands_wait(scene: Scene) -> str:
     """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""
     scene.honest("spread", home=scene.a.endpoint, stages=[0], name="lacking")
