@@ -120,14 +120,14 @@ def test_sleep_and_wake(fleet: Fleet, driver: str) -> None:
     (sink,) = fleet.engine(node, spec_of("decode"), store={"driver": driver}, **BIG)
     pull_and_check([sink], publish(sources, 1), 1)
     used = count.used_bytes(uuid)
-    for _ in range(2):
+    for request in (2, 3):
         sink.suspend()
         sink.await_event("Suspended")
         sink.free()
         assert count.used_bytes(uuid) < used, "nobody else keeps it"
         sink.allocate()
         sink.resume()
-        pull_and_check([sink], publish(sources, 2), 2)
+        pull_and_check([sink], publish(sources, request), request)
     assert count.used_bytes(uuid) > before
 
 
