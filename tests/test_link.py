@@ -71,7 +71,7 @@ def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[Link, Link]) -> N
     frames = right.receive()
     assert len(frames[0].fds) == MAX_FDS_PER_FRAME
     with pytest.raises(ProtocolError):
-        left.send(b"one more", (*fds, fds[0]))
+        left.send(b"one more", duplicates((*fds, fds[0])))
     for fd in (*fds, *frames[0].fds):
         os.close(fd)
 
