@@ -82,3 +82,4 @@ async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
     file.save_soon()
     async with asyncio.timeout(10):
         await file._writing
+    assert not (tmp_path / "nowhere").exists()
