@@ -15,7 +15,7 @@ from kvxferd.layout import PackedBlocks
 # have, and 1,778 of the latter; for one who comes second 3,200 and 127. Without a limit of bytes 8,192
 # transfers of 16 MiB were 128 GiB for each engine.
 MAX_KEPT_BYTES = 512 << 20
-# What a transfer or a pull takes without its ids (timers, indexes, its names), and a group of it.
+# What a transfer or a pull is counted for without its ids (timers, indexes, names), and a group: estimates.
 ENTRY_BYTES, GROUP_BYTES = 2048, 256
 
 
