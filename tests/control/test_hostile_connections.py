@@ -451,15 +451,22 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
     for request in range(50):
         node.socket.answer(route, msgspec.structs.replace(large, request=request))
-    while True:
-        with_last = await asyncio.wait_for(slow.recv(), 10)
-        if not unread.has_room(route, 8 << 20):
-            continue
-        break
-    assert PEER_MESSAGES.decode(with_last).request < 50
-    node.socket.answer(route, Done(request=99))
-    while PEER_MESSAGES.decode(await asyncio.wait_for(slow.recv(), 10)) != Done(request=99):
-        pass
+    read: list[int] = []
+
+    async def read_on() -> None:
+        while True:
+            read.append(PEER_MESSAGES.decode(await slow.recv()).request)
+
+    assert not unread.has_room(route, 8 << 20)
+    reading = asyncio.create_task(read_on())
+    try:
+        # libzmq says that a message is written after its reader may have read it, from another thread.
+        await until(lambda: unread.has_room(route, 8 << 20), "no room, and all is read")
+        node.socket.answer(route, Done(request=99))
+        await until(lambda: 99 in read, "the answer has not come")
+    finally:
+        reading.cancel()
+    assert 1 < len(read) < 50
 
 
 async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatch):
