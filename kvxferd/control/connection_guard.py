@@ -146,8 +146,13 @@ class ConnectionGuard:
     def _duplicate(self, fd: int) -> socket.socket | None:
         """The connection itself. Its number may be another's by now: then it must be one to this port."""
         try:
-            ours = socket.socket(fileno=os.dup(fd))
+            copy = os.dup(fd)
         except OSError:
+            return None
+        try:
+            ours = socket.socket(fileno=copy)
+        except OSError:  # the number is no socket's by now
+            os.close(copy)
             return None
         with suppress(OSError, IndexError, TypeError):
             if ours.getsockname()[1] == self._port:

@@ -193,6 +193,15 @@ async def test_one_address_has_so_many_connections_and_no_more(monkeypatch):
             stranger.close()
 
 
+async def test_a_number_that_is_no_connection_by_now_costs_no_descriptor(node, tmp_path):
+    """The monitor names a descriptor that libzmq may have closed, and whose number a file may have since."""
+    guard = node.socket._guard
+    with (tmp_path / "file").open("wb") as file:
+        before = os.listdir("/proc/self/fd")
+        assert guard._duplicate(file.fileno()) is None
+        assert os.listdir("/proc/self/fd") == before
+
+
 # --- who sends
 
 
@@ -210,14 +219,44 @@ def command(name: bytes, properties: dict[bytes, bytes]) -> bytes:
 
 
 async def speaking(node: Node, properties: dict[bytes, bytes], payload: bytes) -> socket.socket:
-    """A connection without CURVE, spoken by hand, with one message sent."""
+    """A connection without CURVE, spoken by hand, with one message sent.
+
+    The message follows the node's READY, as libzmq's own does: until the admission is answered (one turn of
+    the loop) libzmq 4.3.5 takes any message for a second READY, and closes the connection.
+    """
     made, loop = tcp_to(node, NULL), asyncio.get_running_loop()
-    heard = b""
-    while len(heard) < 64:  # its greeting
-        heard += await asyncio.wait_for(loop.sock_recv(made, 64 - len(heard)), 10)
-    ready = command(b"READY", {b"Socket-Type": b"DEALER"} | properties)
-    made.sendall(ready + b"\x00" + bytes([len(payload)]) + payload)
+    made.sendall(command(b"READY", {b"Socket-Type": b"DEALER"} | properties))
+    received = b""
+    while len(received) < 66 or len(received) < 66 + received[65]:  # its greeting, and one short command
+        came = await asyncio.wait_for(loop.sock_recv(made, 4096), 10)
+        assert came, received
+        received += came
+    assert received[66:].startswith(b"\x05READY")
+    made.sendall(b"\x00" + bytes([len(payload)]) + payload)
     return made
+
+
+async def test_an_admission_that_takes_long_loses_no_message(node, context):
+    """libzmq sends nothing before it is admitted: a busy loop only delays a peer."""
+    admit, waiting = node.socket._asked_at_the_door, asyncio.Event()
+    requests = []
+
+    def hold(frames):
+        requests.append(frames)
+        waiting.set()
+
+    node.socket._door.on_message = hold
+    honest = dealer_to(context, node)
+    await honest.send(encode(QUESTION))
+    await asyncio.wait_for(waiting.wait(), 10)
+    by_hand = asyncio.create_task(speaking(node, {}, encode(QUESTION)))
+    await until(lambda: len(requests) == 2, "it is not asked for")
+    node.socket._door.on_message = admit
+    for frames in requests:
+        admit(frames)
+    with await by_hand:
+        for _ in range(2):
+            assert (await node.next()).message == QUESTION
 
 
 async def test_without_curve_nobody_has_a_key_whatever_they_say(node):
