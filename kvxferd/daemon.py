@@ -9,7 +9,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
@@ -75,7 +75,7 @@ from kvxferd.mover.resident_handle import ResidentHandle
 from kvxferd.mover.residents import Residents
 from kvxferd.notify import Notifier
 from kvxferd.observe.history import History
-from kvxferd.observe.logs import log_record, set_log_level
+from kvxferd.observe.logs import log_record, operator_log, set_log_level
 from kvxferd.observe.metrics import Metrics
 from kvxferd.rundir import RunDirectory
 from kvxferd.wire.common import Message, Refusal
@@ -94,10 +94,19 @@ TAKE_AGAIN_S = 1.0  # descriptors are given back when sessions end
 class Daemon:
     """One node. `run` returns the exit code."""
 
-    def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
-        """`read_config` reads the same sources again, for a reload."""
+    def __init__(
+        self,
+        config: Config,
+        read_config: Callable[[], Config] | None = None,
+        early_hangups: Sequence[int] = (),
+    ) -> None:
+        """`read_config` reads the same sources again, for a reload. `early_hangups`: SIGHUPs before `run`."""
         self._config = config
         self._read_config = read_config or (lambda: config)
+        self._early_hangups = early_hangups
+        self._has_hung_up = False  # before it was serving
+        self._has_node = False
+        self._is_serving = False
         self._boot = BootId(secrets.token_hex(4))
         self._events: deque[Event] = deque()
         self._pumping = False
@@ -125,10 +134,14 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until told to stop, then drain. Raises ConfigError where it cannot start."""
+        self._watch_signals()
         async with AsyncExitStack() as closing:
             run_directory = RunDirectory(Path(self._config.node.run_dir), self._config.worker.socket)
             closing.callback(run_directory.close)
-            await run_directory.wait_for_movers(PREDECESSOR_S)
+            await run_directory.wait_for_movers(PREDECESSOR_S, self._stopping)
+            if self._stopping.is_set():
+                log.info("stopped", boot=self._boot)
+                return 0
             self._peers.start()
             closing.callback(self._peers.stop)
             self._node = Node(
@@ -137,13 +150,13 @@ class Daemon:
                 settings=settings_of(self._config, self._trust),
                 new_token=lambda: secrets.token_hex(16),
             )
+            self._has_node = True
             self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.listed)
             closing.push_async_callback(self._ownership_file.close)
             self._make_movers(run_directory.movers_fds)
             self._desk = Desk(
                 self._config, self._node, self._pool, self._history, self._on_event, self.drain, self.reload
             )
-            self._watch_signals()
             closing.push_async_callback(self._stop_movers)
             await self._pool.start()
             descriptors = raise_descriptor_limit()
@@ -164,6 +177,9 @@ class Daemon:
                 pid=os.getpid(),
             )
             self._notifier.say("READY=1", f"STATUS=serving {self._node.moment.endpoint}")
+            self._is_serving = True
+            if self._early_hangups or self._has_hung_up:
+                self._on_hangup()
             await self._stopping.wait()
             await self._drained()
         log.info("stopped", boot=self._boot)
@@ -210,6 +226,9 @@ class Daemon:
             loop.add_signal_handler(name, _ignore, name)
 
     def _on_hangup(self) -> None:
+        if not self._is_serving:
+            self._has_hung_up = True
+            return
         try:
             self.reload()
         except KvxferdError as error:
@@ -218,19 +237,21 @@ class Daemon:
             log.exception("configuration not reloaded whole: reload it again")
 
     def _stop_at_once(self) -> None:
-        log.warning("told to stop at once: not waiting for what runs")
+        operator_log.warning("told to stop at once: not waiting for what runs")
         self._idle.set()
         self.drain()
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
-            log.warning("told to stop again: not waiting for what runs")
+            operator_log.warning("told to stop again: not waiting for what runs")
             self._idle.set()
         self.drain()
 
     async def _drained(self) -> None:
         """Wait until nothing runs, or as long as a drain may take."""
-        log.info("draining", pulls=len(self._node.pulls), transfers=len(self._node.source.transfers.live))
+        operator_log.info(
+            "draining", pulls=len(self._node.pulls), transfers=len(self._node.source.transfers.live)
+        )
         patience_us = int((self._config.drain.limit_s + STOP_S) * 1e6)
         self._notifier.say("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
         try:
@@ -448,7 +469,7 @@ class Daemon:
             reloaded = self._apply(merged)
         finally:
             self._notifier.say("READY=1")
-        log.info("configuration reloaded", **msgspec.structs.asdict(reloaded))
+        operator_log.info("configuration reloaded", **msgspec.structs.asdict(reloaded))
         return reloaded
 
     def _apply(self, merged: Merged) -> Reloaded:
@@ -469,28 +490,35 @@ class Daemon:
             set_log_level(config.log.level)
         self._desk.set_config(config)
         self._config = config
-        if anew:
-            self._peers.admit_anew()
         return Reloaded(
-            changed=merged.changed, ignored=merged.ignored, dropped_peers=dropped, closed_sessions=closed
+            changed=merged.changed,
+            ignored=merged.ignored,
+            dropped_peers=dropped,
+            closed_sessions=closed,
+            closed_connections=self._peers.admit_anew() if anew else 0,
         )
 
     def drain(self) -> None:
         """Take nothing new, and stop when what runs has ended."""
-        self._on_event(DrainAsked())
         self._stopping.set()
+        if not self._has_node:
+            return  # it waits for its predecessor's movers, and nothing is open yet
+        self._on_event(DrainAsked())
         self._after_events()
 
 
 def _ignore(number: signal.Signals) -> None:
-    log.info("signal ignored", signal=number.name)
+    operator_log.info("signal ignored", signal=number.name)
 
 
-def serve(config: Config, read_config: Callable[[], Config]) -> int:
-    """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start."""
+def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequence[int] = ()) -> int:
+    """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start.
+
+    `early_hangups` grows while SIGHUP comes before the daemon has handlers of its own.
+    """
     raise_descriptor_limit()
 
     async def run() -> int:
-        return await Daemon(config, read_config).run()
+        return await Daemon(config, read_config, early_hangups).run()
 
     return uvloop.run(run())

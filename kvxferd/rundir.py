@@ -106,8 +106,10 @@ class RunDirectory:
         """The locks that every mover inherits. After `wait_for_movers`."""
         return (self._movers_fd, self._old_movers.fd)
 
-    async def wait_for_movers(self, limit_s: float) -> None:
+    async def wait_for_movers(self, limit_s: float, stopping: asyncio.Event | None = None) -> None:
         """Return once no mover of an earlier daemon is left. Raises ConfigError(already-running).
+
+        Return early where `stopping` is set.
 
         Who holds the old lock and is no process of this user is waited for as long, once: it may be a
         mover in another PID namespace. Then that lock is replaced by one that nobody else can open.
@@ -115,10 +117,14 @@ class RunDirectory:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
         while not lock(self._movers_fd):
+            if stopping is not None and stopping.is_set():
+                return
             if loop.time() > deadline:
                 raise self._movers_left(self._path / "private" / "movers.lock")
             await asyncio.sleep(POLL_S)
         while not self._old_movers.take():
+            if stopping is not None and stopping.is_set():
+                return
             if loop.time() > deadline:
                 if self._old_movers.is_held_by_own_user():
                     raise self._movers_left(self._old_movers.path)

@@ -106,6 +106,7 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         transfers=(_transfer("req-1", "granted", 2), _transfer("req-2", "writing", 0)),
         transfer_states={"granted": 1, "writing": 1},
         num_grants_given=2,
+        num_grants_held=7,
         pull_phases={"wire": 1},
         pulls=(
             PullSnapshot(
@@ -233,7 +234,13 @@ class StillNode:
 
     def reload(self) -> Reloaded:
         """One of each."""
-        return Reloaded(changed=["log.level"], ignored=["http.bind"], dropped_peers=[PEER], closed_sessions=2)
+        return Reloaded(
+            changed=["log.level"],
+            ignored=["http.bind"],
+            dropped_peers=[PEER],
+            closed_sessions=2,
+            closed_connections=3,
+        )
 
     def drain(self) -> None:
         """Be drained."""

@@ -71,6 +71,7 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         settings=settings_of(running, daemon._trust),
         new_token=lambda: "token",
     )
+    daemon._has_node = daemon._is_serving = True
     daemon._make_movers(())
     daemon._desk = Desk(
         running, daemon._node, daemon._pool, daemon._history, daemon._on_event, daemon.drain, daemon.reload

@@ -26,5 +26,9 @@ def reload(daemon: Daemon, as_json: bool) -> None:
         click.echo("ignored until a restart: " + ", ".join(answer["ignored"]))
     for endpoint in answer["dropped_peers"]:
         click.echo(f"dropped peer {endpoint}")
+    if (connections := answer.get("closed_connections", 0)) is None:
+        click.echo("peers' connections to this node are closed as soon as a descriptor is free: see its log")
+    elif connections:
+        click.echo(f"peers' connections to this node closed: {connections} (admitted peers connect again)")
     if answer["closed_sessions"]:
         click.echo(f"closed {answer['closed_sessions']} sessions of users who are no longer allowed")

@@ -60,8 +60,9 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
 
     Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
     """
-    # Until the daemon can reload there is nothing to reload, and no reason to end.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Until the daemon can reload, a SIGHUP is no reason to end: it is remembered.
+    early: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     # A later working directory, or what the daemon takes out of its environment, changes no reload.
     path, environ = config_path and config_path.absolute(), dict(os.environ)
@@ -71,4 +72,4 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     # Here, not above: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 
-    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given)))
+    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early))

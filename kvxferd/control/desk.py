@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-import structlog
-
 from kvxferd.config import Config
 from kvxferd.control.keys import warnings_of
 from kvxferd.control.placements import placement_warnings
@@ -18,8 +16,7 @@ from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.pool import MoverPool
 from kvxferd.observe.history import History
-
-log = structlog.get_logger()
+from kvxferd.observe.logs import operator_log
 
 
 class Desk:
@@ -88,7 +85,7 @@ class Desk:
         """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
         known = self._node.peers.named(endpoint)
         for peer in known:
-            log.warning("peer dropped by an operator", endpoint=peer)
+            operator_log.warning("peer dropped by an operator", endpoint=peer)
             self._feed(PeerDropAsked(peer))
         return known
 
@@ -97,7 +94,7 @@ class Desk:
         uid = self._node.ownerships.uid_of(engine_id)
         if uid is None or self._node.registry.has_local_rank(engine_id):
             return None
-        log.warning("engine id disowned by an operator", engine=engine_id, uid=uid)
+        operator_log.warning("engine id disowned by an operator", engine=engine_id, uid=uid)
         self._feed(DisownAsked(engine_id))
         return uid
 
@@ -106,6 +103,9 @@ class Desk:
         live = [engine for engine, name in self._node.source.transfers.live if name == transfer_id]
         meant = [engine for engine in live if engine_id in (None, engine.engine_id)]
         for engine in meant:
+            operator_log.warning(
+                "transfer cancelled by an operator", transfer=transfer_id, engine=engine.engine_id
+            )
             self._feed(TransferCancelAsked(engine, transfer_id))
         return meant
 
@@ -113,6 +113,7 @@ class Desk:
         """End a pull of a local rank. False: there is none of that number that could be ended."""
         if not self._node.pulls.can_cancel(number):
             return False
+        operator_log.warning("pull cancelled by an operator", pull=number)
         self._feed(PullCancelAsked(number))
         return True
 

@@ -148,18 +148,22 @@ class PeerSocket:
         if self._doorkeeper is not None:
             self._doorkeeper.trust = trust
 
-    def admit_anew(self) -> None:
-        """Shut every connection to this node; who is still admitted connects again."""
+    def admit_anew(self) -> int | None:
+        """Shut every connection to this node, and return how many; None: it is tried again later.
+
+        Peers that are still admitted connect again. A daemon that asks itself has one such connection.
+        """
         if self._router is None:
-            return  # stopped
+            return 0  # stopped
         try:
             num_shut = shut_connections_to(int(self.bound.rpartition(":")[2]))
         except OSError as error:
             # Their messages are refused meanwhile.
             log.warning("cannot shut peers' connections: tried again", reason=error.strerror)
             asyncio.get_running_loop().call_later(SHUT_AGAIN_S, self.admit_anew)
-            return
+            return None
         log.info("peers' connections are admitted anew", connections=num_shut)
+        return num_shut
 
     def _is_admitted(self, sender: Sender) -> bool:
         """Whether what comes from there is taken by the allow-lists of now.

@@ -19,8 +19,9 @@ class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
 
     changed: list[str]  # settings
     ignored: list[str]  # settings that differ too, and need a restart
-    dropped_peers: list[Endpoint]
+    dropped_peers: list[Endpoint]  # that this node asked
     closed_sessions: int
+    closed_connections: int | None = 0  # of peers to this node; None: to be closed, no descriptor was left
 
 
 class NodeView(Protocol):

@@ -11,11 +11,13 @@ from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
 from kvxferd.core.peers import NOBODY, Peers, RemoteEngine
 from kvxferd.core.planning import Planning
+from kvxferd.core.questions import CHECK_PEER
 from kvxferd.core.registry import LocalRank
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Binding, Refusal, TransferRef
+from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_GRANTS_PER_RENEWAL, MAX_METADATA_BYTES, MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -99,6 +101,17 @@ class Holds:
             act()
         else:
             hold.on_settled = act
+
+    def describe_wait(self, hold: Hold) -> str:
+        """What a hold that is not settled waits for: whose answer, since when, and what to check."""
+        if hold.state not in (HoldState.LEARNING, HoldState.ASKING):
+            return f"in {hold.state}"
+        asked = f"engine {hold.ref.engine}" if hold.state is HoldState.LEARNING else "a grant"
+        silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started)
+        return (
+            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {asked}, and has sent nothing "
+            f"for {silent_s:.1f} s; {CHECK_PEER}"
+        )
 
     def _learn(self, hold: Hold) -> None:
         wait_s = min(hold.wait_s, self._moment.settings.handshake_wait_s)

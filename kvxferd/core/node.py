@@ -221,6 +221,7 @@ class Node:
         """Everything; None before it, where events may be fed: what changes meanwhile is shown either way."""
         transfers = yield from list_transfers(self.source, self.registry, self.moment)
         pulls = yield from list_pulls(self.pulls)
+        num_grants = self.holds.num_grants()
         yield NodeSnapshot(
             boot=self.moment.boot,
             endpoint=self.moment.endpoint,
@@ -229,11 +230,12 @@ class Node:
             num_quarantined=self.pulls.num_quarantined,
             quarantined_bytes=self.pulls.quarantined_bytes,
             engines=self.engines_snapshot(),
-            peers=self.peers.snapshot(self.holds.num_grants()),
+            peers=self.peers.snapshot(num_grants),
             transfers=tuple(transfers.shown),
             pulls=tuple(pulls.shown),
             transfer_states=dict(transfers.states),
             num_grants_given=transfers.num_grants,
+            num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
         )
 

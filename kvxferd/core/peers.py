@@ -70,6 +70,7 @@ class Peer:
     endpoint: Endpoint
     uid: int  # of whoever named it first: its share of the peers
     boot: BootId | None = None  # None: not greeted yet
+    heard_at: float | None = None  # when it last sent something
     version: int = 1  # of the peer protocol, once greeted
     waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
@@ -195,6 +196,7 @@ class Peers:
     def said(self, endpoint: Endpoint, message: PeerMessage) -> None:
         """A message on the connection to a peer. Raises ProtocolError for one that is out of place."""
         peer = self._peer(endpoint)
+        peer.heard_at = self._moment.now
         match message:
             case BlockIds():
                 peer.assembly.add(message)
@@ -222,6 +224,12 @@ class Peers:
             self._silent(peer)
         error = KvxferdError(f"cannot reach {address_of(endpoint)}: {reason}", Code.PEER_UNREACHABLE)
         self._questions.fail_all(endpoint, error)
+
+    def silent_s(self, endpoint: Endpoint, since: float) -> float:
+        """For how long nothing has come from the peer; `since`: when something was first asked of it."""
+        peer = self._peers.get(endpoint)
+        heard_at = peer.heard_at if peer is not None else None
+        return self._moment.now - max(since, heard_at or 0.0)
 
     def named(self, endpoint: str) -> list[Endpoint]:
         """The known peers of that endpoint; one given without a key means each key there."""
@@ -349,7 +357,7 @@ class Peers:
     # --- showing
 
     def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:
-        """For people."""
+        """Other daemons, for people. Ranks of one node read each other too, and ask their own daemon."""
         return tuple(
             PeerSnapshot(
                 endpoint=peer.endpoint,
@@ -364,6 +372,7 @@ class Peers:
                 num_grants=num_grants.get(peer.endpoint, 0),
             )
             for peer in self._peers.values()
+            if peer.endpoint != self._moment.endpoint
         )
 
 

@@ -421,7 +421,9 @@ class Pulls:
         what = f"cannot pull transfer {pull.ref.transfer_id}"
         waited = f"its deadline of {pull.deadline - pull.received:.1f} s passed"
         if pull.phase is Phase.HOLDING:
-            self._fail(pull, Signal.EXPIRE, Code.DEADLINE, f"{what}: {waited} in {pull.hold.state}")
+            self._fail(
+                pull, Signal.EXPIRE, Code.DEADLINE, f"{what}: {waited} {self._holds.describe_wait(pull.hold)}"
+            )
             return
         assert pull.mover is not None
         self._moment.do(ToMover(pull.mover, AbortPull(pull=pull.pull)))

@@ -15,6 +15,11 @@ from kvxferd.wire.peer import Answer, Done, PeerMessage, PeerRefused, Question
 Address = Endpoint | bytes  # a peer's endpoint, or the route back to whoever connected here
 OnAnswer = Callable[[Answer], None]
 
+CHECK_PEER = (
+    "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
+    "references to a daemon that came back on another port are void), and that this node can connect to it"
+)
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -45,7 +50,7 @@ class Questions:
         self._asked[number] = _Asked(to, key, question, on_answer)
         self._asked_there.setdefault(to, {})[number] = None
         self._send(number)
-        self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number))
+        self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number, give_up_s))
 
     def _send(self, number: int) -> None:
         asked = self._asked[number]
@@ -55,15 +60,15 @@ class Questions:
             self._moment.do(ToPeer(asked.to, asked.question))
         self._moment.after(("resend", number), self._moment.settings.resend_s, lambda: self._send(number))
 
-    def _give_up(self, number: int) -> None:
+    def _give_up(self, number: int, after_s: float) -> None:
         asked = self._asked[number]
         self._end(
             number,
             PeerRefused(
                 request=number,
                 code=Code.PEER_UNREACHABLE,
-                message=f"cannot reach {asked.to!r}: no answer to {type(asked.question).__name__}; "
-                "check that a daemon runs there and that its peer socket can be reached from this node",
+                message=f"cannot reach {asked.to!r}: no answer to {type(asked.question).__name__} for "
+                f"{after_s:g} s; {CHECK_PEER}",
             ),
         )
 

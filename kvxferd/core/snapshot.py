@@ -195,4 +195,5 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pulls: tuple[PullSnapshot, ...]
     transfer_states: dict[str, int] = {}
     num_grants_given: int = 0
+    num_grants_held: int = 0  # by local pulls, at peers and at this node itself
     pull_phases: dict[str, int] = {}

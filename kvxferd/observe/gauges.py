@@ -38,7 +38,7 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     )  # fmt: skip
     yield _single("kvxferd_grants_given", "Readers' entries on those leases.", node.num_grants_given)
     yield _single(
-        "kvxferd_grants_held", "Grants that local pulls hold at peers.", sum(p.num_grants for p in node.peers)
+        "kvxferd_grants_held", "Grants that local pulls hold, at this node itself too.", node.num_grants_held
     )
     yield _by(
         "kvxferd_running_pulls", "Pulls of local ranks that have not ended.", "phase",

@@ -40,6 +40,11 @@ _LEVELS = {
     "error": logging.ERROR,
 }
 
+# For what an operator asks of a running daemon: a line comes of it at every `log.level`.
+operator_log: Any = structlog.wrap_logger(
+    None, wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET)
+)
+
 
 def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
     """Set up this process's log, that of its libraries included: lines on `stream`, or standard error."""

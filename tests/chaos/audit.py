@@ -58,7 +58,7 @@ class Auditor:
             "transfers": (len(status["transfers"]), 0),
             "pulls": (len(status["pulls"]), 0),
             "quarantined pulls": (status["num_quarantined"], 0),
-            "grants held": (sum(peer["num_grants"] for peer in status["peers"]), 0),
+            "grants held": (status["num_grants_held"], 0),
             "sessions": (status["num_sessions"], len(processes)),
             "engines": (len(local), len({worker.engine.name for worker in ranks})),
             "movers": (len(node.movers()), len(ranks) + POOL_SIZE),

@@ -134,7 +134,7 @@ class Soak:
                 "fds": num_fds(node.pid),
                 "processes": len(descendants(node.pid)),
                 "leases": len(status["transfers"]),
-                "grants": sum(peer["num_grants"] for peer in status["peers"]),
+                "grants": status["num_grants_held"],
                 "remote_engines": sum(len(peer["engines"]) for peer in status["peers"]),
                 "sessions": status["num_sessions"],
             }

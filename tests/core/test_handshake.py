@@ -193,3 +193,30 @@ def test_a_rank_does_not_read_its_own_engine(world):
     source = world.engine(world.host("p"), "prefill")[0]
     ticket = source.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert source.ended(ticket).code is Code.NOT_ALLOWED
+
+
+@pytest.mark.parametrize("is_learnt", [False, True])
+def test_a_pull_whose_peer_fell_silent_names_it_and_what_to_check(world, is_learnt):
+    """Its daemon came back on another port, say. A peer that was known is asked without a greeting."""
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    if is_learnt:
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    world.advance(3)
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=8.0)
+    world.advance(8.5)
+    failed = sink.ended(ticket)
+    assert failed.code is Code.DEADLINE
+    assert "tcp://p:9441 was asked for" in failed.message
+    assert "has sent nothing for 8.0 s; check that a daemon runs there, on that port" in failed.message
+
+
+def test_ranks_of_one_node_ask_their_daemon_which_is_no_peer_of_its_own(world):
+    host = world.host("p")
+    source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert host.node.peers.endpoints() == {host.endpoint}
+    assert host.node.snapshot().peers == ()

@@ -105,7 +105,7 @@ def test_ten_killed_sources(fleet: Fleet, environment: str, is_proved: bool):
 
 
 def _num_grants(daemon: DaemonUnderTest) -> int:
-    return sum(peer["num_grants"] for peer in daemon.status()["peers"])
+    return int(daemon.status()["num_grants_held"])
 
 
 def _num_posted(daemon: DaemonUnderTest) -> int:

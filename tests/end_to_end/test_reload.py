@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,13 +58,14 @@ def test_a_peer_whose_key_is_taken_back_is_cut_off_and_let_in_again(fleet: Fleet
 
     allow(third)
     hang_up(prefill)
+    assert logged(prefill, "configuration reloaded")[-1]["closed_connections"] == 1
     name, fields = sink.end_of(sink.pull(publish([source], 2), list(range(32)), 500, 2.0))
     assert (name, fields["code"] in ("peer-unreachable", "deadline")) == ("Failed", True), fields
     wait_until(lambda: logged(prefill, "peer turned away"), "its connections are refused")
 
     allow(other)
     done = reload(prefill)
-    assert (done.returncode, done.stdout) == (0, "changed: peer.curve_allowed_keys\n"), done
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "changed: peer.curve_allowed_keys"), done
     pull_and_check([sink], publish([source], 3), 3)
 
 
@@ -125,6 +129,9 @@ def test_a_bad_file_changes_nothing_and_what_needs_a_restart_is_named(fleet: Fle
     done = reload(daemon)
     # A flag wins over the file, also when it is read again: the daemon's http.bind is one.
     assert done.stdout == "changed: log.level\nignored until a restart: limits.max_ranks\n"
+    wait_until(lambda: logged(daemon, "configuration reloaded"), "the reload is a line at any level")
+    daemon.process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: logged(daemon, "signal ignored"), "so is a signal")
     num_lines = len(daemon.log.read_text().splitlines())
     fleet.engine(daemon, spec_of("prefill"))
     assert len(daemon.log.read_text().splitlines()) == num_lines
@@ -168,4 +175,46 @@ def test_it_stops_at_once_where_it_is_told_to(fleet: Fleet, numbers: tuple[signa
         wait_until(lambda: daemon.status()["draining"], "draining")
     daemon.process.send_signal(numbers[-1])
     assert daemon.process.wait(30) == 0
+    assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]
+
+
+@contextmanager
+def movers_of_a_predecessor(directory: Path) -> Iterator[None]:
+    """Hold the lock that a former daemon's movers would: a start waits for its end."""
+    (directory / "private").mkdir(mode=0o700, parents=True)
+    fd = os.open(directory / "private" / "movers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_starting(daemon: DaemonUnderTest) -> bool:
+    """Whether it has its own lock."""
+    assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
+    lock = daemon.directory / "private" / "daemon.lock"
+    return lock.exists() and lock.read_text().strip() == str(daemon.process.pid)
+
+
+def test_a_sighup_before_it_serves_is_remembered(tmp_path: Path) -> None:
+    with movers_of_a_predecessor(tmp_path / "node"):
+        daemon = DaemonUnderTest(tmp_path / "node", {})
+        wait_until(lambda: is_starting(daemon), "starting", 60)
+        daemon.process.send_signal(signal.SIGHUP)
+    try:
+        wait_until(lambda: logged(daemon, "configuration reloaded"), "reloaded", 60)
+        events = [json.loads(line)["event"] for line in daemon.log.read_text().splitlines()]
+        assert events.index("serving") < events.index("configuration reloaded")
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_a_sigterm_before_it_serves_ends_it_in_order(tmp_path: Path) -> None:
+    with movers_of_a_predecessor(tmp_path / "node"):
+        daemon = DaemonUnderTest(tmp_path / "node", {})
+        wait_until(lambda: is_starting(daemon), "starting", 60)
+        daemon.process.terminate()
+        assert daemon.process.wait(30) == 0
+    assert logged(daemon, "stopped")
     assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]

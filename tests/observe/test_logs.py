@@ -13,7 +13,7 @@ from samples import pull_record, records
 from kvxferd.config import LogConfig
 from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
-from kvxferd.observe.logs import configure_logs, log_record
+from kvxferd.observe.logs import configure_logs, log_record, operator_log
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +90,16 @@ def test_people_get_text() -> None:
     configure_logs(LogConfig(format="console"), stream)
     log_record(pull_record())
     assert "transfer=req-0" in stream.getvalue()
+
+
+def test_what_an_operator_does_is_a_line_at_every_level():
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="json", level="error"), stream)
+    structlog.get_logger().warning("of the daemon's own")
+    operator_log.info("configuration reloaded", changed=["log.level"])
+    (line,) = lines(stream)
+    assert (line["event"], line["level"], line["changed"]) == (
+        "configuration reloaded",
+        "info",
+        ["log.level"],
+    )
