@@ -1,0 +1,22 @@
+"""`PYTHONPATH=tests .venv/bin/python -m frozen [NAME...]`: record surfaces anew, all or those named."""
+
+from __future__ import annotations
+
+import sys
+
+from frozen import record
+from frozen.surfaces import SURFACES
+
+
+def main(names: list[str]) -> int:
+    """Return the exit code."""
+    if unknown := sorted(set(names) - SURFACES.keys()):
+        print(f"no such surface: {', '.join(unknown)}; there are {', '.join(SURFACES)}", file=sys.stderr)
+        return 2
+    for name in names or SURFACES:
+        print(f"{name}: {'recorded' if record.write(name, SURFACES[name]()) else 'as it was'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

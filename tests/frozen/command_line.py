@@ -1,0 +1,213 @@
+"""The command line: verbs, options and defaults; exit codes; the shape of every `--json`.
+
+Sentences of the help are not kept: they may be worded better. What a verb prints for people is not either.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from samples import PEER, SOURCE, StillNode, pull_record
+
+from frozen.serving import Served, run_verb, serving
+from frozen.shapes import shape_of, struct_of
+from frozen.tree import ROOT, files_in, parsed
+from kvxferd.cli import doctor as doctor_checks
+from kvxferd.cli.bench import verb as bench
+from kvxferd.cli.bench.results import Result
+from kvxferd.cli.demo import verb as demo
+from kvxferd.cli.demo.shape import DemoShape, EngineShape
+from kvxferd.cli.demo.tally import Tally
+from kvxferd.cli.doctor import report
+from kvxferd.cli.doctor.finding import no, ok, warn
+from kvxferd.cli.doctor.placements import Tried
+from kvxferd.cli.doctor.verb import _checks
+from kvxferd.cli.root import VERBS, root
+
+NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
+KINDS = {kind.__name__ for kind in (ok, warn, no)}
+OUTPUT = "OUTPUT"  # in the arguments: a file that is not there
+
+# Against the sample node. With --json where the verb has it, so that the shape is seen too.
+RUNS: list[tuple[str, ...]] = [
+    ("status", "--json"),
+    ("engines", "--json"),
+    ("peers", "--json"),
+    ("transfers", "--json"),
+    ("reload", "--json"),
+    ("drain", "--json"),
+    ("drain", "--wait", "--json"),
+    ("drop-peer", PEER, "--json"),
+    ("drop-peer", "tcp://1.2.3.4:5", "--json"),
+    ("cancel", "req-1", "--json"),
+    ("cancel", "--pull", "9", "--json"),
+    ("cancel", "--pull", "8", "--json"),
+    ("cancel",),
+    ("disown", "gone-0", "--json"),
+    ("disown", "decode-0", "--json"),
+    ("status", "--socket", NO_NODE),
+    ("status", "--config", NO_NODE),
+    ("explain", "tiny-dense,tp=2", "tiny-dense", "--json", "--rank", "0,0"),
+    ("explain", f"@{SOURCE}", "tiny-dense", "--json"),
+    ("explain", "tiny-dense", "tiny-dense,num_blocks=none", "--json"),
+    ("explain", "tiny-dense", "tiny-mla", "--json"),
+    ("explain", "no-such-model", "tiny-dense", "--json"),
+    ("explain", "tiny-dense", "tiny-dense", "--rank", "9,9"),
+    ("keygen", "--output", OUTPUT),
+    ("keygen", "--output", OUTPUT),
+    ("doctor", "--check", "no-such-check"),
+    ("demo", "--prefill-pp", "9", "--layers", "4"),
+    ("bench", "--quick", "--rounds", "3"),
+    ("serve", "--transfer-lease-s", "soon"),
+    ("serve", "--config", NO_NODE),
+    ("serve", "--help"),
+    ("no-such-verb",),
+    ("status", "--no-such-option"),
+    ("--version",),
+    ("--help",),
+    (),
+]
+
+
+def surface() -> dict[str, Any]:
+    """Return verbs, exit codes and shapes."""
+    context = click.Context(root)
+    verbs = {name: root.get_command(context, name) for name in root.list_commands(context)}
+    return {
+        "verbs": list(VERBS),
+        "program": [_parameter(parameter) for parameter in root.params],
+        "options": {
+            name: [_parameter(parameter) for parameter in verb.params]
+            for name, verb in verbs.items()
+            if verb is not None
+        },
+        "runs": asyncio.run(_runs()),
+        "exits that take long to see": {
+            "demo, a byte is wrong": demo.WRONG,
+            "demo, interrupted": demo.INTERRUPTED,
+            "bench, something failed": bench.FAILED,
+            "bench, interrupted": bench.INTERRUPTED,
+        },
+        "demo --json": shape_of(_demo()),
+        "bench --json": struct_of(Result) if issubclass(Result, msgspec.Struct) else shape_of(Result),
+        "doctor --json": _doctor(),
+        "doctor --check": [name for name, _ in _checks()],
+        "doctor, findings": _findings(),
+    }
+
+
+def _parameter(parameter: click.Parameter) -> dict[str, Any]:
+    is_option = isinstance(parameter, click.Option)
+    found = {
+        "name": " ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name,
+        "kind": parameter.param_type_name,
+        "type": _type(parameter.type),
+        "default": _default(parameter),
+        "required": parameter.required,
+        "multiple": parameter.multiple,
+        "flag": getattr(parameter, "is_flag", False),
+        "variable": parameter.envvar,
+        "hidden": getattr(parameter, "hidden", False),
+    }
+    return {name: value for name, value in found.items() if value not in (None, False)}
+
+
+def _type(kind: click.ParamType[Any]) -> Any:
+    match kind:
+        case click.Choice(choices=choices):
+            return list(choices)
+        case click.IntRange(min=least, max=most):
+            return f"integer {least} to {most}"
+    return kind.name
+
+
+def _default(parameter: click.Parameter) -> Any:
+    default = parameter.default
+    return default if isinstance(default, str | int | float | bool | list | tuple) else None
+
+
+async def _runs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        paths = {NO_NODE: f"{directory}/nobody.sock", OUTPUT: f"{directory}/a.key"}
+        async with serving(Path(directory), StillNode()) as served:
+            for number, arguments in enumerate(RUNS):
+                again = ", again" if arguments in RUNS[:number] else ""
+                found[" ".join(arguments) + again] = await _run(served, [paths.get(a, a) for a in arguments])
+    return found
+
+
+async def _run(served: Served, arguments: list[str]) -> dict[str, Any]:
+    verb = root.get_command(click.Context(root), arguments[0]) if arguments else None
+    takes_socket = verb is not None and any("--socket" in p.opts for p in verb.params)
+    if takes_socket and not {"--socket", "--config"} & set(arguments):
+        arguments = [*arguments, "--socket", served.socket]
+    result = await run_verb(*arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    run: dict[str, Any] = {"exit": result.exit_code}
+    if "--json" in arguments and result.stdout:
+        run["shape"] = shape_of(json.loads(result.stdout))
+    if "[" in result.stderr and result.stderr.startswith("kvxferd: "):
+        run["code"] = result.stderr.strip().rpartition("[")[2].rstrip("]")
+    return run
+
+
+def _demo() -> dict[str, Any]:
+    shape = DemoShape(
+        prefill=EngineShape(tp=1, pp=1, block_tokens=16, layout="HND"),
+        decode=EngineShape(tp=1, pp=1, block_tokens=16, layout="HND"),
+        heads=8,
+        head_dim=16,
+        layers=2,
+        requests=1,
+        tokens=16,
+    )
+    record = pull_record()
+    return Tally(
+        shape,
+        failures=Counter({"deadline": 1}),
+        releases=Counter({"completed": 1}),
+        records={record.pull: record},
+    ).as_json()
+
+
+def _doctor() -> dict[str, Any]:
+    findings = [
+        ok("a", "is well", number=1),
+        warn("b", "is slow", "do"),
+        no("c", "is not", "do", essential=True),
+    ]
+    return {
+        "shape": shape_of(report.as_json(findings, [Tried(placement="direct")])),
+        "finding": struct_of(type(findings[0])),
+        "placement": struct_of(Tried),
+        "exits": {
+            "all is well": report.status(findings[:2], None),
+            "something needed is not": report.status(findings, None),
+            "no GPU": report.status(findings[:2], ()),
+            "a placement refuses": report.status([], [Tried(placement="direct", refusal="no")]),
+        },
+    }
+
+
+def _findings() -> dict[str, list[str]]:
+    """Return the name of each finding and the names of its facts, as the checks' code has them."""
+    folder = Path(str(doctor_checks.__file__)).parent.relative_to(ROOT)
+    found: dict[str, set[str]] = {}
+    for path in files_in(str(folder)):
+        for node in ast.walk(parsed(path)):
+            match node:
+                case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(check)), *_]) if (
+                    name in KINDS
+                ):
+                    facts = {k.arg or "**" for k in node.keywords if k.arg != "essential"}
+                    found.setdefault(check, set()).update(facts)
+    return {check: sorted(facts) for check, facts in sorted(found.items())}

@@ -1,0 +1,54 @@
+"""Every metric: name, type, help text, labels, and the values that a label has from the start."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from samples import node_snapshot, pull_record, records
+
+from frozen.shapes import sorted_map
+from frozen.tree import files_in, parsed, text_of
+from kvxferd.errors import Code
+from kvxferd.observe.metrics import Metrics
+
+# vLLM's own metrics of the connector are named in tables there; they need vLLM to be made.
+_VLLM_PREFIX = "vllm:"
+
+
+def surface() -> dict[str, Any]:
+    """Return the daemon's metrics after one of each record, and the connector's."""
+    metrics = Metrics(node_snapshot)
+    for record in (*records(), pull_record("failed", Code.DEADLINE)):
+        metrics.record(record)
+    families = {}
+    for family in metrics.registry.collect():
+        labels: dict[str, set[str]] = {}
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                labels.setdefault(label, set()).add(value)
+        families[family.name] = {
+            "type": family.type,
+            "help": family.documentation,
+            "series": sorted({sample.name for sample in family.samples}),
+            "labels": {label: sorted(values) for label, values in sorted(labels.items())},
+        }
+    families["kvxferd_build_info"]["labels"] = {"version": []}  # of the release
+    return {"daemon": sorted_map(families), "connector": _of_connector()}
+
+
+def _of_connector() -> dict[str, str]:
+    """Return name and help text of each metric that the vLLM connector declares."""
+    found = {}
+    for path in files_in("kvxferd/integrations"):
+        if path.suffix != ".py" or _VLLM_PREFIX not in text_of(path):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Tuple):
+                texts = [
+                    e.value for e in node.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)
+                ]
+                names = [text for text in texts if text.startswith(_VLLM_PREFIX)]
+                if names:
+                    found[names[0]] = texts[-1]
+    return sorted_map(found)

@@ -1,0 +1,107 @@
+"""Every message of every protocol: tag, fields in order, and how one is encoded.
+
+The frames that version 0.1 sent are recorded from its own code, in `wire/fixtures/0.1`, and held by
+`wire/test_frames_of_version_1.py`; here is what this code sends, and what it leaves out for version 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pkgutil
+from typing import Any, get_args
+
+import msgspec
+from msgspec import inspect as types
+
+from frozen.shapes import example_of, sorted_map, struct_of
+from kvxferd.layout import digest_of
+from kvxferd.layout.presets import deploy
+from kvxferd.mover import control
+from kvxferd.plan import encode_plan, make_plan
+from kvxferd.plan.structs import Plan
+from kvxferd.wire import limits, mover, notes, peer, worker
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.framing import HEADER, encode_frame
+from kvxferd.wire.versions import NEW_FIELDS, STAND_INS
+
+PROTOCOLS: dict[str, Any] = {
+    "client to daemon": worker.ClientMessage,
+    "daemon to client": worker.DaemonMessage,
+    "daemon to daemon": peer.PeerMessage,
+    "daemon to mover": mover.ToMover,
+    "mover to daemon": mover.FromMover,
+    "mover to mover": notes.Note,
+    "daemon to forkserver": control.Fork,
+    "forkserver to daemon": control.Ready | control.Unavailable | control.Forked | control.ForkFailed,
+}
+
+
+def surface() -> dict[str, Any]:
+    """Return every protocol, and what is encoded beside them."""
+    return {
+        "protocols": {
+            name: {str(m.__struct_config__.tag): _message(m) for m in get_args(union) or (union,)}
+            for name, union in PROTOCOLS.items()
+        },
+        "tags": _tags(),
+        "versions": {
+            "worker": list(msgspec.to_builtins(worker.WORKER_VERSIONS)),
+            "peer": list(msgspec.to_builtins(peer.PEER_VERSIONS)),
+            "codes that version 1 gets instead": {str(new): str(old) for new, old in STAND_INS.items()},
+            "fields that version 1 is not sent": {
+                str(message.__struct_config__.tag): fields for message, fields in NEW_FIELDS.items()
+            },
+        },
+        "header": HEADER.format,
+        "a frame with 2 descriptors": encode_frame(b"payload", 2).hex(),
+        "limits": sorted_map({name: getattr(limits, name) for name in dir(limits) if name.isupper()}),
+        "reference": _reference(),
+        "plan": {"struct": struct_of(Plan), "examples": _plans()},
+    }
+
+
+def _tags() -> list[str]:
+    """Return the tags of all messages in the package's modules, those that no protocol lists included."""
+    package = importlib.import_module(Message.__module__.rpartition(".")[0])
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    found = [cls for cls in _subclasses(Message) if cls.__module__.startswith(package.__name__)]
+    return sorted({str(tag) for cls in found if (tag := cls.__struct_config__.tag) is not None})
+
+
+def _subclasses(cls: type[Message]) -> list[type[Message]]:
+    return [inner for sub in cls.__subclasses__() for inner in (sub, *_subclasses(sub))]
+
+
+def _message(cls: type[Message]) -> dict[str, Any]:
+    info = types.type_info(cls)
+    assert isinstance(info, types.StructType)
+    fields = {f.name: example_of(f.type, f.encode_name) for f in info.fields}
+    least = cls(**{f.name: fields[f.name] for f in info.fields if f.required})
+    return {
+        **struct_of(cls),
+        "encoded, required fields": encode(least).hex(),
+        "encoded, every field": encode(cls(**fields)).hex(),
+    }
+
+
+def _reference() -> dict[str, Any]:
+    info = types.type_info(TransferRef)
+    reference = example_of(info, "reference")
+    return {"struct": struct_of(TransferRef), "encoded": msgspec.json.encode(reference).decode()}
+
+
+def _plans() -> dict[str, str]:
+    """Return the digests of layouts and plans, which two daemons of different versions compare."""
+    found = {}
+    for model in ("tiny-dense", "tiny-sliding", "tiny-mamba2"):
+        source, sink = deploy(model, tp=2), deploy(model, tp=1)
+        layouts = {rank: layout for rank, (_, layout) in source.items()}
+        (remote_spec, remote), (spec, layout) = next(iter(source.values())), next(iter(sink.values()))
+        plan = make_plan(spec, layout, remote_spec, layouts)
+        found[f"{model}, layout"] = str(digest_of(remote))
+        found[f"{model}, plan"] = str(plan.digest)
+        found[f"{model}, encoded plan"] = hashlib.sha256(encode_plan(plan)).hexdigest()
+    return found
