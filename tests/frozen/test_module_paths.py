@@ -56,12 +56,14 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def mentions(pattern: re.Pattern[str]) -> list[Mention]:
+    """Return what the pattern finds: each name once in each file."""
     found = {}
     for where, text in texts():
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.setdefault(match[match.lastindex or 0], f"{where}:{line}")
-    return [Mention(name, where) for name, where in found.items()]
+            name = match[match.lastindex or 0]
+            found.setdefault((name, where), Mention(name, f"{where}:{line}"))
+    return list(found.values())
 
 
 def file_of(parts: list[str]) -> Path | None:
