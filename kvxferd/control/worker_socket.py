@@ -89,6 +89,7 @@ class _Connection:
     offered_notices: int | None = None  # of a registration that is not adopted; -1: it has none
     notices: int = -1  # where movers say Delivered themselves
     admitted: bool = False  # its registration, or attachment, was found right
+    has_memory: bool = False  # it was a registration: descriptors may come by themselves
     waiting: Waiting = field(default_factory=Waiting)  # what it keeps before
     early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
     announced: Register | None = None  # has more descriptors than came with it
@@ -133,7 +134,7 @@ class _Connection:
         if self.offered_notices is not None:
             close_all([self.notices] if self.notices >= 0 else [])
             self.notices, self.offered_notices = self.offered_notices, None
-        self.admitted = True
+        self.admitted = self.has_memory = True
 
     def bring(self, mover: socket.socket | None) -> None:
         """Keep the socket of a resident mover, the last that came."""
@@ -400,6 +401,14 @@ class WorkerSocket:
     def _take_registration(
         self, connection: _Connection, message: Register | Resume, fds: FrameDescriptors
     ) -> Refusal | None:
+        if isinstance(message, Resume):
+            connection.offer_notices(None)  # the rank keeps those that it has
+        elif connection.announced is not None:
+            # The core has the first one's regions; those of this one would be what is checked.
+            raise ProtocolError(
+                "cannot register again: descriptors of the registration before are still to come",
+                Code.OUT_OF_PLACE,
+            )
         close_all(connection.offered)
         connection.offered, connection.announced = (), None
         if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_DESCRIPTORS:
@@ -424,8 +433,8 @@ class WorkerSocket:
         return problem
 
     def _take_part(self, connection: _Connection, part: Descriptors, fds: FrameDescriptors) -> None:
-        """Keep descriptors that belong to a registration of an admitted session."""
-        if not connection.admitted:
+        """Keep descriptors that belong to a registration which was found right. An attachment has none."""
+        if not connection.has_memory:
             old = connection.version < FIRST_WITH_LATE_DESCRIPTORS
             raise ProtocolError(
                 "cannot take descriptors before the registration that they belong to"
@@ -506,8 +515,10 @@ class WorkerSocket:
         elif isinstance(message, Refused):
             connection.drop_offered()
             self._count_descriptors(connection)
-        elif isinstance(message, Registered | DescriptorsWanted):
+        elif isinstance(message, Registered):
             connection.admitted = True
+        elif isinstance(message, DescriptorsWanted):
+            connection.admitted = connection.has_memory = True
         try:
             connection.link.send(encode(message), fds)
         except ProtocolError as error:

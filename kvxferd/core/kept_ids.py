@@ -1,4 +1,4 @@
-"""Room for the lists of block ids that published transfers, pulls and grants keep until they end."""
+"""Room for the block ids, and what goes with them, that transfers, pulls and grants keep until they end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvxferd.core.shares import Shares
 from kvxferd.errors import BusyError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks
+from kvxferd.wire.common import RankIncarnations
 
 # An id is 4 bytes: a request of 32,768 tokens at 16 tokens a block keeps 8 KiB, one of a million 256 KiB.
 # 512 MiB are 44,000 of the former for a user who is alone, five engines with all the transfers that they may
@@ -17,11 +18,23 @@ from kvxferd.layout import PackedBlocks
 MAX_KEPT_BYTES = 512 << 20
 # What a transfer or a pull is counted for without its ids (timers, indexes, names), and a group: estimates.
 ENTRY_BYTES, GROUP_BYTES = 2048, 256
+# An entry of a transfer's mapping from ranks to incarnations, and a character of an incarnation at its
+# widest. Of 64 ranks with names of 16 characters that is 8 KiB; transfers that name the same share it.
+RANK_BYTES, CHAR_BYTES = 64, 4
 
 
 def kept_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
     """Return what a request with these lists takes while it is kept."""
     return ENTRY_BYTES + sum(GROUP_BYTES + len(packed.ids) for packed in blocks.values())
+
+
+def named_bytes(num_ranks: int, named: RankIncarnations) -> int:
+    """Return what it takes to keep, for a transfer of so many ranks, which mappings hold its bytes.
+
+    Of ranks that are absent a publisher may name what it likes: 4,096 names of 250 characters, others in each
+    publish, were 1.4 MB a transfer.
+    """
+    return RANK_BYTES * num_ranks + sum(CHAR_BYTES * len(incarnation) for _, incarnation in named)
 
 
 class KeptIds:

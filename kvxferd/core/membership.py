@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvxferd.core.attendance import Attendance
@@ -38,6 +39,10 @@ from kvxferd.wire.worker import Released
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
 MAX_MEMBERS, MAX_MEMBERS_OF_ONE = 4096, 2048
+
+# Of members' ranks that are ready, the questions that are remembered for four minutes, all together and those
+# of one daemon: 32 ranks of which each writes 30 transfers a second are 230,400. One takes about 600 bytes.
+MAX_HEARD_READY, MAX_HEARD_READY_OF_ONE = 1 << 19, 1 << 18
 
 # Secrets came with this version of the peer protocol.
 SECRET_VERSION = 2
@@ -229,6 +234,7 @@ class Home:
         self._reserved: dict[tuple[EngineKey, Rank], MemberIdentity] = {}
         self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
         self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
+        self._num_ready_of: Counter[str] = Counter()  # by key, or boot
 
     def join(self, route: bytes, said: JoinRank, key: str) -> None:
         """A member says a rank, for the first time or again. The first to do so owns the rank."""
@@ -468,15 +474,40 @@ class Home:
             return
         heard = (present.boot, said.request)
         if heard not in self._heard_ready:
-            self._heard_ready.add(heard)
-            self._moment.after(
-                ("heard-ready", heard),
-                2 * self._moment.settings.acknowledge_for_s,
-                lambda: self._heard_ready.discard(heard),
-            )
+            asker = key or present.boot
+            try:
+                self._check_ready(said, asker)
+            except KvxferdError as error:
+                self._moment.do(ToRoute(route, refusal_of(said.request, error)))
+                return
+            self._remember_ready(heard, asker)
             self._source.ready(present, said.incarnation, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_ready((engine, said.transfer_id))
+
+    def _remember_ready(self, heard: tuple[BootId, int], asker: str) -> None:
+        self._heard_ready.add(heard)
+        self._num_ready_of[asker] += 1
+
+        def over() -> None:
+            self._heard_ready.discard(heard)
+            self._num_ready_of[asker] -= 1
+            if not self._num_ready_of[asker]:
+                del self._num_ready_of[asker]
+
+        self._moment.after(("heard-ready", heard), 2 * self._moment.settings.acknowledge_for_s, over)
+
+    def _check_ready(self, said: RankReady, asker: str) -> None:
+        """Raise KvxferdError where nothing may be kept of it."""
+        if max(len(said.transfer_id), len(said.incarnation)) > MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot take rank {said.rank} as ready: its transfer or incarnation has more than "
+                f"{MAX_NAME_CHARS} characters",
+                Code.TRANSFER_UNKNOWN,
+            )
+        what = "take one more rank as ready: too many were in the last minutes"
+        check_count(len(self._heard_ready), MAX_HEARD_READY, what, "not a setting")
+        check_count(self._num_ready_of[asker], MAX_HEARD_READY_OF_ONE, what, "of one daemon; not a setting")
 
     def _is_named(self, engine: EngineKey, route: bytes, said: RankReady) -> bool:
         """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.

@@ -176,10 +176,14 @@ class Movers:
             if not self._moment.is_unwanted(wanted):
                 return
             self.drop_remote(mover.mover, agent)
+            del mover.wanted[agent], mover.learnt_from[agent]
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
-        """What the mover has loaded of the agent is worth nothing: it failed, or is long gone."""
+        """What the mover has loaded of the agent is worth nothing: it failed, or is long gone.
+
+        The agent stays that of the peer which named it first: otherwise another one, which has made a read
+        fail by an address that is not there, would be the next to describe it.
+        """
         known = self._movers.get(mover)
         if known is not None and known.remotes.pop(agent, None) is not None:
-            del known.wanted[agent], known.learnt_from[agent]
             self._moment.do(ToMover(mover, DropRemote(agent=agent)))

@@ -268,9 +268,8 @@ class Node:
         running = self.pulls.running()
         holds = [pull.hold for pull in running] + [pull.former for pull in running if pull.former]
         holds += [hold for session in self.sessions.values() for hold in session.prepared.values()]
-        lists = [transfer.blocks for transfer in self.source.transfers.live.values()]
-        lists += [pull.blocks for pull in running]
-        kept = sum(hold.kept_bytes for hold in holds) + sum(map(kept_bytes, lists))
+        kept = sum(transfer.kept_bytes for transfer in self.source.transfers.live.values())
+        kept += sum(hold.kept_bytes for hold in holds) + sum(kept_bytes(pull.blocks) for pull in running)
         assert kept == self.kept_ids.num_bytes, f"{self.kept_ids.num_bytes} bytes of ids counted, {kept} kept"
 
     # --- events

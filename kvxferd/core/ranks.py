@@ -18,7 +18,7 @@ from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, Incarnation, MoverId, SessionId
+from kvxferd.ids import EngineId, EngineKey, Incarnation, MoverId, RegionId, SessionId
 from kvxferd.layout import RankLayout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
@@ -577,11 +577,21 @@ def _check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
 
 
 def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:
+    if len(exports) > MAX_REGIONS:
+        raise EngineError(
+            f"cannot register {len(exports)} regions: {MAX_REGIONS} are the limit", Code.REGION_INVALID
+        )
     wanted = {region.region: region.size_bytes for region in layout.regions}
     given = {export.region: export.size_bytes for export in exports}
-    if len(exports) > MAX_REGIONS or len(given) != len(exports) or given != wanted:
+    if len(given) != len(exports) or given != wanted:
         raise EngineError(
-            f"cannot register: the layout names regions {wanted}, and {given} were exported; "
-            f"each once, and {MAX_REGIONS} at most",
+            f"cannot register: the layout names regions {_some(wanted)}, and {_some(given)} were exported; "
+            "export each once",
             Code.REGION_INVALID,
         )
+
+
+def _some(regions: dict[RegionId, int]) -> str:
+    """As many as one reads: a thousand regions were a sentence of 380 KB."""
+    shown = ", ".join(f"{name[:80]!r}: {size}" for name, size in list(regions.items())[:8])
+    return f"{{{shown}}}" if len(regions) <= 8 else f"{{{shown}, ...}} ({len(regions)} of them)"

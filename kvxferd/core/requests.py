@@ -175,6 +175,9 @@ class Requests:
             problem = f"fence slot {said.fence_slot} holds no word; write 16 random bytes there first"
         elif not (0 < len(said.transfer_id) <= MAX_NAME_CHARS):
             problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
+        elif len(said.nonce) > MAX_NAME_CHARS:
+            # Kept with the transfer and with what is remembered of it, and no reference could name it.
+            problem = f"its nonce has {len(said.nonce)} characters; give 32 random hex digits"
         if problem or session.engine is None:
             text = f"cannot publish transfer {said.transfer_id[:80]}: {problem}"
             refused = PublishRefused(transfer_id=said.transfer_id, code=Code.OUT_OF_PLACE, message=text)

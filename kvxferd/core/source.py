@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import Observed, OverwriteFence, ToWorker
 from kvxferd.core.fences import Fences
-from kvxferd.core.kept_ids import KeptIds, kept_bytes
+from kvxferd.core.kept_ids import KeptIds, kept_bytes, named_bytes
 from kvxferd.core.limits import check_count
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import Questions
@@ -70,7 +70,7 @@ class Source:
             self._moment.do(ToWorker(session.session, refused))
             return
         self.transfers.add(transfer)
-        self._kept.add(transfer.uid, kept_bytes(transfer.blocks))
+        self._kept.add(transfer.uid, transfer.kept_bytes)
         self._watch_lease(transfer)
 
     def _admit(
@@ -87,9 +87,10 @@ class Source:
         limit = self._moment.settings.limits.max_transfers_per_engine
         full = f"publish transfer {said.transfer_id}: engine {engine_key} has {limit} that are not released"
         check_count(self.transfers.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
-        self._kept.check(session.uid, kept_bytes(blocks), f"publish transfer {said.transfer_id}")
         assert engine is not None
         incarnations = self._bound_to(session, engine, said)
+        kept = kept_bytes(blocks) + named_bytes(len(engine.spec.ranks()), said.incarnations)
+        self._kept.check(session.uid, kept, f"publish transfer {said.transfer_id}")
         self._check_blocks(engine, said, blocks)
         now = self._moment.now
         lease_s = said.lease_s or self._moment.settings.lease_s
@@ -108,6 +109,7 @@ class Source:
             lease_until=now + lease_s,
             ready={rank} if rank is not None else set(),
             incarnations=incarnations,
+            kept_bytes=kept,
         )
 
     @staticmethod
@@ -301,7 +303,7 @@ class Source:
         moment.do(OverwriteFence(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
-        self._kept.remove(transfer.uid, kept_bytes(transfer.blocks))
+        self._kept.remove(transfer.uid, transfer.kept_bytes)
         if (forgotten := self.transfers.end(transfer, why)) is not None:
             moment.timers.stop(("tombstone", forgotten))
         key = (transfer.engine, transfer.transfer_id)

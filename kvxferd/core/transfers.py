@@ -61,6 +61,7 @@ class Transfer:
     # Of the mappings that hold its bytes: as the publisher knew them, else as each rank's `ready` named them.
     # Shared among transfers: replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
+    kept_bytes: int = 0  # that its user is charged with
     grants: dict[GrantId, Grant] = field(default_factory=dict)
     num_grants_of: Counter[str] = field(default_factory=Counter)  # by asker
     readers: dict[EngineKey, Reader] = field(default_factory=dict)

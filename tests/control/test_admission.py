@@ -232,3 +232,48 @@ async def test_who_is_not_admitted_and_reads_nothing_is_disconnected_soon(socket
         num_sent += 1
         assert num_sent < 200  # the kernel's buffer, and 64 KiB
     assert socket_.heard.get_nowait() == ev.WorkerClosed(session)
+
+
+async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
+    """Anybody who may connect can attach, to an engine that is nobody's."""
+    connection = await socket_.session()
+    await socket_.say(connection, wk.Attach(request=1, engine_id="e", generation="g"))
+    session = (await socket_.said(wk.Attach)).session
+    socket_.workers.send(session, wk.Registered(request=1, endpoint="tcp://h:1"))
+    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.say(connection, Descriptors(first=0), memory.fd)
+    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+
+
+async def test_another_registration_while_descriptors_are_awaited_ends_the_session(
+    socket_: Listening, memory: SealedMemory
+) -> None:
+    """Its regions would be checked against the descriptors, and those of the first be mapped."""
+    connection = await socket_.session()
+    await socket_.say(connection, register(num_descriptors=3), memory.fd)
+    session = (await socket_.said(wk.Register)).session
+    socket_.workers.send(session, wk.DescriptorsWanted(request=1))
+    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.say(connection, register(num_descriptors=2), memory.fd)
+    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+
+
+@pytest.mark.parametrize("notices", [True, False])
+async def test_a_rank_that_resumes_keeps_the_notices_that_it_registered_with(
+    socket_: Listening, memory: SealedMemory, notices: bool
+) -> None:
+    """The mover takes a descriptor for them where the registration said so, and else for a region's."""
+    connection = await socket_.session()
+    with socket.socket() as own, socket.socket() as other:
+        for flag, notice in ((notices, own), (not notices, other)):
+            behind = [notice.fileno()] * flag
+            await socket_.say(connection, register(notices=flag), memory.fd, *behind)
+            session = (await socket_.said(wk.Register)).session
+            if flag is notices:
+                socket_.workers.adopt_regions(session)
+    before = len(socket_.workers.region_fds(session))
+    resume = wk.Resume(request=2, regions=register().regions, incarnation="second")
+    await socket_.say(connection, resume, memory.fd)
+    await socket_.said(wk.Resume)
+    socket_.workers.adopt_regions(session)
+    assert len(socket_.workers.region_fds(session)) == before == 2 + notices

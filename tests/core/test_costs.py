@@ -6,12 +6,20 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, World, mover_of
 
 from kvxferd.core import events as ev
-from kvxferd.errors import Code
-from kvxferd.ids import SessionId
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import Incarnation, Rank, SessionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_NOTICED
+from kvxferd.wire.limits import (
+    MAX_GROUPS_PER_REQUEST,
+    MAX_NAME_CHARS,
+    MAX_NOTICED,
+    MAX_RANKS,
+    MAX_REGIONS,
+    MAX_SENTENCE_CHARS,
+)
 
 
 class Counted(int):
@@ -86,3 +94,48 @@ def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
     looked.clear()
     world.feed(host, ev.WorkerClosed(source.session))
     assert looked
+
+
+@pytest.mark.parametrize("kind", ["groups", "incarnations"])
+def test_a_list_longer_than_it_may_be_is_not_decoded(kind: str) -> None:
+    """A frame has room for 209,000 incarnations, which take 230 ms."""
+    named = ((Rank(0, 0), Incarnation("i")),) * (MAX_RANKS + 1 if kind == "incarnations" else 1)
+    names = range(MAX_GROUPS_PER_REQUEST + 1 if kind == "groups" else 1)
+    publish = wk.Publish(
+        transfer_id="t",
+        nonce="n",
+        blocks={f"g{n}": PackedBlocks(b"") for n in names},
+        num_tokens=1,
+        fence_slot=0,
+        incarnations=named,
+    )
+    with pytest.raises(ProtocolError, match="length <="):
+        CLIENT_MESSAGES.decode(encode(publish))
+
+
+def test_a_nonce_that_no_reference_could_name_is_not_kept() -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    source.publish("t", IDS, TOKENS, nonce="n" * (MAX_NAME_CHARS + 1))
+    (refused,) = source.heard(wk.PublishRefused)
+    assert isinstance(refused, wk.PublishRefused)
+    assert refused.code is Code.OUT_OF_PLACE
+    assert not source.host.node.source.transfers.live
+
+
+@pytest.mark.parametrize("num_regions", [MAX_REGIONS, MAX_REGIONS + 1])
+def test_what_was_wrongly_exported_is_said_in_short(num_regions: int) -> None:
+    world = World()
+    (model,) = world.engine(world.host("layout"), "e")
+    worker = world.connect(world.host("a"))
+    regions = tuple(wk.RegionExport(f"{number:0200}", 1) for number in range(num_regions))
+    assert model.spec is not None
+    assert model.layout is not None
+    register = wk.Register(
+        request=1, engine=model.spec, layout=model.layout, regions=regions, incarnation="i"
+    )
+    worker.say(register)
+    (refused,) = worker.heard(wk.Refused)
+    assert isinstance(refused, wk.Refused)
+    assert refused.code is Code.REGION_INVALID
+    assert len(refused.message) <= MAX_SENTENCE_CHARS

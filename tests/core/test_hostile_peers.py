@@ -13,8 +13,8 @@ from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import Limits
 from kvxferd.core.manifests import check_manifest, checked_layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
-from kvxferd.errors import Code, EngineError
-from kvxferd.ids import Rank
+from kvxferd.errors import Code, EngineError, PeerError
+from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -118,6 +118,19 @@ def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     world.advance(100)
     assert liar.host.node.is_idle
     assert source.host.node.is_idle
+
+
+def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
+    """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
+    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(honest), wk.Delivered)
+    (agent,) = {mover.agent for mover in source.host.movers.values()}
+    movers, (mover,) = sink.host.node.movers, sink.host.movers
+    movers.drop_remote(mover, agent)
+    with pytest.raises(PeerError, match=f"it is an agent of {source.host.endpoint}"):
+        movers.load_remote(mover, Endpoint("tcp://liar:9441"), agent, b"elsewhere")
+    again = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(again), wk.Delivered)
 
 
 # --- engines that span nodes

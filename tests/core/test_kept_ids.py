@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
-from kvxferd.core.kept_ids import ENTRY_BYTES, GROUP_BYTES, KeptIds
+from kvxferd.core.kept_ids import CHAR_BYTES, ENTRY_BYTES, GROUP_BYTES, RANK_BYTES, KeptIds
 from kvxferd.errors import BusyError, Code
+from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire import worker as wk
 
 FIRST, SECOND = 1000, 2000
 ONE = ENTRY_BYTES + GROUP_BYTES + 4 * len(IDS)
 
 
-def limit_to(worker: Worker, num_requests: int) -> None:
+PUBLISHED = ONE + RANK_BYTES + CHAR_BYTES * len("first")  # it names the incarnation of its one rank
+
+
+def limit_to(worker: Worker, num_requests: int, size: int = ONE) -> None:
     """Have the worker's daemon keep so many requests of this size, an eighth of them for other users."""
-    worker.host.node.kept_ids._shares.limit = num_requests * ONE * 8 // 7 + 8
+    worker.host.node.kept_ids._shares.limit = num_requests * size * 8 // 7 + 8
 
 
 def kept(worker: Worker) -> int:
@@ -32,7 +36,7 @@ def test_one_user_leaves_room_for_another() -> None:
 
 
 def test_a_publish_past_the_limit_is_busy_until_another_is_released(source: Worker) -> None:
-    limit_to(source, 3)
+    limit_to(source, 3, PUBLISHED)
     for number in range(4):
         source.publish(f"t{number}", IDS, TOKENS)
     (refused,) = source.heard(wk.PublishRefused)
@@ -75,3 +79,20 @@ def test_what_is_prepared_and_left_keeps_nothing(world: World, source: Worker, s
     assert kept(sink) == 2 * ONE
     sink.close()
     assert kept(sink) == 0
+
+
+def test_what_a_publish_names_of_ranks_that_are_absent_is_counted(world: World) -> None:
+    """Nobody judges it, and each publish may name something else."""
+    host = world.host("a")
+    ranks = world.engine(host, "prefill", tp=64)
+    first, absent = ranks[0], ranks[1:]
+    for worker in absent:
+        worker.close()
+    before = kept(first)
+    named = [(Rank(0, 0), Incarnation("first"))]
+    named += [(Rank(0, number), Incarnation(f"{number:0250}")) for number in range(1, 64)]
+    first.publish("t1", IDS, TOKENS, incarnations=tuple(named))
+    assert not first.heard(wk.PublishRefused)
+    assert kept(first) - before > 63 * 250
+    first.say(wk.Unpublish(transfer_id="t1"))
+    assert kept(first) == before

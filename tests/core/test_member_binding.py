@@ -7,6 +7,7 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
 from kvxferd.core import events as ev
+from kvxferd.core import membership
 from kvxferd.core.registry import MemberRank
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank
@@ -207,3 +208,48 @@ def test_a_rank_whose_mover_is_replaced_is_kept_for_its_key(world, stages):
     assert is_not_allowed(as_stranger(world, home, JoinRank(request=7, boot="evil", manifest=manifest)))
     world.advance(2)
     assert record_of(home).route == b"p1"
+
+
+@pytest.mark.parametrize("field", ["transfer_id", "incarnation"])
+def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
+    home = stages[0].host
+    record = record_of(home)
+    facts = {"transfer_id": "t", "incarnation": record.incarnation} | {field: "x" * 100_000}
+    ready = RankReady(
+        request=7,
+        engine_id=KEY.engine_id,
+        generation="g1",
+        rank=SECOND,
+        secret=record.identity.secret,
+        **facts,
+    )
+    effects = home.node.feed(ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")), world.now)
+    assert [type(effect.message) for effect in effects] == [PeerRefused]
+    assert not home.node.source.transfers.early_ready
+    assert not home.node.home._heard_ready
+
+
+def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, monkeypatch):
+    home = stages[0].host
+    record = record_of(home)
+    monkeypatch.setattr(membership, "MAX_HEARD_READY_OF_ONE", 2)
+
+    def say_ready(request: int) -> Message:
+        ready = RankReady(
+            request=request,
+            engine_id=KEY.engine_id,
+            generation="g1",
+            rank=SECOND,
+            transfer_id=f"t{request}",
+            incarnation=record.incarnation,
+            secret=record.identity.secret,
+        )
+        (effect,) = home.node.feed(ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")), world.now)
+        return effect.message
+
+    assert [type(say_ready(request)) for request in (1, 2, 2)] == [Done, Done, Done]
+    refused = say_ready(3)
+    assert isinstance(refused, PeerRefused)
+    assert refused.code is Code.BUSY
+    world.advance(2 * home.node.moment.settings.acknowledge_for_s + 1)
+    assert not home.node.home._num_ready_of

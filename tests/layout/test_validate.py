@@ -19,7 +19,7 @@ from kvxferd.layout import (
     UnitRange,
 )
 from kvxferd.layout.presets import LAYOUT_NAMES, attention_layout
-from kvxferd.layout.validate import validate_layout
+from kvxferd.layout.validate import MAX_GROUPS, MAX_REGIONS, validate_layout
 
 SPEC = EngineSpec(
     EngineId("e"), Generation("g"), 4, pp_size=2, tp_size=2, pp_rank=1, tp_rank=1, num_kv_heads=4
@@ -201,3 +201,12 @@ def test_kernel_blocks_share_a_logical_block() -> None:
 def test_a_rank_may_hold_nothing() -> None:
     """More stages than layers."""
     validate_layout(SPEC, RankLayout(2, 2, (), (), ()))
+
+
+@pytest.mark.parametrize("what", ["groups", "regions"])
+def test_more_than_a_rank_may_have_is_refused_before_each_is_looked_at(what: str) -> None:
+    layout = plain()
+    (one,) = getattr(layout, what)
+    many = (one,) * (1 + {"groups": MAX_GROUPS, "regions": MAX_REGIONS}[what])  # each listed twice, too
+    with pytest.raises(LayoutError, match=f"{len(many)} {what}"):
+        validate_layout(SPEC, msgspec.structs.replace(layout, **{what: many}))
