@@ -382,7 +382,7 @@ class Daemon:
             case ShareFence():
                 self._share_fence(effect)
             case ToPeer():
-                self._peers.send(effect.endpoint, effect.message)
+                self._peers.send(effect.endpoint, effect.message, effect.uid)
             case ToRoute():
                 self._peers.answer(effect.route, effect.message)
             case ForgetPeer():

@@ -22,6 +22,7 @@ from kvxferd.control.peer_connections import shut_connections_to
 from kvxferd.control.peer_inbox import Gate, OpenGate, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
 from kvxferd.control.unread_answers import MAX_SHORT_ANSWERS, MIN_TRACKED_BYTES, UnreadAnswers
+from kvxferd.core.effects import NOBODY
 from kvxferd.core.events import Event, PeerUnreachable
 from kvxferd.core.trust import Trust
 from kvxferd.errors import Code, ConfigError
@@ -313,8 +314,8 @@ class PeerSocket:
             del self._cut[route]  # the end of that answer
         return True
 
-    def send(self, endpoint: Endpoint, message: Message) -> None:
-        """Send to a peer, connecting first where there is no connection."""
+    def send(self, endpoint: Endpoint, message: Message, uid: int = NOBODY) -> None:
+        """Send to a peer for that user, connecting first where there is no connection."""
         watched = self._dealers.get(endpoint)
         if watched is not None:
             self._send_to(watched, endpoint, message)
@@ -326,7 +327,7 @@ class PeerSocket:
         else:
             waiting = self._resolving[endpoint] = [message]
             self._resolver.resolve(
-                host, lambda address, reason: self._resolved(endpoint, waiting, address, reason)
+                host, lambda address, reason: self._resolved(endpoint, waiting, address, reason), uid
             )
 
     def _resolved(self, endpoint: Endpoint, waiting: list[Message], address: str, reason: str) -> None:

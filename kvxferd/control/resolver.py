@@ -11,12 +11,15 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
+
+from kvxferd.core.effects import NOBODY
+from kvxferd.core.shares import Shares
 
 log = structlog.get_logger()
 
@@ -25,6 +28,8 @@ GIVE_UP_S = 6.0
 # Queries that are under way, with those that nobody waits for any more. A query without an answer takes
 # 10 to 30 s, a thread 50 KiB: who names a host of that kind each second has at most 30 of them.
 MAX_QUERIES = 64
+# Names that wait for a query of their user to end: as many as there can be peers (`limits.max_peers`), twice.
+MAX_QUEUED = 1024
 # The last good address of a name, for when its server does not answer: 512 peers and their former names.
 MAX_KNOWN = 4096
 
@@ -51,39 +56,80 @@ def is_numeric(host: str) -> bool:
 
 @dataclass(slots=True)
 class _Query:
-    """A name that is being looked up, and who waits."""
+    """A name that is being looked up, or is to be, and who waits."""
 
+    uid: int = NOBODY  # of whose share it is, once it runs
+    runs: bool = False
+    users: set[int] = field(default_factory=set)  # those in whose queues it stands
     waiting: list[OnAddress] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
 
 class Resolver:
-    """Looks each name up once at a time, every time it is asked anew. Call it on the loop's thread."""
+    """Looks each name up once at a time, every time it is asked anew. Call it on the loop's thread.
+
+    Each user has a share of the queries that run, and a queue of its own; queues take turns.
+    """
 
     def __init__(self, lookup: Lookup = system_lookup, give_up_s: float = GIVE_UP_S) -> None:
         self._lookup = lookup
         self._give_up_s = give_up_s
         self._queries: dict[str, _Query] = {}
+        self._running = Shares(MAX_QUERIES)
+        self._num_queued = Shares(MAX_QUEUED)
+        self._queues: OrderedDict[int, deque[str]] = OrderedDict()  # whose turn is next first
         self._known: OrderedDict[str, str] = OrderedDict()
         self._stopped = False
 
-    def resolve(self, host: str, on_address: OnAddress) -> None:
+    def resolve(self, host: str, on_address: OnAddress, uid: int = NOBODY) -> None:
         """Call `on_address` with a numeric address of the host, or with why it has none; later, always."""
         loop = asyncio.get_running_loop()
         query = self._queries.get(host)
-        if query is None:
-            if reason := self._start(loop, host):
+        if query is None or not (query.runs or uid in query.users):
+            # Also where it stands in another user's queue: that one may be long.
+            if not self._num_queued.take(uid):
+                reason = (
+                    f"{self._num_queued.held} names wait for their name servers, "
+                    f"{self._num_queued.held_by(uid)} of them for uid {uid}; give a numeric address"
+                )
                 loop.call_soon(self._answer, host, [on_address], "", reason)
                 return
-            query = self._queries[host] = _Query()
+            query = self._queries.setdefault(host, _Query())
+            query.users.add(uid)
+            self._queues.setdefault(uid, deque()).append(host)
         query.waiting.append(on_address)
         if query.timer is None:
             query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
+        self._start_queued(loop)
+
+    def _start_queued(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start what has room, a name of each user in turn."""
+        while not self._stopped:
+            uid = next((uid for uid in self._queues if self._running.has_room(uid)), None)
+            if uid is None:
+                return
+            host = self._next_of(uid)
+            query = self._queries.get(host)
+            if query is None or query.runs:
+                continue  # another user's turn came first, or nobody waits any more
+            query.runs, query.uid = True, uid
+            self._running.add(uid, 1)
+            if reason := self._start(loop, host):
+                loop.call_soon(self._found, host, "", reason)
+
+    def _next_of(self, uid: int) -> str:
+        """Take the first of that user's queue, which is the last to have a turn then."""
+        queue = self._queues.pop(uid)
+        host = queue.popleft()
+        self._num_queued.give_back(uid)
+        if queue:
+            self._queues[uid] = queue
+        if query := self._queries.get(host):
+            query.users.discard(uid)
+        return host
 
     def _start(self, loop: asyncio.AbstractEventLoop, host: str) -> str:
         """Look the name up on a thread, which calls `_found` once; or return why not."""
-        if len(self._queries) >= MAX_QUERIES:
-            return f"{MAX_QUERIES} other names wait for their name servers; give a numeric address"
         try:
             threading.Thread(target=self._ask, args=(loop, host), name="resolve", daemon=True).start()
         except RuntimeError as error:  # the system gives none, by a limit of processes or of memory
@@ -111,6 +157,7 @@ class Resolver:
 
     def _found(self, host: str, address: str, reason: str) -> None:
         query = self._queries.pop(host)
+        self._running.give_back(query.uid)
         if query.timer is not None:
             query.timer.cancel()
         if address:
@@ -119,12 +166,20 @@ class Resolver:
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._answer(host, query.waiting, address, reason)
+        self._start_queued(asyncio.get_running_loop())
 
     def _give_up(self, host: str, query: _Query) -> None:
-        """Nobody waits longer. The query goes on counting: its thread is still there."""
+        """Nobody waits longer. A query that runs goes on counting: its thread is still there."""
         query.timer = None
+        if not query.runs:
+            del self._queries[host]  # the queues find nothing to do
         waiting, query.waiting = query.waiting, []
         reason = f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
+        if not query.runs:
+            reason = (
+                f"cannot look up host name {host!r}: {self._running.held} others wait for their name "
+                f"servers, and none has answered within {self._give_up_s:g} s; give a numeric address"
+            )
         self._answer(host, waiting, "", reason)
 
     def _answer(self, host: str, waiting: list[OnAddress], address: str, reason: str) -> None:

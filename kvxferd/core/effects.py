@@ -8,6 +8,8 @@ from kvxferd.core.snapshot import Record
 from kvxferd.ids import Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
+NOBODY = -1  # no user: this node on its own behalf
+
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
@@ -101,6 +103,7 @@ class ToPeer:
 
     endpoint: Endpoint
     message: Message
+    uid: int = NOBODY  # for whom a host name is looked up first
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Movers
-from kvxferd.core.peers import NOBODY, Peers, RemoteEngine
+from kvxferd.core.peers import Peers, RemoteEngine
 from kvxferd.core.planning import Planning
 from kvxferd.core.questions import CHECK_PEER
 from kvxferd.core.registry import LocalRank
@@ -84,6 +84,7 @@ class Holds:
         self._kept = kept
         self._planning = Planning(moment)
         self._held: dict[Endpoint, dict[GrantId, Hold]] = {}
+        peers.keep(self._held.keys)
 
     def num_grants(self) -> dict[Endpoint, int]:
         """How many grants are held at each peer."""
@@ -250,12 +251,13 @@ class Holds:
         self._renew_later(endpoint, lease_s)
 
     def _ask_renewal(self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float) -> None:
+        holder = next(iter(self._held[endpoint].values()))
         self._peers.ask(
             endpoint,
             lambda request: RenewGrants(request=request, grants=grants),
             lease_s,
             lambda answer: self._renewed(endpoint, answer),
-            NOBODY,  # it holds grants there: the peer is known
+            holder.rank.uid,
         )
 
     def _renewed(self, endpoint: Endpoint, answer: Answer) -> None:

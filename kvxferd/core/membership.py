@@ -58,6 +58,7 @@ class Member:
         self._attendance = attendance
         self._secret = moment.new_token()  # for as long as this daemon runs
         self._waiting: list[tuple[Endpoint, AttendRank]] = []  # for a mover to say that it polls
+        peers.keep(self._homes)
 
     def join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None]) -> None:
         """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer.
@@ -95,6 +96,10 @@ class Member:
                 self._join(rank, on_answer, until)
 
         self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered, rank.uid)
+
+    def _homes(self) -> set[Endpoint]:
+        """The homes of engines here: they speak by this node's connections to them."""
+        return {engine.spec.home for engine in self._registry if engine.spec.home}
 
     def _secret_for(self, home: Endpoint) -> str:
         """This daemon's secret, for a home that knows the field."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvxferd.core.effects import ForgetPeer, Observed
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.limits import RETRY_LATER_S
+from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.manifests import check_manifests
 from kvxferd.core.moment import Moment
 from kvxferd.core.questions import OnAnswer, Questions
@@ -44,7 +44,10 @@ MAX_ENGINES_PER_PEER = 64
 # Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a question of 2 KB that
 # waits for up to 20 s, also when whoever made up the reference has cancelled the pull meanwhile.
 MAX_LEARNING = 4096
-NOBODY = -1  # not a user: whoever connected here
+# Questions that are not answered, of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 asks of one
+# peer wait, and no more than 32,768 (`limits.max_waiting`). 200 acknowledgements a second, whose source is
+# dead for the 120 s in which they are asked again, are 24,000: one user's share is 28,672.
+MAX_UNANSWERED = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Peer:
 
     endpoint: Endpoint
     uid: int  # of whoever named it first: its share of the peers
+    users: set[int] = field(default_factory=set)  # all for whom something was asked there
     boot: BootId | None = None  # None: not greeted yet
     heard_at: float | None = None  # when it last sent something
     version: int = 1  # of the peer protocol, once greeted
@@ -88,22 +92,34 @@ class Peers:
         self._layouts = layouts
         self._share = Shares(moment.settings.limits.max_peers)
         self._learning = Shares(MAX_LEARNING)
+        self._unanswered = Shares(MAX_UNANSWERED)
+        self._keepers: list[Callable[[], Collection[Endpoint]]] = []
+
+    def keep(self, needed: Callable[[], Collection[Endpoint]]) -> None:
+        """Let no other peer have the place of one that is needed, though nothing is asked there now."""
+        self._keepers.append(needed)
 
     # --- asking anything
 
     def ask(self, endpoint: Endpoint, make: Ask, give_up_s: float, on_answer: OnAnswer, uid: int) -> None:
         """Ask a peer for that user, after greeting it. `make` gets the request number."""
         try:
-            self._check_room(endpoint, uid)
+            self._check_unanswered(endpoint, uid)
+            peer = self._admitted(endpoint, uid)
         except KvxferdError as error:
             on_answer(refusal_of(0, error))
             return
-        peer = self._peer(endpoint, uid)
-        self._forget_later(peer)
+        self._unanswered.add(uid, 1)
+
+        def answered(answer: Answer) -> None:
+            self._unanswered.give_back(uid)
+            on_answer(answer)
+            self._forget_if_unused(peer)
+
         if peer.boot is not None:
-            self._ask(peer, make, give_up_s, on_answer)
+            self._ask(peer, make, give_up_s, answered)
             return
-        peer.waiting.append((make, give_up_s, on_answer))
+        peer.waiting.append((make, give_up_s, answered))
         if len(peer.waiting) == 1:
             self._greet(peer)
 
@@ -112,19 +128,65 @@ class Peers:
         peer = self._peers.get(endpoint)
         return peer.version if peer is not None else 1
 
-    def _check_room(self, endpoint: Endpoint, uid: int) -> None:
-        """A reference may name any endpoint: one user's must not take the peers of all."""
-        if endpoint in self._peers:
-            return
-        if endpoint != self._moment.endpoint:
-            self._moment.trust.check(endpoint)  # the allow-lists may have changed since it was named
-        if not self._share.has_room(uid):
+    def _check_unanswered(self, endpoint: Endpoint, uid: int) -> None:
+        """A user's pulls that are asked for and cancelled leave questions: they must not pile up."""
+        if not self._unanswered.has_room(uid):
+            raise BusyError(
+                f"cannot ask {endpoint}: {self._unanswered.held} questions to peers are not answered, "
+                f"{self._unanswered.held_by(uid)} of them for uid {uid}; try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+
+    # --- whom to know
+
+    def _admitted(self, endpoint: Endpoint, uid: int) -> Peer:
+        """The peer, for that user; in another's place where there is no room. Raises KvxferdError.
+
+        A reference may name any endpoint: one user's must not take the peers of all.
+        """
+        peer, evicted = self._peers.get(endpoint), None
+        if peer is None:
+            if endpoint != self._moment.endpoint:
+                self._moment.trust.check(endpoint)  # the allow-lists may have changed since it was named
+            if not self._share.has_room(uid):
+                evicted = self._evictable(endpoint, uid)
+                self._forget(evicted)
+            peer = Peer(endpoint, uid)
+            self._share.add(uid, 1)
+        peer.users.add(uid)
+        self._peers.pop(endpoint, None)
+        self._peers[endpoint] = peer  # the longest unused first
+        self._forget_later(peer)
+        if evicted is not None:  # now that its place is taken: whoever waits may ask at once again
+            text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
+            self._questions.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
+        return peer
+
+    def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
+        """The peer that is to make room: of whoever has most, one that is idle, or has never answered.
+
+        One that answers and is asked something stays: to lose it would fail its user's pulls.
+        """
+        after = self._share.held_by(uid) + 1
+        needed = [keeper() for keeper in self._keepers]
+        found: Peer | None = None
+        best = (0, False)
+        for peer in self._peers.values():
+            num, is_own = self._share.held_by(peer.uid), peer.uid == uid
+            if (num <= after and not is_own) or any(peer.endpoint in endpoints for endpoints in needed):
+                continue
+            is_idle = not self._is_used(peer)
+            is_unproved = peer.boot is None and not is_own and peer.users == {peer.uid}
+            if (is_idle or is_unproved) and (num, is_idle) > best:
+                found, best = peer, (num, is_idle)
+        if found is None:
             raise BusyError(
                 f"cannot reach {endpoint}: {self._share.held} peers are known already, "
                 f"{self._share.held_by(uid)} of them through uid {uid}, and limits.max_peers = "
                 f"{self._share.limit}; try again in {RETRY_LATER_S:g} s",
                 RETRY_LATER_S,
             )
+        return found
 
     def _check_learning(self, key: EngineKey, uid: int) -> None:
         if not self._learning.has_room(uid):
@@ -134,13 +196,6 @@ class Peers:
                 RETRY_LATER_S,
             )
 
-    def _peer(self, endpoint: Endpoint, uid: int = NOBODY) -> Peer:
-        if endpoint not in self._peers:
-            self._peers[endpoint] = Peer(endpoint, uid)
-            self._share.add(uid, 1)
-            self._forget_later(self._peers[endpoint])
-        return self._peers[endpoint]
-
     def _forget_later(self, peer: Peer) -> None:
         """A peer that nothing was asked of for long is forgotten: nodes come and go, addresses change."""
         self._moment.after(
@@ -148,10 +203,13 @@ class Peers:
         )
 
     def _idle(self, peer: Peer) -> None:
-        if peer.waiting or self._questions.are_open(peer.endpoint):
+        if self._is_used(peer) or any(peer.endpoint in keeper() for keeper in self._keepers):
             self._forget_later(peer)
         else:
-            self._silent(peer)
+            self._forget(peer)
+
+    def _is_used(self, peer: Peer) -> bool:
+        return bool(peer.waiting) or self._questions.are_open(peer.endpoint)
 
     def _ask(self, peer: Peer, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
         def answered(answer: Answer) -> None:
@@ -159,7 +217,8 @@ class Peers:
                 self._silent(peer)
             on_answer(answer)
 
-        self._questions.ask(peer.endpoint, make(self._questions.next_number()), give_up_s, answered)
+        number = self._questions.next_number()
+        self._questions.ask(peer.endpoint, make(number), give_up_s, answered, uid=peer.uid)
 
     def _greet(self, peer: Peer) -> None:
         question = Greet(
@@ -180,22 +239,41 @@ class Peers:
             for _, _, on_answer in waiting:
                 on_answer(_as_refusal(answer))
 
-        self._questions.ask(peer.endpoint, question, self._moment.settings.silent_after_s, answered)
+        give_up_s = self._moment.settings.silent_after_s
+        self._questions.ask(peer.endpoint, question, give_up_s, answered, uid=peer.uid)
 
     def _silent(self, peer: Peer) -> None:
-        """Forget the peer: what it comes back as may be another daemon."""
-        if self._peers.get(peer.endpoint, peer) is peer:
-            # A question that was still out may have opened the connection again since.
-            if self._peers.pop(peer.endpoint, None) is not None:
-                self._share.give_back(peer.uid)
-            self._moment.timers.stop(("idle-peer", peer.endpoint))
+        """What it comes back as may be another daemon: nothing known of it holds.
+
+        While other questions are asked there again and again it keeps its place: they connect anew.
+        """
+        if self._peers.get(peer.endpoint) is not peer:
+            return
+        peer.boot, peer.version, peer.assembly = None, 1, IdsAssembly()
+        peer.engines.clear()
+        if self._is_used(peer):
             self._moment.do(ForgetPeer(peer.endpoint))
+        else:
+            self._forget(peer)
+
+    def _forget_if_unused(self, peer: Peer) -> None:
+        """The last question to a silent peer has ended."""
+        if peer.boot is None and self._peers.get(peer.endpoint) is peer and not self._is_used(peer):
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.endpoint]
+        self._share.give_back(peer.uid)
+        self._moment.timers.stop(("idle-peer", peer.endpoint))
+        self._moment.do(ForgetPeer(peer.endpoint))
 
     # --- hearing
 
     def said(self, endpoint: Endpoint, message: PeerMessage) -> None:
         """A message on the connection to a peer. Raises ProtocolError for one that is out of place."""
-        peer = self._peer(endpoint)
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return  # forgotten, and this was on its way: nothing is asked there
         peer.heard_at = self._moment.now
         match message:
             case BlockIds():
@@ -214,8 +292,8 @@ class Peers:
 
     def broke_protocol(self, endpoint: Endpoint, error: ProtocolError) -> None:
         """What the peer sends is not to be trusted: its connection is closed, its questions fail."""
-        peer = self._peer(endpoint)
-        self._silent(peer)
+        if peer := self._peers.get(endpoint):
+            self._silent(peer)
         self._questions.fail_all(endpoint, error)
 
     def unreachable(self, endpoint: Endpoint, reason: str) -> None:
@@ -267,13 +345,12 @@ class Peers:
         """Find out about an engine for that user; at once where it is known."""
         peer = self._peers.get(endpoint)
         try:
-            self._check_room(endpoint, uid)
             if peer is None or (key not in peer.engines and key not in peer.learning):
                 self._check_learning(key, uid)
+            peer = self._admitted(endpoint, uid)
         except KvxferdError as error:
             on_learnt(Refusal(error.code, error.message, error.retry_after_s))
             return
-        peer = self._peer(endpoint, uid)
         if key in peer.engines:
             on_learnt(peer.engines[key])
             return

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxferd.core.effects import ToPeer, ToRoute
+from kvxferd.core.effects import NOBODY, ToPeer, ToRoute
 from kvxferd.core.moment import Moment
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
@@ -27,6 +27,7 @@ class _Asked:
     key: str  # the CURVE key that must answer on a route; "" for none, and on a connection of our own
     question: Question
     on_answer: OnAnswer
+    uid: int  # for whom a name that is no address is looked up
 
 
 class Questions:
@@ -43,11 +44,17 @@ class Questions:
         return next(self._numbers)
 
     def ask(
-        self, to: Address, question: Question, give_up_s: float, on_answer: OnAnswer, key: str = ""
+        self,
+        to: Address,
+        question: Question,
+        give_up_s: float,
+        on_answer: OnAnswer,
+        key: str = "",
+        uid: int = NOBODY,
     ) -> None:
         """Send, and send again until answered. After `give_up_s` the answer is peer-unreachable."""
         number = question.request
-        self._asked[number] = _Asked(to, key, question, on_answer)
+        self._asked[number] = _Asked(to, key, question, on_answer, uid)
         self._asked_there.setdefault(to, {})[number] = None
         self._send(number)
         self._moment.after(("give-up", number), give_up_s, lambda: self._give_up(number, give_up_s))
@@ -57,7 +64,7 @@ class Questions:
         if isinstance(asked.to, bytes):
             self._moment.do(ToRoute(asked.to, asked.question))
         else:
-            self._moment.do(ToPeer(asked.to, asked.question))
+            self._moment.do(ToPeer(asked.to, asked.question, asked.uid))
         self._moment.after(("resend", number), self._moment.settings.resend_s, lambda: self._send(number))
 
     def _give_up(self, number: int, after_s: float) -> None:

@@ -12,6 +12,8 @@ from kvxferd.control import resolver as resolving
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
 from kvxferd.core import events as ev
+from kvxferd.core.effects import NOBODY
+from kvxferd.core.shares import Shares
 from kvxferd.ids import Endpoint
 from kvxferd.wire.common import Versions
 from kvxferd.wire.peer import Greet
@@ -44,9 +46,9 @@ def servers():
     made.released.set()
 
 
-async def answer_of(resolver: Resolver, host: str) -> tuple[str, str]:
+async def answer_of(resolver: Resolver, host: str, uid: int = NOBODY) -> tuple[str, str]:
     answers = Answers()
-    resolver.resolve(host, lambda address, reason: answers.put_nowait((address, reason)))
+    resolver.resolve(host, lambda address, reason: answers.put_nowait((address, reason)), uid)
     return await asyncio.wait_for(answers.get(), 10)
 
 
@@ -131,7 +133,39 @@ async def test_only_so_many_names_wait(servers, monkeypatch):
     for number in range(3):
         assert not (await answer_of(resolver, f"silent-{number}"))[0]
     assert "numeric address" in (await answer_of(resolver, "peer"))[1]
+    monkeypatch.setattr(resolver, "_num_queued", Shares(0))
+    assert "numeric address" in (await answer_of(resolver, "peer"))[1]
     servers.released.set()
+
+
+async def test_one_users_names_without_answers_keep_no_other_user_waiting(servers):
+    resolver = Resolver(servers)
+    for number in range(resolving.MAX_QUERIES + 10):
+        resolver.resolve(f"silent-{number}", lambda address, reason: None, 1000)
+    assert await answer_of(resolver, "peer", 2000) == ("127.0.0.1", "")
+    assert servers.num_queries < resolving.MAX_QUERIES
+
+
+async def test_a_name_that_stands_in_a_long_queue_is_looked_up_for_who_has_a_short_one(servers):
+    resolver = Resolver(servers)
+    for number in range(resolving.MAX_QUERIES):
+        resolver.resolve(f"silent-{number}", lambda address, reason: None, 1000)
+    first = asyncio.ensure_future(answer_of(resolver, "peer", 1000))
+    await asyncio.sleep(0)
+    assert await answer_of(resolver, "peer", 2000) == ("127.0.0.1", "")
+    assert await first == ("127.0.0.1", "")
+
+
+async def test_names_that_wait_are_looked_up_when_others_have_answers(servers, monkeypatch):
+    monkeypatch.setattr(resolving, "MAX_QUERIES", 2)
+    resolver = Resolver(servers)
+    waiting = [asyncio.ensure_future(answer_of(resolver, f"silent-{n}", 1000)) for n in range(5)]
+    last = asyncio.ensure_future(answer_of(resolver, "peer", 1000))
+    await asyncio.sleep(0)
+    servers.released.set()
+    assert await last == ("127.0.0.1", "")
+    assert all("not known" in reason for _, reason in await asyncio.gather(*waiting))
+    assert (resolver._running.held, resolver._num_queued.held) == (0, 0)
 
 
 def test_the_systems_own():

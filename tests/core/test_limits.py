@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from world import World, spec_of
+from world import World, mover_of, spec_of
 
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
@@ -125,12 +125,25 @@ def test_peers_too_many_are_not_asked():
     world = world_of(max_peers=1)
     sources = [world.engine(world.host(name), f"engine-{name}")[0] for name in ("a", "b")]
     sink = world.engine(world.host("d"), "decode")[0]
-    assert delivers(world, sources[0], sink, "t1")
+    mover_of(sink).hold = True
+    running = sink.pull(sources[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     failed = sink.ended(sink.pull(sources[1].publish("t2", IDS, TOKENS), SINK_IDS, TOKENS))
     assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
-    assert delivers(world, sources[0], sink, "t3")
     world.feed(sink.host, ev.PeerDropAsked(sources[0].host.endpoint))
-    assert delivers(world, sources[1], sink, "t4")
+    mover_of(sink).hold = False
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+    assert isinstance(sink.ended(running), wk.Delivered)
+    assert delivers(world, sources[1], sink, "t3")
+
+
+def test_a_peer_of_which_nothing_is_wanted_has_no_place_that_another_needs():
+    world = world_of(max_peers=1)
+    sources = [world.engine(world.host(name), f"engine-{name}")[0] for name in ("a", "b")]
+    sink = world.engine(world.host("d"), "decode")[0]
+    for number in range(4):
+        assert delivers(world, sources[number % 2], sink, f"t{number}")
+        assert sink.host.node.peers.endpoints() == {sources[number % 2].host.endpoint}
 
 
 @pytest.mark.parametrize(

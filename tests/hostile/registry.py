@@ -44,7 +44,6 @@ class Attack:
     allows_failed_pulls: str = ""  # why, where the honest pair may lose some
     fds_slack: int = 16
     quick: bool = False  # part of `make test`
-    expected: bool = True  # False: a known hole; it is reported and does not fail the suite's own test
     imports: tuple[str, ...] = ()  # before the attacker's process becomes somebody else
     fresh: bool = False  # wants a stage that nothing has happened on, as memory is compared
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]
 
 
 def test_a_part_of_the_attacks_is_survived():
-    quick = [attack for attack in attacks().values() if attack.quick and attack.expected]
+    quick = [attack for attack in attacks().values() if attack.quick]
     runner = Runner(seed=1)
     try:
         outcomes = runner.run(quick)

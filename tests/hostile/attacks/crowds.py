@@ -231,7 +231,7 @@ def registrations_come_and_go(scene: Scene) -> str:
     return newcomer(scene, "late-after-churn", timeout_s=20.0)
 
 
-@attack("worker", setup=Setup(flags=("--limits-max-peers", "8")), expected=False)
+@attack("worker", setup=Setup(flags=("--limits-max-peers", "8")))
 def all_the_peers(scene: Scene) -> str:
     """A rank prepares pulls from daemons that do not exist until no peer is left to be known."""
     session = scene.worker(scene.b)
