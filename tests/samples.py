@@ -9,6 +9,7 @@ from kvxferd.core.snapshot import (
     LanesRecord,
     LanesSnapshot,
     NodeSnapshot,
+    OwnershipSnapshot,
     PeerSnapshot,
     PlacementRecord,
     PlacementSnapshot,
@@ -18,9 +19,10 @@ from kvxferd.core.snapshot import (
     Record,
     ReleaseRecord,
     RemoteEngineSnapshot,
+    RetiredMoverSnapshot,
     TransferSnapshot,
 )
-from kvxferd.errors import Code
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import (
     AgentName,
     BootId,
@@ -29,6 +31,7 @@ from kvxferd.ids import (
     EngineKey,
     Generation,
     GrantId,
+    MoverId,
     PullId,
     Rank,
     TransferId,
@@ -108,6 +111,22 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         num_grants_given=2,
         num_grants_held=7,
         pull_phases={"wire": 1},
+        retired_movers=(
+            RetiredMoverSnapshot(
+                mover=MoverId(3),
+                agent=AgentName("boot-a/3"),
+                engine_id=SINK,
+                rank=Rank(0, 1),
+                kept_by="readers",
+                num_pulls=0,
+                num_in_doubt=4,
+                age_s=2.5,
+            ),
+        ),
+        ownerships=(
+            OwnershipSnapshot(engine_id=SINK, uid=1000, expires_in_s=None),
+            OwnershipSnapshot(engine_id=EngineId("gone-0"), uid=1001, expires_in_s=312.0),
+        ),
         pulls=(
             PullSnapshot(
                 pull=PullId(9),
@@ -209,6 +228,8 @@ class StillNode:
 
     def disown(self, engine_id: EngineId) -> int | None:
         """One that has no ranks here."""
+        if engine_id == SINK:
+            raise EngineError("cannot disown engine: ranks of it are registered here", Code.RANK_TAKEN)
         return 1000 if engine_id == "gone-0" else None
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:

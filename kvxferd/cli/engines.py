@@ -6,8 +6,8 @@ import click
 import msgspec
 
 from kvxferd.cli.asking import Daemon, asks_daemon
-from kvxferd.cli.showing import in_bytes, json_option, print_json, print_table
-from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
+from kvxferd.cli.showing import in_bytes, in_time, json_option, print_json, print_table
+from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
@@ -15,7 +15,7 @@ from kvxferd.observe.gauges import engine_state
 @json_option
 @asks_daemon
 def engines(daemon: Daemon, as_json: bool) -> None:
-    """Show local engines and their ranks."""
+    """Show local engines and their ranks, and to which user each engine id is recorded."""
     answer = daemon.get("/v1/engines")
     if as_json:
         print_json(answer)
@@ -46,6 +46,28 @@ def engines(daemon: Daemon, as_json: bool) -> None:
             for r in e.ranks
         ),
     )  # fmt: skip
+    if retired := msgspec.convert(answer.get("retired_movers", []), list[RetiredMoverSnapshot]):
+        print_table(
+            "Retired movers",
+            ("engine", "rank", "mover", "kept by", "pulls", "in doubt", "age"),
+            (
+                (m.engine_id or "", m.rank or "", m.mover, m.kept_by, m.num_pulls, m.num_in_doubt,
+                 in_time(m.age_s))
+                for m in retired
+            ),
+        )  # fmt: skip
+    print_table(
+        "Recorded engine ids",
+        ("engine", "uid", "kept for"),
+        (
+            (
+                o.engine_id,
+                o.uid,
+                "as long as it has ranks here" if o.expires_in_s is None else in_time(o.expires_in_s),
+            )
+            for o in msgspec.convert(answer.get("ownerships", []), list[OwnershipSnapshot])
+        ),
+    )
 
 
 def _kind(rank: RankSnapshot) -> str:

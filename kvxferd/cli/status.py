@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvxferd.cli.asking import Daemon, asks_daemon
 from kvxferd.cli.showing import console, in_bytes, json_option, plain, print_json
-from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
+from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
@@ -45,6 +45,8 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
         ("transfers", f"{sum(node.transfer_states.values())} held, {node.num_grants_given} grants"),
         ("pulls", f"{sum(node.pull_phases.values())} running, {node.num_quarantined} quarantined"),
+        ("retired movers", _retired(node)),
+        ("engine ids", _ownerships(node)),
     ]
 
 
@@ -56,6 +58,22 @@ def _placements(ranks: list[RankSnapshot]) -> str:
             way = f"{found.kind} over {found.lanes}" if found.lanes else found.kind
             ways[way if found.proved else f"{way}, not proved"] += 1
     return "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "none"
+
+
+def _retired(node: NodeSnapshot) -> str:
+    """How many movers wait for what: ``2: 1 for pulls, 1 for exit; 3 pulls in doubt``."""
+    if not node.retired_movers:
+        return "none"
+    kept = Counter(mover.kept_by for mover in node.retired_movers)
+    in_doubt = sum(mover.num_in_doubt for mover in node.retired_movers)
+    waits = ", ".join(f"{kept[what]} for {what}" for what in KEPT_BY if kept[what])
+    return f"{len(node.retired_movers)}: {waits}; {in_doubt} pulls in doubt"
+
+
+def _ownerships(node: NodeSnapshot) -> str:
+    """How many engine ids are recorded: ``3 recorded, 1 without ranks here``."""
+    num_absent = sum(kept.expires_in_s is not None for kept in node.ownerships)
+    return f"{len(node.ownerships)} recorded, {num_absent} without ranks here"
 
 
 def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:

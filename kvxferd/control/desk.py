@@ -12,6 +12,7 @@ from kvxferd.control.view import Reloaded
 from kvxferd.core.events import DisownAsked, Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.pool import MoverPool
@@ -90,9 +91,18 @@ class Desk:
         return known
 
     def disown(self, engine_id: EngineId) -> int | None:
-        """Forget whose an engine id was. Return that user; None: nobody's, or ranks of it are here."""
+        """Forget whose an engine id was. Return that user; None: no user's is recorded.
+
+        Raises EngineError(rank-taken) while ranks of it are registered here.
+        """
+        if self._node.registry.has_local_rank(engine_id):
+            raise EngineError(
+                f"cannot disown engine {engine_id}: ranks of it are registered here, `kvxferd engines` lists "
+                "them; stop the engine, then disown its id",
+                Code.RANK_TAKEN,
+            )
         uid = self._node.ownerships.uid_of(engine_id)
-        if uid is None or self._node.registry.has_local_rank(engine_id):
+        if uid is None:
             return None
         operator_log.warning("engine id disowned by an operator", engine=engine_id, uid=uid)
         self._feed(DisownAsked(engine_id))

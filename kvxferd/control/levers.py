@@ -83,8 +83,8 @@ async def disown(request: web.Request) -> web.StreamResponse:
     if uid is not None:
         return json_response({"disowned": asked.engine_id, "uid": uid})
     text = (
-        f"cannot disown engine {asked.engine_id}: it is nobody's, or ranks of it are registered here; "
-        "`kvxferd engines` lists those: stop them first"
+        f"cannot disown engine {asked.engine_id}: no user is recorded for that id, who registers it next has "
+        "it; `kvxferd engines` lists the ids that are recorded"
     )
     return error_response(404, Code.NOT_FOUND, text)
 

@@ -78,8 +78,11 @@ async def status(request: web.Request) -> web.StreamResponse:
 
 
 async def engines(request: web.Request) -> web.StreamResponse:
-    """Local engines and their ranks."""
-    return json_response({"engines": (await snapshot_for(request)).engines})
+    """Local engines and their ranks, movers that wait for their end, and whose engine ids are."""
+    node = await snapshot_for(request)
+    return json_response(
+        {"engines": node.engines, "retired_movers": node.retired_movers, "ownerships": node.ownerships}
+    )
 
 
 async def layouts(request: web.Request) -> web.StreamResponse:

@@ -52,7 +52,10 @@ class NodeView(Protocol):
         ...
 
     def disown(self, engine_id: EngineId) -> int | None:
-        """Forget whose an engine id was. Return that user; None: nobody's, or ranks of it are here."""
+        """Forget whose an engine id was. Return that user; None: no user's is recorded.
+
+        Raises EngineError(rank-taken) while ranks of it are registered here.
+        """
         ...
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:

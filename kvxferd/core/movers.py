@@ -33,6 +33,7 @@ class Mover:
     resident: bool = False  # a thread of the worker: told to end, never killed
     retired: bool = False  # it ends when what it runs has ended; another serves its rank
     dying: bool = False
+    retired_at: float = 0.0
     told_at: float = 0.0  # when a dying one was told
     left: bool = False  # it serves nobody any more
 
@@ -89,7 +90,7 @@ class Movers:
         if known is None or known.dying or known.retired:
             return
         self.end_retired(known.session)
-        known.retired = True
+        known.retired, known.retired_at = True, self._moment.now
         self._moment.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
         self._leave_soon(known)
 
@@ -118,6 +119,10 @@ class Movers:
             self.reconsider(mover.mover)
 
         self._moment.after(("mover-leaves", mover.mover), 0.0, leave)
+
+    def retired(self) -> list[Mover]:
+        """Those that are retired and not dead yet."""
+        return [mover for mover in self._movers.values() if mover.retired]
 
     def num_stuck(self, session: SessionId) -> int:
         """How many resident movers of the session were told to end long ago and have not."""

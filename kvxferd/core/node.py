@@ -54,7 +54,7 @@ from kvxferd.core.requests import Requests
 from kvxferd.core.routes import Routes
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import list_pulls, list_transfers, show_engines
+from kvxferd.core.showing import list_pulls, list_transfers, show_engines, show_retired
 from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
 from kvxferd.core.source import Source
 from kvxferd.errors import Code, ProtocolError
@@ -237,6 +237,10 @@ class Node:
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
+            retired_movers=show_retired(
+                self.movers, self.pulls, self.attendance, self.sessions, self.moment.now
+            ),
+            ownerships=self.ownerships.snapshot(),
         )
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.moment import Moment
+from kvxferd.core.snapshot import OwnershipSnapshot
 from kvxferd.ids import EngineId
 
 # A user has at most 64 ranks at a time (limits.max_ranks), one engine each at most. 256 are those and
@@ -24,6 +25,7 @@ MAX_OWNERSHIPS = 4096
 class _Ownership:
     uid: int
     present: bool  # a rank of the engine is here
+    expires_at: float = 0.0  # once none is
 
 
 class Ownerships:
@@ -41,6 +43,18 @@ class Ownerships:
     def listed(self) -> tuple[tuple[EngineId, int], ...]:
         """Return every id with its user, in the order in which `restore` takes them."""
         return tuple((engine_id, kept.uid) for engine_id, kept in self._kept.items())
+
+    def snapshot(self) -> tuple[OwnershipSnapshot, ...]:
+        """For people."""
+        now = self._moment.now
+        return tuple(
+            OwnershipSnapshot(
+                engine_id=engine_id,
+                uid=kept.uid,
+                expires_in_s=None if kept.present else round(kept.expires_at - now, 3),
+            )
+            for engine_id, kept in self._kept.items()
+        )
 
     def restore(self, listed: Iterable[tuple[EngineId, int]]) -> None:
         """Take what an earlier daemon listed. Each is kept as if its last rank had left now."""
@@ -73,6 +87,7 @@ class Ownerships:
 
     def _expire_later(self, engine_id: EngineId) -> None:
         after_s = self._moment.settings.ownership_s
+        self._kept[engine_id].expires_at = self._moment.now + after_s
         self._moment.after(_timer(engine_id), after_s, lambda: self.forget(engine_id))
 
     def _make_room(self, uid: int) -> bool:

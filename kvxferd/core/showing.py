@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvxferd.core.attendance import Attendance
 from kvxferd.core.lanes import for_data, slow_ones
 from kvxferd.core.moment import Moment
-from kvxferd.core.movers import Movers
+from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import is_proved, lanes_of
+from kvxferd.core.pull import Phase
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
+from kvxferd.core.sessions import Session
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     LanesSnapshot,
     PlacementSnapshot,
     PullSnapshot,
     RankSnapshot,
+    RetiredMoverSnapshot,
     TransferSnapshot,
 )
 from kvxferd.core.source import Source
-from kvxferd.ids import Endpoint
+from kvxferd.ids import Endpoint, MoverId, Rank, SessionId
 
 # 2,000 transfers take 5 ms to show. With pauses between such pieces a look at the node holds nobody up.
 PIECE = 2_000
@@ -78,6 +82,43 @@ def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
 def show_engines(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
     """Every engine of which a rank is known here. `endpoint`: this daemon's."""
     return tuple(_engine(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry)
+
+
+def show_retired(
+    movers: Movers, pulls: Pulls, attendance: Attendance, sessions: Mapping[SessionId, Session], now: float
+) -> tuple[RetiredMoverSnapshot, ...]:
+    """The movers that wait for their end, and for what each waits."""
+    if not (retired := movers.retired()):
+        return ()
+    reading: Counter[MoverId | None] = Counter()
+    in_doubt: Counter[MoverId | None] = Counter()
+    for pull in pulls.running():
+        (in_doubt if pull.phase is Phase.IN_DOUBT else reading)[pull.mover] += 1
+
+    def kept_by(mover: Mover) -> str:
+        if mover.dying:
+            return "exit"
+        if reading[mover.mover]:
+            return "pulls"
+        return "readers" if attendance.is_held(mover.agent) else "exit"
+
+    def rank_of(mover: Mover) -> Rank | None:
+        session = sessions.get(mover.session)
+        return session.rank.spec.rank if session is not None and session.rank is not None else None
+
+    return tuple(
+        RetiredMoverSnapshot(
+            mover=mover.mover,
+            agent=mover.agent,
+            engine_id=mover.engine.engine_id if mover.engine is not None else None,
+            rank=rank_of(mover),
+            kept_by=kept_by(mover),
+            num_pulls=reading[mover.mover],
+            num_in_doubt=in_doubt[mover.mover],
+            age_s=round(now - mover.retired_at, 3),
+        )
+        for mover in retired
+    )
 
 
 def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers) -> EngineSnapshot:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, GrantId, PullId, Rank, TransferId
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    Generation,
+    GrantId,
+    MoverId,
+    PullId,
+    Rank,
+    TransferId,
+)
 
 # Where a pull's time goes, in the order in which it passes.
 PHASES = ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack")
@@ -180,6 +191,31 @@ class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     deadline_left_s: float
 
 
+class RetiredMoverSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A mover that gets nothing new, and is killed once nothing keeps it."""
+
+    mover: MoverId
+    agent: AgentName
+    engine_id: EngineId | None
+    rank: Rank | None  # None: its worker is gone
+    kept_by: str  # among KEPT_BY
+    num_pulls: int  # that it still reads
+    num_in_doubt: int  # ended pulls of its, whose blocks are quarantined until it is dead
+    age_s: float  # since it was retired
+
+
+# What a retired mover waits for, the first of these: pulls that it runs, who reads from it, its own exit.
+KEPT_BY = ("pulls", "readers", "exit")
+
+
+class OwnershipSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose an engine id is."""
+
+    engine_id: EngineId
+    uid: int
+    expires_in_s: float | None  # None: ranks of the engine are here
+
+
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything, at one moment."""
 
@@ -197,3 +233,5 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_grants_given: int = 0
     num_grants_held: int = 0  # by local pulls, at peers and at this node itself
     pull_phases: dict[str, int] = {}
+    retired_movers: tuple[RetiredMoverSnapshot, ...] = ()
+    ownerships: tuple[OwnershipSnapshot, ...] = ()  # the recorded ones, at most 4,096

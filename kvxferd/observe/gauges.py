@@ -9,7 +9,7 @@ from itertools import product
 from prometheus_client.core import GaugeMetricFamily
 
 from kvxferd.core.lanes import REACHES
-from kvxferd.core.snapshot import PHASES, EngineSnapshot, NodeSnapshot, RankSnapshot
+from kvxferd.core.snapshot import KEPT_BY, PHASES, EngineSnapshot, NodeSnapshot, RankSnapshot
 
 RANK_STATES = ("mapping", "ready", "suspended", "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
@@ -48,6 +48,10 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
         "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined
     )
     yield _single("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
+    yield _by(
+        "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.", "kept_by",
+        KEPT_BY, Counter(mover.kept_by for mover in node.retired_movers),
+    )  # fmt: skip
     yield _single("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
 
 

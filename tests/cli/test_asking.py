@@ -40,8 +40,22 @@ async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Resu
 @pytest.mark.parametrize(
     ("verb", "shown"),
     [
-        ("status", ["tcp://10.0.0.1:9441", "ready", "2, 1 readable", "9.0 MiB", "1 running, 4 quarantined"]),
-        ("engines", ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15"]),
+        (
+            "status",
+            [
+                "tcp://10.0.0.1:9441",
+                "ready",
+                "2, 1 readable",
+                "9.0 MiB",
+                "1 running, 4 quarantined",
+                "1: 1 for readers; 4 pulls in doubt",
+                "2 recorded, 1 without ranks here",
+            ],
+        ),
+        (
+            "engines",
+            ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s", "readers"],
+        ),
         ("peers", ["tcp://10.0.0.2:9441", "up", "prefill-0@g7 (8 ranks)"]),
         ("transfers", ["req-1", "granted", "req-3", "wire", "12.5 s"]),
     ],

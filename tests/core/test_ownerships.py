@@ -144,3 +144,16 @@ def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
     own.rank_ready("d", 4)
     own.rank_ready("a", 1)
     assert dict(own.listed()) == {"a": 1, "b": 2}
+
+
+def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(world):
+    host = world.host("p")
+    rank = register_as(world, host, 1000, spec_of("prefill"))
+    (shown,) = host.node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.expires_in_s) == ("prefill", 1000, None)
+    rank.close()
+    world.advance(100)
+    (shown,) = host.node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s - 100
+    (shown,) = restarted(world, "p").node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s

@@ -14,6 +14,7 @@ from kvxferd.core.movers import RETIRED_S
 from kvxferd.core.pulls import MAX_MOVERS_LOST
 from kvxferd.core.stalls import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, Stalls
 from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef, Versions
@@ -418,3 +419,18 @@ def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):
     world.settle()
     assert engine.is_complete
     assert engine.ranks[(1, 0)].agent == mover_of(second).agent
+
+
+def test_what_keeps_a_retired_mover_is_shown(world, source, sink):
+    old = mover_of(sink)
+    stall(world, source, sink)
+    running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
+    assert sink.host.node.snapshot().retired_movers == ()
+    world.advance(1.0 + world.settings.quiesce_s + 0.5)
+    (shown,) = sink.host.node.snapshot().retired_movers
+    assert (shown.mover, shown.engine_id, shown.rank) == (old.mover, "decode", Rank(0, 0))
+    assert (shown.kept_by, shown.num_pulls, shown.num_in_doubt, shown.age_s) == ("pulls", 1, 1, 0.5)
+    finish(old)
+    assert sink.ended(running)
+    world.advance(RETIRED_S)
+    assert sink.host.node.snapshot().retired_movers == ()
