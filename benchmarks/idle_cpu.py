@@ -75,8 +75,8 @@ def main() -> None:
             (directory / name).mkdir()
         daemon, _ = start(stack, directory / "a")
         start(stack, directory / "b")
-        sinks = register(stack, str(directory / "a" / "worker.sock"), "decode", NUM_RANKS)
-        (source,) = register(stack, str(directory / "b" / "worker.sock"), "prefill", 1)
+        sinks = register(stack, str(directory / "a" / "worker" / "worker.sock"), "decode", NUM_RANKS)
+        (source,) = register(stack, str(directory / "b" / "worker" / "worker.sock"), "prefill", 1)
         pull_once(source, sinks)
         time.sleep(5)  # past the lingering attention
         pids = process_tree(daemon.pid)

@@ -44,7 +44,7 @@ def start(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str
     while time.monotonic() < deadline:
         with suppress(KvxferdError):
             if control.ask("GET", "/readyz")[0] == 200:
-                return str(directory / "worker.sock")
+                return str(directory / "worker" / "worker.sock")
         time.sleep(0.05)
     raise TimeoutError("the daemon is not ready")
 

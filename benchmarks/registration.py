@@ -54,7 +54,7 @@ def daemon(directory: Path) -> Iterator[None]:
 def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
     """Return the seconds of `register`, and those until the proof."""
     control = Daemon(str(directory / "control.sock"))
-    worker_socket = directory / "worker.sock"
+    worker_socket = directory / "worker" / "worker.sock"
     while not worker_socket.exists():
         time.sleep(0.05)
     time.sleep(2.0)

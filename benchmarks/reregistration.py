@@ -52,7 +52,7 @@ def main() -> None:
         daemon = start(directory)
         control = Daemon(str(directory / "control.sock"))
         wait_for(control, 0)
-        socket = str(directory / "worker.sock")
+        socket = str(directory / "worker" / "worker.sock")
         for name in ("prefill", "decode"):
             register(stack, socket, name, 1)
         from_start, from_answer = [], []

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--pulls", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, daemon(Path(directory)):
-        while not (socket := Path(directory) / "worker.sock").exists():
+        while not (socket := Path(directory) / "worker" / "worker.sock").exists():
             time.sleep(0.05)
         time.sleep(2.0)
         measure(str(socket), options.seconds, options.pulls)

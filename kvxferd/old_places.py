@@ -89,6 +89,11 @@ class OldSocket:
             self._path.symlink_to(target)
             self._made = True
 
+    def remove_dead(self, target: Path) -> None:
+        """Remove the link of a daemon that was killed; since then the socket has another place."""
+        if self._path.is_symlink() and self._path.readlink() == target and not is_answered(self._path):
+            self._path.unlink()
+
     def remove(self) -> None:
         """Remove the link that was made here."""
         if self._made and self._path.is_symlink():

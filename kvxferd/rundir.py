@@ -6,6 +6,7 @@ One daemon per directory, and none before its predecessor's movers are gone.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from pathlib import Path
@@ -47,7 +48,7 @@ class RunDirectory:
             self._movers_fd = self._open(private / "movers.lock")
         except OSError as error:
             self.close()
-            raise ConfigError(f"cannot use node.run_dir = {path}: {error.strerror}") from error
+            raise ConfigError(_why_not(path, error)) from error
         except BaseException:
             self.close()
             raise
@@ -57,7 +58,7 @@ class RunDirectory:
             self._take_over(worker_socket)
         except OSError as error:
             self.close()
-            raise ConfigError(f"cannot use node.run_dir = {path}: {error.strerror}") from error
+            raise ConfigError(_why_not(path, error)) from error
         except BaseException:
             self.close()
             raise
@@ -77,9 +78,12 @@ class RunDirectory:
             self._replace(self._old_daemon)
         self._old_movers = OldLock(path / "movers.lock")
         self._old_locks.append(self._old_movers)
-        if worker_socket == str(path / WORKER_DIRECTORY / "worker.sock"):
+        link_to = Path(WORKER_DIRECTORY) / "worker.sock"
+        if worker_socket == str(path / link_to):
             _make_directory(path / WORKER_DIRECTORY, 0o755)
-            self._old_socket.point_to(Path(WORKER_DIRECTORY) / "worker.sock")
+            self._old_socket.point_to(link_to)
+        else:
+            self._old_socket.remove_dead(link_to)
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -148,6 +152,28 @@ class RunDirectory:
             os.close(self._fds.pop())
 
 
+def _why_not(path: Path, error: OSError) -> str:
+    """What is wrong with the directory, and what to do about it."""
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            todo = (
+                f"uid {os.geteuid()} may not write there: make it as root with "
+                f"`install -d -o {os.geteuid()} {path}`, or name a directory of this user's"
+            )
+        case errno.ENOSPC | errno.EDQUOT:
+            todo = "make room there"
+        case errno.EROFS:
+            todo = "name one that can be written, such as a tmpfs"
+        case errno.ENOTDIR | errno.EEXIST:
+            todo = "a part of the path is no directory: remove that, or name another"
+        case errno.ELOOP:
+            todo = "there must be no symbolic link: remove it"
+        case _:
+            todo = "name another directory"
+    at = f" ({error.filename})" if error.filename not in (None, str(path), path) else ""
+    return f"cannot use node.run_dir = {path}: {error.strerror}{at}; {todo}"
+
+
 def _check_own(path: Path, setting: str) -> None:
     """Raise ConfigError where another user could put their own in the place of what lies there."""
     what = f"cannot use {setting} = {path}"
@@ -156,7 +182,7 @@ def _check_own(path: Path, setting: str) -> None:
         raise ConfigError(f"{what}: it is a symbolic link of uid {path.lstat().st_uid}; remove it")
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{what}: it is no directory")
+        raise ConfigError(f"{what}: it is no directory; remove it, or name another")
     if status.st_uid not in own:
         raise ConfigError(
             f"{what}: it belongs to uid {status.st_uid}; remove it, or run the daemon as that user"

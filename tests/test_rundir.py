@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from other_user import NOBODY, needs_root, open_directory, script
+from other_user import NOBODY, needs_root, open_directory, run_as, script
 
 from kvxferd.errors import Code, ConfigError
 from kvxferd.rundir import RunDirectory
@@ -222,6 +222,54 @@ def test_a_dead_daemons_link_or_socket_is_replaced(directory: Path):
         assert (directory / "worker.sock").is_symlink()
         made._old_socket._made = False  # it is killed
         made.close()
+
+
+def test_a_dead_link_goes_where_the_socket_has_another_place_now(directory: Path):
+    made = RunDirectory(directory, str(directory / "worker" / "worker.sock"))
+    made._old_socket._made = False  # it is killed
+    made.close()
+    RunDirectory(directory, "/elsewhere/worker.sock").close()
+    assert not (directory / "worker.sock").is_symlink()
+
+
+def test_a_link_that_is_not_ours_or_is_answered_stays(directory: Path):
+    directory.mkdir()
+    (directory / "worker.sock").symlink_to("/elsewhere")
+    RunDirectory(directory, "/elsewhere/worker.sock").close()
+    assert (directory / "worker.sock").is_symlink()
+    (directory / "worker.sock").unlink()
+    (directory / "worker.sock").symlink_to("worker/worker.sock")
+    (directory / "worker").mkdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(directory / "worker" / "worker.sock"))
+        other.listen()
+        RunDirectory(directory, "/elsewhere/worker.sock").close()
+        assert (directory / "worker.sock").is_symlink()
+
+
+def test_a_path_that_cannot_be_used_is_refused_with_what_to_do(directory: Path):
+    directory.write_text("")
+    for path in (directory, directory / "below"):
+        with pytest.raises(ConfigError, match="remove that, or name another"):
+            start(path)
+
+
+@needs_root
+def test_a_user_who_may_not_write_there_is_told_how_to_make_it(directory: Path):
+    directory.parent.chmod(0o711)
+    body = """
+try:
+    RunDirectory(Path(sys.argv[1]))
+except ConfigError as error:
+    print(error.message)
+"""
+    imports = """
+from pathlib import Path
+from kvxferd.errors import ConfigError
+from kvxferd.rundir import RunDirectory
+"""
+    said = run_as(body, str(directory), imports=imports)
+    assert f"install -d -o {NOBODY} {directory}`" in said
 
 
 def test_movers_inherit_both_locks(directory: Path):

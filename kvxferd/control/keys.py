@@ -59,6 +59,11 @@ def read_key(path: Path) -> PeerKey:
         with path.open() as file:
             status = os.fstat(file.fileno())
             text = file.read(4096) if stat.S_ISREG(status.st_mode) else ""
+    except PermissionError as error:
+        raise ConfigError(
+            f"{what}: uid {os.geteuid()} may not read it; make it the daemon's user's: "
+            f"chown {os.geteuid()} {path} && chmod 600 {path}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no key file"
         raise ConfigError(f"{what}: {why}; `kvxferd keygen --output {path}` makes one") from error

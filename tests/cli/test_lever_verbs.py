@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from other_user import NOBODY, needs_root, open_directory, run_as
 from samples import PEER, StillNode
 from test_asking import daemon, run
 
@@ -111,3 +112,22 @@ def test_a_file_that_is_not_there_is_refused_with_how_to_make_it(tmp_path: Path)
         read_key(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="Is a directory"):
         read_key(tmp_path)
+
+
+@needs_root
+def test_a_key_of_another_user_is_refused_with_how_to_hand_it_over() -> None:
+    body = """
+try:
+    read_key(Path(sys.argv[1]))
+except ConfigError as error:
+    print(error.message)
+"""
+    imports = """
+from pathlib import Path
+from kvxferd.control.keys import read_key
+from kvxferd.errors import ConfigError
+"""
+    with open_directory() as directory:
+        keygen("--output", str(directory / "peer.key"))
+        said = run_as(body, str(directory / "peer.key"), imports=imports)
+    assert f"chown {NOBODY} {directory}/peer.key && chmod 600" in said

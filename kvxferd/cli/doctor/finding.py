@@ -23,12 +23,13 @@ class Verdict(StrEnum):
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One row of the table."""
 
-    check: str
+    check: str  # what was looked at
     verdict: Verdict
     found: str
     todo: str = ""
     essential: bool = False  # with "no": nothing works without it
     facts: dict[str, Any] = {}  # for machines, beyond the sentence
+    name: str = ""  # of the check that found it, as `--check` takes it
 
 
 class Node(NamedTuple):

@@ -20,11 +20,12 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print a row for each, and under it what to do."""
     table = Table(title="This node", title_justify="left")
-    for head in ("check", "", "found", "what to do"):
+    for head in ("check", "looked at", "", "found", "what to do"):
         table.add_column(head, overflow="fold")
     for finding in findings:
         verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
-        table.add_row(plain(finding.check), verdict, plain(finding.found), plain(finding.todo))
+        said = (plain(finding.found), plain(finding.todo))
+        table.add_row(plain(finding.name), plain(finding.check), verdict, *said)
     console().print(table)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import click
+import msgspec
 
 from kvxferd.cli.asking import Daemon
 from kvxferd.cli.doctor.finding import Check, Finding, Node, no
@@ -16,6 +17,11 @@ from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.memory.driver import DRIVER_VARIABLE
 
 ANSWER_S = 5.0
+# Each is the module of that name beside this one, and each may find several things.
+CHECKS = (
+    *("software", "kernel", "same_node", "tcp", "shared_memory", "memlock", "descriptors"),
+    *("run_directory", "answering", "workers", "gpus", "gpu_direct", "cards"),
+)
 
 
 @click.command()
@@ -26,7 +32,7 @@ ANSWER_S = 5.0
     "names",
     metavar="NAME",
     multiple=True,
-    help="Only this check; may be repeated. A name that is none lists them.",
+    help=f"Only this check; may be repeated. One of {', '.join(CHECKS)}.",
 )
 @click.option("--driver", hidden=True, help="Another driver of GPUs: what tests have instead of one.")
 @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
@@ -67,7 +73,7 @@ def doctor(
     )
     for name, check in _chosen(names):
         findings += _examine(name, check, node)
-    tried = try_placements(node, _examine("gpu", gpus.check, node)) if gpu else None
+    tried = try_placements(node, _examine("gpus", gpus.check, node)) if gpu else None
     if as_json:
         print_json(report.as_json(findings, tried))
     else:
@@ -90,39 +96,16 @@ def _config(path: Path | None, findings: list[Finding]) -> Config:
 
 
 def _chosen(names: tuple[str, ...]) -> list[tuple[str, Check]]:
-    checks = dict(_checks())
-    if unknown := sorted(set(names) - set(checks)):
-        raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(checks)}")
-    return [(name, check) for name, check in checks.items() if not names or name in names]
-
-
-def _checks() -> Iterator[tuple[str, Check]]:
-    from kvxferd.cli.doctor import (
-        answering,
-        cards,
-        descriptors,
-        gpu_direct,
-        gpus,
-        kernel,
-        memlock,
-        run_directory,
-        same_node,
-        shared_memory,
-        software,
-        tcp,
-        workers,
-    )
-
-    for module in (
-        *(software, kernel, same_node, tcp, shared_memory, memlock, descriptors),
-        *(run_directory, answering, workers, gpus, gpu_direct, cards),
-    ):
-        yield module.__name__.rpartition(".")[2], module.check
+    if unknown := sorted(set(names) - set(CHECKS)):
+        raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(CHECKS)}")
+    chosen = [name for name in CHECKS if not names or name in names]
+    return [(name, import_module(f"kvxferd.cli.doctor.{name}").check) for name in chosen]
 
 
 def _examine(name: str, check: Check, node: Node) -> list[Finding]:
     """A check that fails is a finding, too: the others are wanted all the more."""
     try:
-        return list(check(node))
+        found = list(check(node))
     except Exception as error:
-        return [no(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
+        found = [no(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
+    return [msgspec.structs.replace(finding, name=name) for finding in found]

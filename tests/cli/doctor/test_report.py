@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
-from kvxferd.cli.doctor.finding import no, ok, warn
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.cli.doctor.finding import Finding, Verdict, no, ok, warn
 from kvxferd.cli.doctor.placements import Tried
 from kvxferd.cli.doctor.report import LACKING, NO_GPU, WELL, print_findings, print_placements, status
+from kvxferd.cli.doctor.verb import CHECKS, doctor
 
 COPY = Tried(placement="device copy", gigabytes_per_s=1000.0)
 DIRECT = Tried(placement="direct", gigabytes_per_s=250.0, lanes="cuda_ipc/cuda")
@@ -45,3 +50,19 @@ def test_findings_are_not_markup(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "[bold]x[/bold]" in out
     assert "\x1b[31m" not in out
+
+
+def test_a_row_names_its_check_as_the_flag_takes_it(capsys: pytest.CaptureFixture[str]):
+    print_findings([Finding(check="rdma", verdict=Verdict.OK, found="mlx5_0", name="cards")])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "mlx5_0" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["cards", "rdma", "ok", "mlx5_0", ""]
+
+
+def test_the_help_and_the_manual_name_every_check():
+    help_text = CliRunner().invoke(doctor, ["--help"]).output
+    manual = Path(__file__).parents[3].joinpath("docs/operations.md").read_text()
+    rows = manual.partition("## kvxferd doctor")[2].partition("| exit status")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", rows, re.M) for name in re.findall("`(\\w+)`", row)]
+    assert named == list(CHECKS)
+    for name in CHECKS:
+        assert name in help_text
