@@ -23,7 +23,8 @@ from kvxferd.observe.logs import log_record
 
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 COMPUTED = "(computed)"
-_LOGS = re.compile("structlog|getLogger|init_logger")
+_LOGS = re.compile(r"(?i)(\b|_)(log|logger)\b|structlog|getLogger|init_logger")
+_STANDARD = re.compile(r"(getLogger|init_logger)\(")
 _NOT_LOGGED = {"limit_by", "exc_info"}
 
 
@@ -47,7 +48,7 @@ def surface() -> dict[str, Any]:
         calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         loggers |= set(_logger_names(calls))
         for line in _lines(calls):
-            if "import structlog" in text:
+            if "import structlog" in text or not _STANDARD.search(text):
                 events.setdefault(line.event, set()).add((line.level, *line.fields))
             else:
                 sentences.add(f"{line.level}: {line.event}")
@@ -82,7 +83,7 @@ def _level(function: ast.expr) -> str:
 
 
 def _is_logger(name: str) -> bool:
-    return name.strip("_").lower() in ("log", "logger")
+    return name.lower().rpartition("_")[2] in ("log", "logger")
 
 
 def _text(event: ast.expr) -> str:

@@ -7,6 +7,7 @@ must be a module, or a name at the top of one; read from the files, so that no l
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from frozen.tree import PACKAGE, ROOT, files, parsed, text_of
+from frozen.tree import PACKAGE, ROOT, files, files_in, parsed, text_of
 
 # What was true when it was written, and names places of that day.
 HISTORY = {"CHANGELOG.md", "docs/decisions.md"}
@@ -76,19 +77,26 @@ def file_of(parts: list[str]) -> Path | None:
     return None
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
-    """Return what a module defines or imports at its top, and what it makes on demand."""
+    """Return what a module defines or imports at its top; with `__getattr__`, what it makes on demand too."""
     found = set()
-    for node in ast.walk(parsed(path)):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.alias(name=name, asname=asname):
-                found.add(asname or name)
-            case ast.Attribute(attr=name, ctx=ast.Store()):
-                found.add(name)
+    open_nodes: list[ast.AST] = [parsed(path)]
+    while open_nodes:
+        for node in ast.iter_child_nodes(open_nodes.pop()):
+            match node:
+                case ast.FunctionDef(name="__getattr__"):
+                    found |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.alias(name=name, asname=asname):
+                    found.add(asname or name)
+                case ast.Lambda() | ast.ListComp() | ast.DictComp() | ast.GeneratorExp():
+                    pass
+                case _:
+                    open_nodes.append(node)
     return found
 
 
@@ -131,6 +139,63 @@ def test_every_file_that_is_named_is_there() -> None:
     missing = [f"{m.where}: {m.name}" for m in mentions(_FILE) if not (ROOT / m.name).exists()]
     missing = [line for line in missing if not line.endswith(tuple(ABSENT))]
     assert not missing, "named, and not there:\n" + "\n".join(missing)
+
+
+# --- imports that no test runs and no type checker sees: in benchmarks, in functions, for GPUs or vLLM
+
+
+def test_every_import_of_the_package_is_there() -> None:
+    missing = []
+    num_looked_at = 0
+    for path in files_in("tests", "benchmarks", "examples", "kvxferd/integrations"):
+        if path.suffix != ".py" or "kvxferd" not in text_of(path):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvxferd":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                num_looked_at += len(names)
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                missing += [f"{where}: {name}: {why}" for name in names if (why := problem_of(name))]
+    assert num_looked_at > 1000
+    assert not missing, "imported, and not there:\n" + "\n".join(missing)
+
+
+def test_the_marks_of_a_pull_s_way_name_methods_and_messages() -> None:
+    """`benchmarks/hops` wraps methods by their names."""
+    tree = parsed(ROOT / "benchmarks" / "hops" / "sitecustomize.py")
+    modules = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    defined = {name for path in files_in("kvxferd") if path.suffix == ".py" for name in classes_in(path)}
+    missing = []
+    num_marks = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="_before" | "_after"),
+                args=[ast.Name(id=owner), ast.Constant(value=str(method)), _, *wanted],
+            ):
+                num_marks += 1
+                path = file_of(modules[owner].split("."))
+                if path is None or method not in classes_in(path).get(owner, set()):
+                    missing.append(f"{owner}.{method}")
+                missing += [
+                    str(w.value) for w in wanted if isinstance(w, ast.Constant) and w.value not in defined
+                ]
+    assert num_marks > 5
+    assert not missing, f"marked, and not there: {', '.join(missing)}"
+
+
+def classes_in(path: Path) -> dict[str, set[str]]:
+    """Return the classes that a file defines, with their methods."""
+    return {
+        node.name: {f.name for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)}
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 # --- pyproject.toml
