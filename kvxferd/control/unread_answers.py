@@ -39,6 +39,8 @@ class UnreadAnswers:
 
     def has_room(self, route: bytes, num_bytes: int = 0) -> bool:
         """Whether an answer of so many bytes may be sent. One that is too long goes alone."""
+        if not self._num_in_all:  # as nearly always
+            return num_bytes <= self._max_in_all
         peer = self._peer(route)
         if not self._fits(peer, num_bytes):
             self._look(peer)

@@ -58,6 +58,7 @@ class _Ask:
     asker: str  # the peer's key, or its route
     route: bytes
     question: AskGrant
+    transfer: TransferKey  # that the question names: five parts ask for it
     asked_at: float
     agents: frozenset[AgentName] = frozenset()  # already attending for it
 
@@ -101,8 +102,8 @@ class Granting:
         waiting = self._asks.get(grant)
         asker = waiting.asker if waiting else key or route.hex()
         try:
-            _check_names(question)
-            if _is_long(question) and grant not in self._long:
+            is_long = _is_long(question)
+            if is_long and grant not in self._long:
                 self._check_long(asker)  # asked again, a short question may have become a long one
             if waiting is None:
                 of_asker = self._num_of_asker[asker]
@@ -111,15 +112,18 @@ class Granting:
             self._moment.do(ToRoute(route, refusal_of(question.request, error)))
             return
         if waiting is None:
-            waiting = self._asks[grant] = _Ask(grant, asker, route, question, self._moment.now)
-            self._num_of_asker[waiting.asker] += 1
+            key_of_transfer = (question.ref.engine, question.ref.transfer_id)
+            waiting = _Ask(grant, asker, route, question, key_of_transfer, self._moment.now)
+            self._asks[grant] = waiting
+            self._num_of_asker[asker] += 1
         else:
             self._unlist_question(waiting)
             waiting.route, waiting.question = route, question  # asked again: the last route is the live one
-        if _is_long(question):
+            waiting.transfer = (question.ref.engine, question.ref.transfer_id)
+        if is_long:
             self._long[grant] = None
             self._num_long_of[asker] += 1
-        self._asks_for.setdefault(_key_of(question), {})[grant] = None
+        self._asks_for.setdefault(waiting.transfer, {})[grant] = None
         self._asks_on.setdefault(question.ref.engine_id, {})[grant] = None
         self._consider(waiting)
 
@@ -162,8 +166,7 @@ class Granting:
         self._go_on_later()
 
     def _consider(self, ask: _Ask) -> None:
-        question = ask.question
-        transfer = self._source.transfers.live.get((question.ref.engine, question.ref.transfer_id))
+        transfer = self._source.transfers.live.get(ask.transfer)
         found = self._obstacle(ask, transfer)
         if not isinstance(found, _Obstacle):
             assert transfer is not None
@@ -201,7 +204,7 @@ class Granting:
             self._num_long_of[ask.asker] -= 1
             if not self._num_long_of[ask.asker]:
                 del self._num_long_of[ask.asker]
-        self._unlist(self._asks_for, _key_of(ask.question), ask.grant)
+        self._unlist(self._asks_for, ask.transfer, ask.grant)
         self._unlist(self._asks_on, ask.question.ref.engine_id, ask.grant)
 
     @staticmethod
@@ -213,19 +216,21 @@ class Granting:
 
     def _obstacle(self, ask: _Ask, transfer: Transfer | None) -> _Obstacle | PagePlace:
         """Why the ask cannot be granted; where its fence page lies if it can."""
-        question, ref = ask.question, ask.question.ref
-        engine = self._registry.get(ref.engine)
-        if obstacle := self._engine_obstacle(question, engine):
+        engine_key, _ = ask.transfer
+        engine = self._registry.get(engine_key)
+        if obstacle := self._engine_obstacle(ask.question, engine, engine_key):
             return obstacle
         if transfer is None:
-            return self._absence(ref)
+            return self._absence(ask.question.ref)
         assert engine is not None
         return self._transfer_obstacle(ask, transfer, engine)
 
-    def _engine_obstacle(self, question: AskGrant, engine: LocalEngine | None) -> _Obstacle | None:
+    def _engine_obstacle(
+        self, question: AskGrant, engine: LocalEngine | None, key: EngineKey
+    ) -> _Obstacle | None:
         ref = question.ref
         what = f"cannot grant transfer {ref.transfer_id}"
-        if self._registry.is_superseded(ref.engine):
+        if self._registry.is_superseded(key):
             newest = self._registry.newest(ref.engine_id)
             return _Obstacle(
                 Code.GENERATION_STALE,
@@ -415,11 +420,15 @@ def _name_of(grant: GrantId, key: str) -> GrantId:
     return GrantId(f"{key}/{grant}") if key else grant
 
 
-def _check_names(question: AskGrant) -> None:
-    """An ask may wait for seconds among thousands: what it says is kept as long."""
+def _is_long(question: AskGrant) -> bool:
+    """Whether it names many agents. Raises EngineError where its names are too long.
+
+    An ask may wait for seconds among thousands: what it names is kept as long.
+    """
     ref, consumer = question.ref, question.consumer
+    agents = [agent for _, agent in question.reads]
     names = [question.grant, ref.engine_id, ref.generation, ref.transfer_id, ref.nonce]
-    names += [consumer.engine_id, consumer.generation, *(agent for _, agent in question.reads)]
+    names += [consumer.engine_id, consumer.generation, *agents]
     longest = max(map(len, names))
     if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
         raise EngineError(
@@ -432,11 +441,4 @@ def _check_names(question: AskGrant) -> None:
             "characters",
             Code.BAD_FRAME,
         )
-
-
-def _is_long(question: AskGrant) -> bool:
-    return sum(len(agent) for _, agent in question.reads) > LONG_ASK_CHARS
-
-
-def _key_of(question: AskGrant) -> TransferKey:
-    return question.ref.engine, question.ref.transfer_id
+    return sum(map(len, agents)) > LONG_ASK_CHARS

@@ -1,0 +1,230 @@
+"""What a peer's question costs the daemon that answers it, in processor time; several checkouts in turn.
+
+    python benchmarks/peer_questions.py OLD NEW
+
+Each checkout gets a daemon and a rank, which stay; then they take turns, forwards and backwards, a batch of
+each kind of question. Compare the least of all batches: whatever else the machine does only adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+QUESTIONS = 1000  # of a batch
+WINDOWS = (1, 64)  # questions that wait for their answers
+
+
+class Cost(NamedTuple):
+    """A batch's: microseconds of the loop's thread and of all threads a question, and answers a second."""
+
+    loop_us: float
+    all_us: float
+    rate: float
+
+
+def processor_us(pid: int) -> tuple[float, float]:
+    """What the process's first thread has taken, and all its threads."""
+    took = {
+        task.name: int((task / "schedstat").read_text().split()[0])
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    return took[str(pid)] / 1000, sum(took.values()) / 1000
+
+
+class Peer:
+    """Asks one checkout's daemon, with that checkout's messages."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        import latency  # this one's, over the checkout's kvxferd
+        import zmq
+
+        from kvxferd.wire import peer
+        from kvxferd.wire.codec import PEER_MESSAGES, encode
+
+        self._peer, self._encode, self._decode = peer, encode, PEER_MESSAGES.decode
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
+        rank = latency.join(stack, latency.start(stack, directory, {}), "prefill", 4)
+        self._ref = rank.publish("t1", latency.Measured(rank, rank, 4).blocks(), 64)
+        self._pid = serving_from(directory)
+        context = stack.enter_context(zmq.Context())
+        self._dealer = stack.enter_context(context.socket(zmq.DEALER))
+        self._dealer.linger = 0
+        self._dealer.connect(self._ref.endpoint)
+        self._number = 2
+        greet = peer.Greet(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")
+        self.ask(greet)
+        engine, generation = self._ref.engine_id, self._ref.generation
+        fetch = peer.FetchEngine(request=2, engine_id=engine, generation=generation, wait_s=5.0)
+        manifest = self.ask(fetch).ranks[0]
+        self._reads = ((manifest.spec.rank, manifest.binding.agent),)
+        self._consumer = peer.Consumer("decode", "g", manifest.spec.rank, 1)
+
+    def ask(self, question: Any) -> Any:
+        """Send one question; return its answer."""
+        self._dealer.send(self._encode(question))
+        return self._decode(self._dealer.recv())
+
+    def renewals(self) -> list[Any]:
+        """Questions that cost the core next to nothing: what is left is the way to it and back."""
+        self._number += QUESTIONS
+        numbers = range(self._number - QUESTIONS, self._number)
+        return [self._peer.RenewGrants(request=number, grants=(f"g{number}",)) for number in numbers]
+
+    def grants(self) -> list[Any]:
+        """Grants asked for, and given back."""
+        questions: list[Any] = []
+        for _ in range(QUESTIONS // 2):
+            self._number += 2
+            number = self._number
+            questions.append(
+                self._peer.AskGrant(
+                    request=number,
+                    grant=f"g{number}",
+                    ref=self._ref,
+                    consumer=self._consumer,
+                    reads=self._reads,
+                    wait_s=5.0,
+                )
+            )
+            questions.append(self._peer.ReturnGrant(request=number + 1, grant=f"g{number}"))
+        return questions
+
+    def cost(self, questions: Sequence[Any], window: int) -> Cost:
+        """Ask all, so many at a time."""
+        payloads = [self._encode(question) for question in questions]
+        answers = []
+        before, began = processor_us(self._pid), time.perf_counter()
+        for number, payload in enumerate(payloads):
+            if number >= window:
+                answers.append(self._dealer.recv())
+            self._dealer.send(payload)
+        while len(answers) < len(payloads):
+            answers.append(self._dealer.recv())
+        took_s = time.perf_counter() - began
+        after = processor_us(self._pid)
+        refused = [
+            answer for answer in map(self._decode, answers) if isinstance(answer, self._peer.PeerRefused)
+        ]
+        assert not refused, refused[0]
+        count = len(payloads)
+        return Cost((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / took_s)
+
+    def batches(self) -> dict[str, Cost]:
+        """One batch of each kind."""
+        kinds = {"renew": self.renewals, "grant and return": self.grants}
+        return {
+            f"{kind}, {window} in flight": self.cost(questions(), window)
+            for kind, questions in kinds.items()
+            for window in WINDOWS
+        }
+
+
+def serving_from(directory: Path) -> int:
+    """Return the pid of the daemon of that run directory."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"serve" in arguments and str(directory).encode() in arguments:
+            return int(entry.name)
+    raise RuntimeError(f"no daemon serves from {directory}")
+
+
+def answer_batches(checkout: Path) -> None:
+    """Be one checkout: set up, then measure a batch of each kind for each line on standard input."""
+    sys.path.insert(0, str(checkout))
+    with ExitStack() as stack:
+        peer = Peer(stack)
+        peer.batches()
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(peer.batches()), flush=True)
+
+
+class Checkout:
+    """A process that measures one checkout."""
+
+    def __init__(self, stack: ExitStack, path: Path) -> None:
+        self.path = path
+        self.measured: list[dict[str, Cost]] = []
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--be", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": str(path), "PATH": os.environ["PATH"]},
+            cwd=path,
+        )
+        stack.callback(process.wait)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stack.callback(process.stdin.close)
+        self._stdin: IO[str] = process.stdin
+        self._stdout: IO[str] = process.stdout
+
+    def read_line(self) -> str:
+        """Return its next line. Raises RuntimeError where there is none."""
+        if not (line := self._stdout.readline()):
+            raise RuntimeError(f"{self.path} cannot be measured: see above")
+        return line
+
+    def measure(self) -> None:
+        """Have it ask a batch of each kind."""
+        self._stdin.write("go\n")
+        self._stdin.flush()
+        costs = json.loads(self.read_line())
+        self.measured.append({kind: Cost(*cost) for kind, cost in costs.items()})
+
+
+def show(kind: str, checkouts: Sequence[Checkout]) -> None:
+    """Print what one kind of question costs in each checkout, and by the first."""
+    print(kind)
+    first = [costs[kind] for costs in checkouts[0].measured]
+    for checkout in checkouts:
+        costs = [measured[kind] for measured in checkout.measured]
+        loop = min(cost.loop_us for cost in costs)
+        everything = min(cost.all_us for cost in costs)
+        by_first = everything / min(cost.all_us for cost in first)
+        paired = statistics.median(a.all_us / b.all_us for a, b in zip(costs, first, strict=True))
+        rate = max(cost.rate for cost in costs)
+        print(f"  {checkout.path}: least {loop:.1f} us of the loop, {everything:.1f} of all threads")
+        print(f"    {by_first:.2f} of the first, paired {paired:.2f}; at most {rate:.0f} a second")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--be", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.be is not None:
+        answer_batches(options.be)
+        return
+    if not options.checkouts:
+        parser.error("name a checkout or more")
+    with ExitStack() as stack:
+        checkouts = [Checkout(stack, path.resolve()) for path in options.checkouts]
+        for checkout in checkouts:
+            checkout.read_line()
+        for number in range(options.rounds):
+            for checkout in checkouts if number % 2 == 0 else reversed(checkouts):
+                checkout.measure()
+    for kind in checkouts[0].measured[0]:
+        show(kind, checkouts)
+
+
+if __name__ == "__main__":
+    main()
