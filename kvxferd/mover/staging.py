@@ -342,10 +342,10 @@ class StagedTransport:
             settled |= chunk.stage is not Stage.COPYING
         elif chunk.stage is Stage.CHECKING:
             settled = True  # the chunk itself is read
-        first = read.fault
-        if first is None or (first.settled and not settled):
-            message = error.message if first is None else first.message
-            read.fault = TransportError(message, settled=settled, lost=error.lost)
+        first, message = read.fault, error.message if read.fault is None else read.fault.message
+        fault = TransportError(message, settled=settled, lost=error.lost)
+        if first is None or _doubt(fault) > _doubt(first):
+            read.fault = fault
 
     def _free(self, chunk: Chunk, over: bool) -> None:
         """Take a failed chunk's slots back, or lose them where something may still land."""
@@ -388,6 +388,11 @@ class StagedTransport:
                     chunk.lent = note
                 else:
                     self._denied[note.number] = "it lends what cannot be"
+
+
+def _doubt(fault: TransportError) -> int:
+    """How little a failure proves: 0: it is over, 1: it is over where a disconnect proves it, 2: nothing."""
+    return 0 if fault.settled else 1 if fault.lost else 2
 
 
 def _can_be(lent: Lent) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.mover import lending, staging
+from kvxferd.mover.chunk import StagedRead
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.staging import StagedTransport
 from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
@@ -236,6 +238,31 @@ def test_a_direct_destination_in_doubt_is_said_to_be(lent: World) -> None:
     with pytest.raises(TransportError) as raised:
         lent.run(handle)
     assert not raised.value.settled
+
+
+def test_a_lost_connection_hides_no_failure_that_proves_nothing(lent: World) -> None:
+    """One chunk's connection is lost, and that may prove it over; the other's may still land."""
+    handle = lent.post((0, 0, SLOT), (SLOT, SLOT, SLOT))
+    assert isinstance(handle, StagedRead)
+    lent.fabric.stalled.add(lent.source.agent)
+    lent.settle()
+    while any(chunk.handle is None for chunk in handle.active):
+        lent.sink.transport.poll(handle)
+        lent.source.transport.progress()
+    lent.fabric.stalled.clear()
+    for fault in (
+        TransportError("disconnected", settled=False, lost=True),
+        TransportError("a descriptor failed", settled=False),
+    ):
+        assert handle.active
+        lent.fabric.faults[lent.source.agent] = fault
+        with suppress(TransportError):
+            lent.sink.transport.poll(handle)
+    assert not handle.active
+    with pytest.raises(TransportError) as raised:
+        lent.sink.transport.poll(handle)
+    assert not raised.value.settled
+    assert not raised.value.lost  # what a disconnect proves is not asked: it would free the other's place
 
 
 def test_a_copy_that_fails_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,8 @@ class WorkerSide:
         self._launched = launched
         self._copier = ThreadPoolExecutor(1, "kvxferd-copy") if mirror is not None else None
         self._copies: deque[tuple[Future[None], _Pull]] = deque()
+        self._copies_out: dict[str, Future[None]] = {}  # by request id, until its blocks are released
+        self._released: set[str] = set()  # request ids whose blocks are still being copied out
         self._pulls: dict[str, _Pull] = {}  # by request id
         self._by_ticket: dict[PullTicket, _Pull] = {}
         self._results = Results()
@@ -112,7 +114,8 @@ class WorkerSide:
                 pull.ticket.cancel()
         for ref in orders.abandons if self._speaks_for_engine else ():
             self._try(self._rank.abandon, ref)
-        self._results.sent.update(orders.released)
+        for request_id in orders.released:
+            self._release(request_id)
 
     def take_results(self) -> Results:
         """Return what ended since the last call."""
@@ -120,6 +123,8 @@ class WorkerSide:
         while self._copies and self._copies[0][0].done():
             copied, pull = self._copies.popleft()
             self._copied(copied, pull)
+        for request_id in [r for r in self._released if self._copies_out[r].done()]:
+            self._release(request_id)
         results, self._results = self._results, Results()
         return results
 
@@ -193,7 +198,22 @@ class WorkerSide:
             mirror.copy_out(order.blocks)
             self._try(self._rank.ready, order.transfer_id)
 
-        self._copier.submit(copy).add_done_callback(_complain)
+        self._copies_out[order.request_id] = copied = self._copier.submit(copy)
+        copied.add_done_callback(_complain)
+
+    def _release(self, request_id: str) -> None:
+        """Report a request's blocks as free, once nothing copies them.
+
+        A transfer may end before its copy has begun. Done later, the copy would overwrite what the next
+        request has pulled into the same blocks, before that is copied in.
+        """
+        copied = self._copies_out.get(request_id)
+        if copied is not None and not (copied.cancel() or copied.done()):
+            self._released.add(request_id)
+            return
+        self._copies_out.pop(request_id, None)
+        self._released.discard(request_id)
+        self._results.sent.add(request_id)
 
     # --- events
 

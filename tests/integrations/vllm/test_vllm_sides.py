@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from fleet import DaemonUnderTest, wait_until
-from sides import BLOCK_TOKENS, GROUPS, Blocks, EngineUnderTest, Request, Status
+from sides import BLOCK_TOKENS, GROUPS, WAIT_S, Blocks, EngineUnderTest, Request, Status
 
 from kvxferd.client import BlockList
 from kvxferd.errors import Code
@@ -17,7 +17,7 @@ from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.orders import Orders
 from kvxferd.integrations.vllm.scheduler import SchedulerSide
-from kvxferd.integrations.vllm.worker import AWAY_S
+from kvxferd.integrations.vllm.worker import AWAY_S, Results
 from kvxferd.memory import SealedMemory
 
 Make = Callable[..., EngineUnderTest]
@@ -377,3 +377,79 @@ def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str
 
 def test_orders_of_nothing_are_empty() -> None:
     assert Orders().is_empty
+
+
+class Gated(Copying):
+    """One whose copies out begin when they may."""
+
+    def __init__(self, memory: SealedMemory) -> None:
+        super().__init__(memory)
+        self.may_copy = threading.Event()
+
+    def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
+        assert self.may_copy.wait(WAIT_S)
+        super().copy_out(blocks)
+
+    def has_arrived(self, ids: list[int], fill: int) -> bool:
+        """Whether bytes have been pulled to where they are copied from."""
+        return bool((self.shared.reshape(self.own.shape)[ids] == fill).all())
+
+
+@pytest.fixture
+def gated(engine: Make) -> Iterator[tuple[EngineUnderTest, Gated]]:
+    """An engine that prefills and decodes, and its copies."""
+    copies: list[Gated] = []
+
+    def mirror(memory: SealedMemory) -> Gated:
+        copies.append(Gated(memory))
+        return copies[-1]
+
+    both = engine("both", publishes=True, mirror=mirror)
+    yield both, copies[0]
+    copies[0].may_copy.set()
+    both.worker.close()  # and every copy with it
+    del copies[0].shared  # so that the memory can be closed
+
+
+def publish_and_take_back(side: EngineUnderTest, name: str, ids: list[int]) -> Results:
+    """Have a transfer be over before its blocks are copied. Returns what its steps have said."""
+    assert side.publisher is not None
+    params = side.prefill(name, 8, ids, fill=0)
+    assert params is not None
+    results = side.step()
+    side.publisher.unpublish(params["kvxferd"])
+
+    def is_over() -> bool:
+        results.sent |= side.step().sent
+        return name not in side.scheduler._published.values()
+
+    wait_until(is_over, "the transfer is released")
+    results.sent |= side.step().sent
+    return results
+
+
+def test_blocks_are_not_free_while_they_are_copied_out(gated: tuple[EngineUnderTest, Gated]) -> None:
+    both, copying = gated
+    assert not publish_and_take_back(both, "p-1", [1, 2]).sent
+    copying.may_copy.set()
+    assert both.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_copy_that_nobody_waits_for_overwrites_nothing(
+    gated: tuple[EngineUnderTest, Gated], engine: Make
+) -> None:
+    """Begun after its transfer, it would put the old request's bytes where the next one's have arrived."""
+    both, copying = gated
+    prefill = engine("prefill", publishes=True)
+    assert both.prefill("ahead", 8, [5, 6], fill=0) is not None
+    sent = publish_and_take_back(both, "p-1", [1, 2]).sent  # its copy waits behind the other
+    assert sent == {"p-1"}
+    params = prefill.prefill("p-2", 8, [3, 4], fill=9)
+    assert params is not None
+    both.decode("d-2", 8, [1, 2], params)
+    both.step()
+    wait_until(lambda: copying.has_arrived([1, 2], 9), "the bytes are there")
+    copying.may_copy.set()
+    results = both.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.bad_blocks) == ({"d-2"}, set(), set())
+    assert (copying.own[[1, 2]] == 9).all()
