@@ -19,9 +19,11 @@ class Standing(Enum):
 
 
 # A rank or publisher that was taken before asks again: whoever has its engine id or its rank now, or a rank
-# of another shape beside it, may go, or an operator gives the id back. To end for good would let one second
-# of squatting end a live engine.
-PASSING_ON_REJOIN = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH})
+# of another shape or with other layers beside it, may go, or an operator gives the id back. To end for good
+# would let one second of squatting end a live engine.
+PASSING_ON_REJOIN = frozenset(
+    {Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING}
+)
 
 # Refusals that asking again does not change. On any other the client keeps trying.
 FINAL = frozenset(

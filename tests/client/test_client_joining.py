@@ -229,7 +229,10 @@ def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -
     assert stage.daemon.nobody_comes(0.3)
 
 
-@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH])
+PASSING = [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING]
+
+
+@pytest.mark.parametrize("code", PASSING)
 def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, code: Code) -> None:
     rank = stage.rank(version=2)
     stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
@@ -238,7 +241,7 @@ def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, c
     assert rank.poll() == []
 
 
-@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH])
+@pytest.mark.parametrize("code", PASSING)
 def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
     """Somebody else has its engine id for a moment, after a restart of the daemon."""
     rank = stage.rank(version=2)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
+from kvxferd.client.standing import PASSING_ON_REJOIN
 from kvxferd.core import events as ev
 from kvxferd.core import membership
 from kvxferd.core.registry import MemberRank
@@ -253,3 +254,20 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
     assert refused.code is Code.BUSY
     world.advance(2 * home.node.moment.settings.acknowledge_for_s + 1)
     assert not home.node.home._num_ready_of
+
+
+@pytest.mark.parametrize("is_of_other_shape", [True, False])
+def test_who_joined_first_has_no_rank_refused_for_good(world, stages, is_of_other_shape):
+    """After a restart of the home another daemon may be first, and what it says of its rank be nonsense."""
+    joined = record_of(stages[0].host).joined
+    if is_of_other_shape:
+        joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, tp_size=2))
+    else:
+        joined = msgspec.structs.replace(joined, layout=stages[0].layout)
+    restarted = World()
+    home = restarted.host("p0")
+    assert home.endpoint == stages[0].host.endpoint
+    restarted.feed(home, ev.RouteSaid(b"evil", JoinRank(request=7, boot="b", manifest=joined), STRANGER_KEY))
+    assert home.node.registry.get(KEY) is not None
+    (refused,) = restarted.register(home, stages[0].spec).heard(wk.Refused)
+    assert refused.code in PASSING_ON_REJOIN
