@@ -29,7 +29,7 @@ from kvxferd.cli.demo.tally import Tally
 from kvxferd.cli.doctor import report
 from kvxferd.cli.doctor.finding import no, ok, warn
 from kvxferd.cli.doctor.placements import Tried
-from kvxferd.cli.doctor.verb import _checks
+from kvxferd.cli.doctor.verb import CHECKS
 from kvxferd.cli.root import VERBS, root
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
@@ -99,7 +99,7 @@ def surface() -> dict[str, Any]:
         "demo --json": shape_of(_demo()),
         "bench --json": struct_of(Result) if issubclass(Result, msgspec.Struct) else shape_of(Result),
         "doctor --json": _doctor(),
-        "doctor --check": [name for name, _ in _checks()],
+        "doctor --check": list(CHECKS),
         "doctor, findings": _findings(),
     }
 

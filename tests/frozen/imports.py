@@ -17,6 +17,9 @@ import msgspec
 
 from frozen.shapes import signature_of, sorted_map, struct_of
 from frozen.tree import ROOT, parsed
+from kvxferd.client import TransferRef
+from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
+from kvxferd.integrations.vllm import requests, stats
 
 PUBLIC = (
     "kvxferd",
@@ -43,10 +46,21 @@ def surface() -> dict[str, Any]:
     return {
         "modules": {name: _module(name) for name in PUBLIC},
         "of vLLM": {f"{module}:{name}": _of_vllm(module, name) for module, name in OF_VLLM.items()},
+        "kv_transfer_params": requests.answer(_reference()),
+        "figures of vLLM's log": stats.summary(_figures()),
         "scripts": project["scripts"],
         "entry points": project["entry-points"],
         "extras": sorted(project["optional-dependencies"]),
     }
+
+
+def _reference() -> TransferRef:
+    return TransferRef(Endpoint("tcp://h:1"), EngineId("e"), Generation("g"), TransferId("t"), "0" * 32)
+
+
+def _figures() -> dict[str, Any]:
+    """Return an interval with one observation of each kind."""
+    return {name: [1.0] if isinstance(of, list) else {"busy": 1} for name, of in stats.empty().items()}
 
 
 def _module(name: str) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import stat
+import tempfile
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,8 +14,11 @@ from msgspec import inspect as types
 
 from frozen.shapes import struct_of, type_of
 from frozen.tree import ROOT
-from kvxferd.config import CONFIG_PATH_VARIABLE, RELOADABLE, SETTINGS, flag_name
+from kvxferd.config import CONFIG_PATH_VARIABLE, RELOADABLE, SETTINGS, flag_name, load_config
+from kvxferd.control.ownership_file import OwnershipFile
+from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.options import Options
+from kvxferd.rundir import RunDirectory
 
 
 def surface() -> dict[str, Any]:
@@ -33,4 +40,33 @@ def surface() -> dict[str, Any]:
             f"{section}.{key}" for section, table in example.items() for key in table
         ),
         "kv_connector_extra_config": struct_of(Options)["fields"],
+        "run directory": _run_directory(),
     }
+
+
+def _run_directory() -> dict[str, Any]:
+    """Return every path below node.run_dir with its mode, and what the file of owners holds."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory, "run")
+        sockets = load_config(None, {}, {"node.run_dir": str(place)})
+        run_directory = RunDirectory(place, sockets.worker.socket)
+        try:
+            ownerships = OwnershipFile(run_directory.owners, lambda: ((EngineId("prefill-0"), 1000),))
+            asyncio.run(_write(ownerships))
+            paths = sorted(place.rglob("*"))
+            return {
+                "worker.socket": str(Path(sockets.worker.socket).relative_to(place)),
+                "control.socket": str(Path(sockets.control.socket).relative_to(place)),
+                "files": {p.relative_to(place).as_posix(): stat.filemode(p.lstat().st_mode) for p in paths},
+                "owners": {
+                    "path": run_directory.owners.relative_to(place).as_posix(),
+                    "text": run_directory.owners.read_text(),
+                },
+            }
+        finally:
+            run_directory.close()
+
+
+async def _write(ownerships: OwnershipFile) -> None:
+    ownerships.save_soon()
+    await ownerships.close()

@@ -71,7 +71,7 @@ def _default(field: types.Field) -> dict[str, Any]:
     if field.required:
         return {}
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    return {"default": msgspec.to_builtins(value)}
+    return {"default": bytes(value).hex() if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value)}
 
 
 def _limits(kind: types.Type) -> dict[str, Any]:

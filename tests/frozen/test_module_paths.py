@@ -247,6 +247,11 @@ def test_every_verb_s_module_has_its_verb() -> None:
         assert hasattr(importlib.import_module(module), verb.replace("-", "_")), f"{verb}: {module}"
 
 
+def test_every_check_of_doctor_has_its_module() -> None:
+    verb = importlib.import_module("kvxferd.cli.doctor.verb")
+    assert [name for name, check in verb._chosen(()) if callable(check)] == list(verb.CHECKS)
+
+
 def test_what_is_started_starts() -> None:
     """Of what takes --help, the help; the rest is imported in one process, where it does nothing."""
     helped = ["kvxferd.cli", "kvxferd.mover.parent"]

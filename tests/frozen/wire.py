@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any, get_args
 
 import msgspec
 from msgspec import inspect as types
 
 from frozen.shapes import example_of, sorted_map, struct_of
+from kvxferd.cli.bench import relay
+from kvxferd.cli.bench import speech as bench_speech
+from kvxferd.cli.demo import speech as demo_speech
 from kvxferd.layout import digest_of
 from kvxferd.layout.presets import deploy
 from kvxferd.mover import control
@@ -38,6 +42,10 @@ PROTOCOLS: dict[str, Any] = {
 }
 
 
+# JSON lines between a tool and its processes; those of the bench go to another machine too.
+TOOLS = {"demo": demo_speech, "bench": bench_speech, "bench --peer": relay}
+
+
 def surface() -> dict[str, Any]:
     """Return every protocol, and what is encoded beside them."""
     return {
@@ -58,6 +66,7 @@ def surface() -> dict[str, Any]:
         "a frame with 2 descriptors": encode_frame(b"payload", 2).hex(),
         "limits": sorted_map({name: getattr(limits, name) for name in dir(limits) if name.isupper()}),
         "reference": _reference(),
+        "tools": {name: _lines(module) for name, module in TOOLS.items()},
         "plan": {"struct": struct_of(Plan), "examples": _plans()},
     }
 
@@ -73,6 +82,13 @@ def _tags() -> list[str]:
 
 def _subclasses(cls: type[Message]) -> list[type[Message]]:
     return [inner for sub in cls.__subclasses__() for inner in (sub, *_subclasses(sub))]
+
+
+def _lines(module: ModuleType) -> dict[str, Any]:
+    """Return the tagged structs that a module defines."""
+    own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    tagged = [v for v in own if issubclass(v, msgspec.Struct) and v.__struct_config__.tag is not None]
+    return sorted_map({str(struct.__struct_config__.tag): struct_of(struct) for struct in tagged})
 
 
 def _message(cls: type[Message]) -> dict[str, Any]:
