@@ -241,8 +241,8 @@ async def test_an_admission_that_takes_long_loses_no_message(node, context):
     admit, waiting = node.socket._asked_at_the_door, asyncio.Event()
     requests = []
 
-    def hold(frames):
-        requests.append(frames)
+    def hold(route, frames):
+        requests.append((route, frames))
         waiting.set()
 
     node.socket._door.on_message = hold
@@ -252,8 +252,8 @@ async def test_an_admission_that_takes_long_loses_no_message(node, context):
     by_hand = asyncio.create_task(speaking(node, {}, encode(QUESTION)))
     await until(lambda: len(requests) == 2, "it is not asked for")
     node.socket._door.on_message = admit
-    for frames in requests:
-        admit(frames)
+    for request in requests:
+        admit(*request)
     with await by_hand:
         for _ in range(2):
             assert (await node.next()).message == QUESTION
