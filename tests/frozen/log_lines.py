@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, get_args
 
 import structlog
@@ -107,7 +108,7 @@ def _logger_names(calls: Iterable[ast.Call]) -> Iterator[str]:
 
 def _records() -> dict[str, Any]:
     """Return the fields of each kind of record's line, as logged."""
-    with structlog.testing.capture_logs() as captured:
+    with _every_level(), structlog.testing.capture_logs() as captured:
         for kind in get_args(Record):
             log_record(example_of(types.type_info(kind), "record"))
         for record in (*records(), pull_record("failed", Code.DEADLINE)):
@@ -118,3 +119,14 @@ def _records() -> dict[str, Any]:
         fields = found.setdefault(f"{event}, {level}", {})
         fields |= {name: type(value).__name__ for name, value in line.items()}
     return sorted_map(found)
+
+
+@contextmanager
+def _every_level() -> Iterator[None]:
+    """Log every level meanwhile, whatever a test before this one has configured."""
+    before = structlog.get_config()
+    structlog.reset_defaults()
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
