@@ -19,7 +19,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, GrantId
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.ids_stream import split_ids
-from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_NAME_CHARS, MAX_RANKS
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
 from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
@@ -42,7 +42,6 @@ MAX_ASK_CHARS, LONG_ASK_CHARS, MAX_LONG_ASKS, MAX_LONG_ASKS_OF_ONE = 128 << 10, 
 # that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
 # 1.5 KiB: 6 MiB a transfer, and 1.5 MiB by one asker, where a hostile one had 60,000 grants and 90 MiB.
 MAX_GRANTS, MAX_GRANTS_OF_ONE = 4096, 1024
-MAX_ENDPOINT_CHARS = 512
 # Engines that say they have read one transfer, or want no more of it. A request is routed to a handful.
 MAX_READERS = 256
 # Asks that one change has looked at in one turn of the loop: 20 us each, 5 ms. What is left follows in turns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvxferd.errors import Code
@@ -18,6 +20,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.wire.bounds import DESCRIPTORS, METADATA, NAME, REASON, REGIONS
 
 
 class Message(
@@ -60,24 +63,24 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
 class RegionAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a region lies in its mover's address space, which is what NIXL descriptors name."""
 
-    region: RegionId
+    region: Annotated[RegionId, NAME]
     address: int
     size_bytes: int
     device: int = 0  # NIXL's device id in that process
-    mem_type: str = "DRAM"
+    mem_type: Annotated[str, NAME] = "DRAM"
     # (count, size) of the stretches that are registered each by itself: no read may cross from one
     # into the next. Empty: the region is one.
-    pieces: tuple[tuple[int, int], ...] = ()
+    pieces: Annotated[tuple[tuple[int, int], ...], DESCRIPTORS] = ()
     staged: bool = False  # NIXL cannot read it: its mover copies what is asked of it
 
 
 class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What makes a layout readable: addresses, the agent, and the mapping's incarnation."""
 
-    agent: AgentName
-    metadata: bytes  # NIXL agent metadata of the registered regions
-    regions: tuple[RegionAddress, ...]
-    incarnation: Incarnation
+    agent: Annotated[AgentName, NAME]
+    metadata: Annotated[bytes, METADATA]  # NIXL agent metadata of the registered regions
+    regions: Annotated[tuple[RegionAddress, ...], REGIONS]
+    incarnation: Annotated[Incarnation, NAME]
 
 
 class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -96,9 +99,9 @@ class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a rank's mover reaches the rank's memory, as its probe found."""
 
-    kind: str = "direct"  # direct, resident or staged
-    why: str = ""  # not direct
-    lanes: str = ""  # the transports that the library chose
+    kind: Annotated[str, NAME] = "direct"  # direct, resident or staged
+    why: Annotated[str, REASON] = ""  # not direct
+    lanes: Annotated[str, REASON] = ""  # the transports that the library chose
     gigabytes_per_s: float = 0.0  # of the probe's read; 0: not measured
 
 
@@ -127,6 +130,6 @@ class BlockIds(Message, frozen=True, tag="block-ids"):
     """
 
     stream: int
-    group: GroupName
+    group: Annotated[GroupName, NAME]
     offset: int
     ids: bytes

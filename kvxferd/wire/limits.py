@@ -49,6 +49,8 @@ MAX_DEVICES = 1 << 10  # NIXL device ids; a node has 8 GPUs, or 56 slices of the
 MAX_METADATA_BYTES = 2 << 20
 
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they become labels of logs and tables
+# An endpoint: a host name of 253 characters, a port, a key of 64 digits.
+MAX_ENDPOINT_CHARS = 512
 # `hello`: a name of the client and a few fields. What a later version adds is ignored, and not large.
 MAX_HELLO_BYTES = 4 << 10
 # `register`: a layout of 128 layers with 6 components is 150 KiB, 8,192 pieces of regions 72 KiB.
@@ -56,6 +58,8 @@ MAX_REGISTER_BYTES = 1 << 20
 # A reference: five names of at most 256 characters (JSON may write one in 12 bytes), and what a later
 # version adds.
 MAX_REF_BYTES = 16 << 10
+# Why a mover cannot do something, in a library's words; 128 ranks keep 8 MiB.
+MAX_REASON_CHARS = 64 << 10
 MAX_SENTENCE_CHARS = 2000  # of what a peer says went wrong: it is handed on to workers
 # 64 ranks of 128 layers with 6 components are 49,152; checking one takes 20 us of the daemon.
 MAX_ENGINE_TENSORS = 1 << 16

@@ -6,11 +6,14 @@ outcome of the pull that needs them.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
+from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
@@ -128,16 +131,16 @@ class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
 class Up(Message, frozen=True, tag="up"):
     """The mover's agent is made. First message."""
 
-    agent: AgentName
-    library: str  # "nixl 1.5.1", "rixl ...", "memory"
+    agent: Annotated[AgentName, NAME]
+    library: Annotated[str, NAME]  # "nixl 1.5.1", "rixl ...", "memory"
     pid: int
 
 
 class Bound(Message, frozen=True, tag="bound"):
     """The rank's regions are mapped and registered."""
 
-    regions: tuple[RegionAddress, ...]
-    metadata: bytes
+    regions: Annotated[tuple[RegionAddress, ...], REGIONS]
+    metadata: Annotated[bytes, METADATA]
     placement: Placement = Placement()
 
 
@@ -145,7 +148,7 @@ class BindRefused(Message, frozen=True, tag="bind-refused"):
     """The regions cannot be mapped or registered; nothing of them is mapped."""
 
     code: Code
-    message: str
+    message: Annotated[str, REASON]
 
 
 class Proved(Message, frozen=True, tag="proved"):
@@ -159,7 +162,7 @@ class FenceMapped(Message, frozen=True, tag="fence-mapped"):
 
     session: SessionId
     address: int
-    metadata: bytes
+    metadata: Annotated[bytes, METADATA]
 
 
 class FenceRefused(Message, frozen=True, tag="fence-refused"):
@@ -167,7 +170,7 @@ class FenceRefused(Message, frozen=True, tag="fence-refused"):
 
     session: SessionId
     code: Code
-    message: str
+    message: Annotated[str, REASON]
 
 
 class Attending(Message, frozen=True, tag="attending"):
@@ -184,8 +187,8 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiet` follows
     quiet_follows: bool = True  # False: it never will, only the mover's death ends the doubt
     code: Code | None = None
-    message: str = ""
-    agent: AgentName | None = None  # the remote agent that failed
+    message: Annotated[str, REASON] = ""
+    agent: Annotated[AgentName, NAME] | None = None  # the remote agent that failed
     bytes: int = 0
     runs: int = 0
     queue_s: float = 0.0
@@ -219,7 +222,7 @@ class Leaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends by itself and takes nothing more. When the stream ends, its agent is gone."""
 
     code: Code
-    message: str
+    message: Annotated[str, REASON]
 
 
 ToMover = (

@@ -16,6 +16,7 @@ from kvxferd.ids import AgentName, BootId, Incarnation
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec
 from kvxferd.layout.validate import MAX_TENSORS
 from kvxferd.wire import peer
+from kvxferd.wire.bounds import METADATA, NAME
 from kvxferd.wire.codec import Decoder
 from kvxferd.wire.common import Binding, BlockIds, Message, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS, MAX_REGIONS
@@ -30,10 +31,10 @@ Entries = tuple[msgspec.Raw, ...]
 class BindingOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A `Binding` whose regions are still encoded."""
 
-    agent: AgentName
-    metadata: bytes
+    agent: Annotated[AgentName, NAME]
+    metadata: Annotated[bytes, METADATA]
     regions: Annotated[Entries, msgspec.Meta(max_length=MAX_REGIONS)]
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, NAME]
 
 
 class LayoutOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,16 +59,16 @@ class JoinOutline(Message, frozen=True, tag="join-rank"):
     """A `JoinRank`."""
 
     request: int
-    boot: BootId
+    boot: Annotated[BootId, NAME]
     manifest: ManifestOutline
-    secret: str = ""
+    secret: Annotated[str, NAME] = ""
 
 
 class EngineOutline(Message, frozen=True, tag="engine-manifest"):
     """An `EngineManifest`."""
 
     request: int
-    boot: BootId
+    boot: Annotated[BootId, NAME]
     ranks: Annotated[Entries, msgspec.Meta(max_length=MAX_RANKS)]
 
 

@@ -25,20 +25,21 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import PackedBlocks
+from kvxferd.wire.bounds import ENDPOINT, NAME
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
 PEER_VERSIONS = Versions(1, 2)
 
 # Lists have a limit beside that of their message: 16 MiB of the shortest names took 0.5 s to decode.
-Grants = Annotated[tuple[GrantId, ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
+Grants = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
 
 
 class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rank that reads, and how many ranks of its engine will acknowledge."""
 
-    engine_id: EngineId
-    generation: Generation
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
     rank: Rank
     num_ranks: int
 
@@ -51,8 +52,8 @@ class Greet(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
 
     request: int
     versions: Versions
-    boot: BootId
-    endpoint: Endpoint
+    boot: Annotated[BootId, NAME]
+    endpoint: Annotated[Endpoint, ENDPOINT]
 
 
 class Greeting(Message, frozen=True, tag="greeting"):
@@ -60,15 +61,15 @@ class Greeting(Message, frozen=True, tag="greeting"):
 
     request: int
     version: int
-    boot: BootId
+    boot: Annotated[BootId, NAME]
 
 
 class FetchEngine(Message, frozen=True, tag="fetch-engine"):
     """Every rank of one engine. An incomplete engine is waited for, at most `wait_s`."""
 
     request: int
-    engine_id: EngineId
-    generation: Generation
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
     wait_s: float
     pp_aware: bool = True
 
@@ -77,7 +78,7 @@ class EngineManifest(Message, frozen=True, tag="engine-manifest"):
     """The answer: one entry per `(pp_rank, tp_rank)`."""
 
     request: int
-    boot: BootId
+    boot: Annotated[BootId, NAME]
     ranks: tuple[RankManifest, ...]
 
 
@@ -93,10 +94,10 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     """
 
     request: int
-    grant: GrantId
+    grant: Annotated[GrantId, NAME]
     ref: TransferRef
     consumer: Consumer
-    reads: Annotated[tuple[tuple[Rank, AgentName], ...], msgspec.Meta(max_length=MAX_RANKS)]
+    reads: Annotated[tuple[tuple[Rank, Annotated[AgentName, NAME]], ...], msgspec.Meta(max_length=MAX_RANKS)]
     wait_s: float
 
 
@@ -104,8 +105,10 @@ class Granted(Message, frozen=True, tag="granted"):
     """The blocks stay while the grant is renewed. Every source mover concerned polls."""
 
     request: int
-    grant: GrantId
-    blocks: Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
+    grant: Annotated[GrantId, NAME]
+    blocks: Annotated[
+        dict[Annotated[GroupName, NAME], PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)
+    ]
     num_tokens: int
     lease_s: float  # renew well within it
     fence_agent: AgentName
@@ -133,14 +136,14 @@ class ReturnGrant(Message, frozen=True, tag="return-grant"):
     """The pull failed or was cancelled: its grant ends, and it is no acknowledgement."""
 
     request: int
-    grant: GrantId
+    grant: Annotated[GrantId, NAME]
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
     """This consumer rank holds the bytes. Repeated until answered; a duplicate counts once."""
 
     request: int
-    grant: GrantId
+    grant: Annotated[GrantId, NAME]
     ref: TransferRef
     consumer: Consumer
 
@@ -175,40 +178,42 @@ class JoinRank(Message, frozen=True, tag="join-rank"):
     """A rank that registered with a member of the engine's home. Repeated as a heartbeat."""
 
     request: int
-    boot: BootId
+    boot: Annotated[BootId, NAME]
     manifest: RankManifest
-    secret: str = ""  # the member's own, random; without CURVE it says who may speak for the rank
+    secret: Annotated[str, NAME] = (
+        ""  # the member's own, random; without CURVE it says who may speak for the rank
+    )
 
 
 class LeaveRank(Message, frozen=True, tag="leave-rank"):
     """That rank is gone, or has another mover or mapping now."""
 
     request: int
-    boot: BootId
-    engine_id: EngineId
-    generation: Generation
+    boot: Annotated[BootId, NAME]
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
     rank: Rank
-    agent: AgentName
-    secret: str = ""  # as in `JoinRank`
+    agent: Annotated[AgentName, NAME]
+    secret: Annotated[str, NAME] = ""  # as in `JoinRank`
 
 
 class RankReady(Message, frozen=True, tag="rank-ready"):
     """A member's rank has finished writing a transfer's blocks."""
 
     request: int
-    engine_id: EngineId
-    generation: Generation
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
     rank: Rank
-    transfer_id: TransferId
-    incarnation: Incarnation = Incarnation("")  # version 2: of the mapping that was written
-    secret: str = ""  # as in `JoinRank`
+    transfer_id: Annotated[TransferId, NAME]
+    incarnation: Annotated[Incarnation, NAME] = Incarnation("")  # version 2: of the mapping that was written
+    secret: Annotated[str, NAME] = ""  # as in `JoinRank`
 
 
 class AttendRank(Message, frozen=True, tag="attend-rank"):
     """Home to member: the rank's mover must poll (or need not any more). Answered by `Done`."""
 
     request: int
-    agent: AgentName
+    agent: Annotated[AgentName, NAME]
     on: bool
 
 
@@ -216,9 +221,9 @@ class TransferReleased(Message, frozen=True, tag="transfer-released"):
     """Home to member: the ranks of the engine on this node get `Released`. Answered by `Done`."""
 
     request: int
-    engine_id: EngineId
-    generation: Generation
-    transfer_id: TransferId
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
+    transfer_id: Annotated[TransferId, NAME]
     why: Code
 
 

@@ -9,6 +9,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.wire.bounds import DESCRIPTORS, NAME, REGIONS
 from kvxferd.wire.common import BlockIds, Descriptors, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
@@ -34,9 +35,11 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     size_bytes: int
     fd_index: int = 0  # position among the registration's descriptors
     fd_offset: int = 0  # where the region starts in that descriptor; memfd: a multiple of the page size
-    kind: str = "memfd"
-    device: str = ""  # vmm, resident: UUID of the GPU; "": host memory
-    pieces: tuple[int, ...] = ()  # vmm: size of each allocation under the region, in order of address
+    kind: Annotated[str, NAME] = "memfd"
+    device: Annotated[str, NAME] = ""  # vmm, resident: UUID of the GPU; "": host memory
+    pieces: Annotated[
+        tuple[int, ...], DESCRIPTORS
+    ] = ()  # vmm: size of each allocation under the region, in order of address
     address: int = 0  # resident
 
 
@@ -66,9 +69,9 @@ class Register(Message, frozen=True, tag="register"):
     request: int
     engine: EngineSpec
     layout: RankLayout
-    regions: tuple[RegionExport, ...]
+    regions: Annotated[tuple[RegionExport, ...], REGIONS]
     incarnation: Incarnation
-    placement: str = "child"  # or "resident": the mover is a thread of this worker
+    placement: Annotated[str, NAME] = "child"  # or "resident": the mover is a thread of this worker
     # From version 2 on. Of the regions in all, where more come behind; 0: all are in this frame.
     num_descriptors: int = 0
     notices: bool = False  # the frame's last descriptor is the socket for them
@@ -86,7 +89,7 @@ class Publish(Message, frozen=True, tag="publish"):
     """A request's cache may be read. The fence word is already in the page when this is sent."""
 
     transfer_id: TransferId
-    nonce: str
+    nonce: Annotated[str, NAME]
     blocks: Blocks
     num_tokens: int
     fence_slot: int
@@ -165,9 +168,9 @@ class Resume(Message, frozen=True, tag="resume"):
     """The rank's memory is back, in a new mapping. Carries the regions' descriptors."""
 
     request: int
-    regions: tuple[RegionExport, ...]
+    regions: Annotated[tuple[RegionExport, ...], REGIONS]
     incarnation: Incarnation
-    placement: str = "child"
+    placement: Annotated[str, NAME] = "child"
 
 
 class NewMover(Message, frozen=True, tag="new-mover"):

@@ -19,14 +19,14 @@ from world import spec_of
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.errors import Code
+from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer as pr
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, encode
+from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, Decoder, encode
 from kvxferd.wire.common import Binding, Message, RankManifest, Refusal, RegionAddress, TransferRef
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 
@@ -82,6 +82,14 @@ def layout(block_tokens: int) -> RankLayout:
 
 
 LAYOUTS = [layout(4), layout(4), layout(8)]
+
+
+def decoded(decoder: Decoder[Any], message: Message) -> Any:
+    """The message as it arrives; None where a field is longer than it may be: the shell drops it."""
+    try:
+        return decoder.decode(encode(message))
+    except ProtocolError:
+        return None
 
 
 class Chaos:
@@ -219,8 +227,8 @@ class Chaos:
     def worker_says(self) -> None:
         said = self.message(wk.ClientMessage, [])
         word = self.pick([bytes(16), bytes(16), b""])
-        message = CLIENT_MESSAGES.decode(encode(said))
-        self.feed(ev.WorkerSaid(self.draw([*self.sessions, 99]), message, None, word))
+        if (message := decoded(CLIENT_MESSAGES, said)) is not None:
+            self.feed(ev.WorkerSaid(self.draw([*self.sessions, 99]), message, None, word))
 
     def worker_goes(self) -> None:
         self.feed(ev.WorkerClosed(self.draw([*self.sessions, 99])))
@@ -236,8 +244,9 @@ class Chaos:
             self.feed(ev.MoverTaken(session, number, f"boot/{number}", "simulated"))
 
     def mover_says(self) -> None:
-        said = FROM_MOVER.decode(encode(self.message(mv.FromMover, [])))
-        self.feed(ev.MoverSaid(self.draw([*self.movers, 99]), said))
+        said = decoded(FROM_MOVER, self.message(mv.FromMover, []))
+        if said is not None:
+            self.feed(ev.MoverSaid(self.draw([*self.movers, 99]), said))
 
     def mover_binds(self) -> None:
         """Something sensible, or no rank would ever be ready."""
@@ -249,13 +258,15 @@ class Chaos:
 
     def peer_says(self) -> None:
         endpoint = self.draw([HERE, THERE, ELSEWHERE])
-        said = PEER_MESSAGES.decode(encode(self.message(pr.PeerMessage, self.asked.get(endpoint, []))))
-        self.feed(ev.PeerSaid(endpoint, said))
+        said = decoded(PEER_MESSAGES, self.message(pr.PeerMessage, self.asked.get(endpoint, [])))
+        if said is not None:
+            self.feed(ev.PeerSaid(endpoint, said))
 
     def route_says(self) -> None:
         route = self.draw([b"r1", b"r2"])
-        said = PEER_MESSAGES.decode(encode(self.message(pr.PeerMessage, self.asked.get(route, []))))
-        self.feed(ev.RouteSaid(route, said))
+        said = decoded(PEER_MESSAGES, self.message(pr.PeerMessage, self.asked.get(route, [])))
+        if said is not None:
+            self.feed(ev.RouteSaid(route, said))
 
     def answer(self, question: type[Message], **fields: Any) -> None:
         """A peer answers what it was asked, as it should."""

@@ -1,0 +1,21 @@
+"""Limits of what a field holds, said at the field: what is longer cannot be decoded, and nothing keeps it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.wire.limits import (
+    MAX_DESCRIPTORS_PER_RANK,
+    MAX_ENDPOINT_CHARS,
+    MAX_METADATA_BYTES,
+    MAX_NAME_CHARS,
+    MAX_REASON_CHARS,
+    MAX_REGIONS,
+)
+
+NAME = msgspec.Meta(max_length=MAX_NAME_CHARS)
+ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
+REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
+METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)
+REGIONS = msgspec.Meta(max_length=MAX_REGIONS)
+DESCRIPTORS = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # or the stretches that lie in them

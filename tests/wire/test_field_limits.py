@@ -1,0 +1,148 @@
+"""Everything that a message holds has a limit: at the field, or by a check that is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from kvxferd.errors import ProtocolError
+from kvxferd.wire import mover, outlines, peer, worker
+from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, encode
+from kvxferd.wire.limits import MAX_NAME_CHARS
+
+UNIONS = {
+    "a worker": worker.ClientMessage,
+    "the daemon, to a worker": worker.DaemonMessage,
+    "a peer": peer.PeerMessage,
+    "a peer, not whole": outlines.PeerOutline,
+    "the daemon, to a mover": mover.ToMover,
+    "a mover": mover.FromMover,
+}
+
+# Who believes the daemon believes what it says of others, which it has checked.
+OURS = "the daemon's own"
+SPEC = "core.manifests.check_spec, and layout.validate before a rank is kept"
+LAYOUT = (
+    "layout.validate: what it refuses is not kept; a frame of 1 MiB, or wire.outlines, bounds its decoding"
+)
+NAMES = "core.manifests.check_names, before it is kept"
+REF = "core.requests and core.granting check a reference's names before it is kept; else it is compared alone"
+IDS = "MAX_REQUEST_IDS_BYTES of core.arriving, and core.kept_ids"
+TICKETS = "core.requests refuses more than may run"
+PUBLISHED = "core.requests and core.source refuse it before it is kept"
+RAW = "decoded entry by entry, wire.outlines.MAX_ENTRY_BYTES each"
+
+CHECKED_ELSEWHERE = {
+    **dict.fromkeys(["EngineSpec.engine_id", "EngineSpec.generation", "EngineSpec.home"], SPEC),
+    "EngineSpec.fingerprint": SPEC,
+    **dict.fromkeys(["RankLayout.groups", "RankLayout.tensors", "RankLayout.regions"], LAYOUT),
+    **dict.fromkeys(["Group.name", "RegionSpec.region", "CacheTensor.component"], LAYOUT),
+    **dict.fromkeys(["CacheTensor.group", "CacheTensor.region", "CacheTensor.units"], LAYOUT),
+    **dict.fromkeys(["CacheTensor.dtype", "CacheTensor.encoding"], LAYOUT),
+    "RegionExport.region": "core.ranks: one of the layout's",
+    "Hello.client": "MAX_HELLO_BYTES, the whole message's",
+    **dict.fromkeys(["Register.incarnation", "Attach.engine_id", "Attach.generation"], NAMES),
+    "Resume.incarnation": "core.ranks, before it is kept",
+    **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
+    **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
+    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
+    **dict.fromkeys(["Noticed.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
+    **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
+    **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
+    **dict.fromkeys(["Publish.blocks", "Pull.blocks"], "layout.blocks: a group that is none is refused"),
+    "Unpublish.transfer_id": "compared alone",
+    **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
+    "EngineManifest.ranks": "wire.outlines.EngineOutline",
+    "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
+    **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "EngineOutline.ranks"], RAW),
+    **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
+    **dict.fromkeys(["Refused.message", "Failed.message", "PublishRefused.message"], OURS),
+    **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
+    **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
+    **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
+    **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "Source.agent"], OURS),
+    **dict.fromkeys(["Source.regions", "StartPull.local", "StartPull.remote"], OURS),
+    **dict.fromkeys(["FencePlace.agent", "FencePlace.word"], OURS),
+}
+
+
+def unbounded(of: inspect.Type, field: str, seen: set[type]) -> Iterator[str]:
+    """Every field below that has no limit of its own, as `Struct.field`."""
+    match of:
+        case inspect.StrType() | inspect.BytesType():
+            if of.max_length is None:
+                yield field
+        case inspect.VarTupleType() | inspect.ListType() | inspect.SetType() | inspect.FrozenSetType():
+            if of.max_length is None:
+                yield field
+            yield from unbounded(of.item_type, field, seen)
+        case inspect.DictType():
+            if of.max_length is None:
+                yield field
+            yield from unbounded(of.key_type, field, seen)
+            yield from unbounded(of.value_type, field, seen)
+        case inspect.TupleType():
+            for one in of.item_types:
+                yield from unbounded(one, field, seen)
+        case inspect.UnionType():
+            for one in of.types:
+                yield from unbounded(one, field, seen)
+        case inspect.StructType() | inspect.NamedTupleType():
+            if of.cls not in seen:
+                seen.add(of.cls)
+                for part in of.fields:
+                    yield from unbounded(part.type, f"{of.cls.__name__}.{part.name}", seen)
+        case (
+            inspect.IntType() | inspect.FloatType() | inspect.BoolType() | inspect.NoneType()
+            | inspect.EnumType()
+        ):  # fmt: skip
+            pass
+        case _:  # raw, any, and what is not thought of yet
+            yield field
+
+
+def found(union: object) -> set[str]:
+    return set(unbounded(inspect.type_info(union), "", set()))
+
+
+@pytest.mark.parametrize("sender", UNIONS)
+def test_each_field_has_a_limit_or_a_check_elsewhere(sender: str) -> None:
+    assert not found(UNIONS[sender]) - CHECKED_ELSEWHERE.keys()
+
+
+def test_no_check_is_named_for_a_field_that_has_a_limit() -> None:
+    assert not CHECKED_ELSEWHERE.keys() - set().union(*map(found, UNIONS.values()))
+
+
+def test_a_field_without_a_limit_is_found() -> None:
+    inner = msgspec.defstruct("Inner", [("names", dict[str, tuple[bytes, ...]]), ("number", int)])
+    outer = msgspec.defstruct("Outer", [("inner", inner | None), ("anything", msgspec.Raw)])
+    assert found(outer) == {"Inner.names", "Outer.anything"}
+
+
+LONG = "x" * (MAX_NAME_CHARS + 1)
+MANY = tuple(range(10_000))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (CLIENT_MESSAGES, worker.Resume(request=1, incarnation="i", regions=(
+            worker.RegionExport(region="kv", size_bytes=1, kind="vmm", device=LONG),))),
+        (CLIENT_MESSAGES, worker.Resume(request=1, incarnation="i", regions=(
+            worker.RegionExport(region="kv", size_bytes=1, pieces=MANY),))),
+        (PEER_MESSAGES, peer.Greeting(request=1, version=1, boot=LONG)),
+        (PEER_MESSAGES, peer.RankReady(
+            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id=LONG)),
+        (PEER_MESSAGES, peer.ReturnGrant(request=1, grant=LONG)),
+        (PEER_MESSAGES, peer.TransferReleased(
+            request=1, engine_id="e", generation="g", transfer_id=LONG, why="released")),
+        (FROM_MOVER, mover.Bound(regions=(), metadata=bytes(3 << 20))),
+    ],
+)  # fmt: skip
+def test_what_was_kept_at_any_length_is_not_decoded(decoder, message) -> None:
+    with pytest.raises(ProtocolError, match="length"):
+        decoder.decode(encode(message))
