@@ -151,7 +151,7 @@ class Daemon:
                 new_token=lambda: secrets.token_hex(16),
             )
             self._has_node = True
-            self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.listed)
+            self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.kept)
             closing.push_async_callback(self._ownership_file.close)
             self._make_movers(run_directory.movers_fds)
             self._desk = Desk(
@@ -164,7 +164,7 @@ class Daemon:
             closing.push_async_callback(http.stop)
             await http.start()
             # Before the first session: whoever comes first must not have what is another's.
-            self._on_event(OwnershipsRead(self._ownership_file.read()))
+            self._on_event(OwnershipsRead(*self._ownership_file.read()))
             self._workers.start()
             closing.push_async_callback(self._stop_workers)
             for warning in (*self._desk.warnings(), *descriptor_warnings(self._config.limits, descriptors)):

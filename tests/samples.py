@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvxferd.control.view import Reloaded
+from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     HandshakeRecord,
@@ -226,11 +227,11 @@ class StillNode:
         """The one that it knows."""
         return [PEER] if endpoint == PEER else []
 
-    def disown(self, engine_id: EngineId) -> int | None:
+    def disown(self, engine_id: EngineId) -> Disownable:
         """One that has no ranks here."""
         if engine_id == SINK:
             raise EngineError("cannot disown engine: ranks of it are registered here", Code.RANK_TAKEN)
-        return 1000 if engine_id == "gone-0" else None
+        return Disownable(1000, 2) if engine_id == "gone-0" else Disownable(None, 0)
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Of the one engine that publishes."""

@@ -16,10 +16,14 @@ def disown(daemon: Daemon, engine_id: str, as_json: bool) -> None:
     """Forget whose ENGINE_ID was: whoever registers it next has it.
 
     An engine id is its user's while ranks of it are registered, and for worker.ownership_s after the
-    last has left. Only root and the user that runs the daemon may.
+    last has left. So long a rank is kept for the daemon or the user that it was of before this daemon's
+    restart; that ends too, as do ranks of nodes that are silent. Only root and the user that runs the
+    daemon may.
     """
     answer = daemon.post("/v1/engines/disown", {"engine_id": engine_id})
     if as_json:
         print_json(answer)
         return
-    click.echo(f"disowned {answer['disowned']}, which was uid {answer['uid']}'s")
+    whose = f", which was uid {answer['uid']}'s" if answer["uid"] is not None else ""
+    ranks = f"; {answer['ranks']} ranks are free" if answer["ranks"] else ""
+    click.echo(f"disowned {answer['disowned']}{whose}{ranks}")

@@ -11,6 +11,7 @@ from kvxferd.control.placements import placement_warnings
 from kvxferd.control.view import Reloaded
 from kvxferd.core.events import DisownAsked, Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
 from kvxferd.core.node import Node
+from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
@@ -90,23 +91,24 @@ class Desk:
             self._feed(PeerDropAsked(peer))
         return known
 
-    def disown(self, engine_id: EngineId) -> int | None:
-        """Forget whose an engine id was. Return that user; None: no user's is recorded.
+    def disown(self, engine_id: EngineId) -> Disownable:
+        """Forget whose an engine id and its absent ranks were. Return what that was; false where nothing.
 
-        Raises EngineError(rank-taken) while ranks of it are registered here.
+        Raises EngineError(rank-taken) while all that is recorded is registered here.
         """
-        if self._node.registry.has_local_rank(engine_id):
+        found = self._node.disownable(engine_id)
+        if not found and self._node.registry.has_local_rank(engine_id):
             raise EngineError(
                 f"cannot disown engine {engine_id}: ranks of it are registered here, `kvxferd engines` lists "
                 "them; stop the engine, then disown its id",
                 Code.RANK_TAKEN,
             )
-        uid = self._node.ownerships.uid_of(engine_id)
-        if uid is None:
-            return None
-        operator_log.warning("engine id disowned by an operator", engine=engine_id, uid=uid)
-        self._feed(DisownAsked(engine_id))
-        return uid
+        if found:
+            operator_log.warning(
+                "engine id disowned by an operator", engine=engine_id, uid=found.uid, ranks=found.num_ranks
+            )
+            self._feed(DisownAsked(engine_id))
+        return found
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Release a transfer published here. Return the engines whose it was; None: of any engine."""

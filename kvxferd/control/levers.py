@@ -77,14 +77,13 @@ async def drop_peer(request: web.Request) -> web.StreamResponse:
 
 
 async def disown(request: web.Request) -> web.StreamResponse:
-    """Forget whose an engine id was: whoever registers it next has it."""
+    """Forget whose an engine id and its absent ranks were: whoever registers them next has them."""
     asked = await _asked(request, Disown)
-    uid = request.app[VIEW].disown(asked.engine_id)
-    if uid is not None:
-        return json_response({"disowned": asked.engine_id, "uid": uid})
+    if found := request.app[VIEW].disown(asked.engine_id):
+        return json_response({"disowned": asked.engine_id, "uid": found.uid, "ranks": found.num_ranks})
     text = (
         f"cannot disown engine {asked.engine_id}: no user is recorded for that id, who registers it next has "
-        "it; `kvxferd engines` lists the ids that are recorded"
+        "it, and no rank of it is kept; `kvxferd engines` lists the ids that are recorded"
     )
     return error_response(404, Code.NOT_FOUND, text)
 

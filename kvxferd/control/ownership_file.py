@@ -1,29 +1,41 @@
-"""Whose engine ids are, kept across a daemon's restarts: one small file in the run directory."""
+"""Whose engine ids and ranks are, kept across a daemon's restarts: one small file in the run directory."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from kvxferd.core.rank_holders import KeptRank
 from kvxferd.ids import EngineId
 
 log = structlog.get_logger()
 
-Listed = tuple[tuple[EngineId, int], ...]
+Listed = tuple[tuple[tuple[EngineId, int], ...], tuple[KeptRank, ...]]
+NOTHING: Listed = ((), ())
 
 # Ranks of an engine come within moments of one another: one write for all of them.
 WRITE_AFTER_S = 0.2
+# Peers that join and leave must not have it written without end: 8,192 ranks are written every two seconds.
+WRITE_AFTER_S_PER_RANK = 2.0 / 8192
 CLOSE_S = 5.0  # how long a write that runs may take when the daemon stops
-MAX_FILE_BYTES = 16 << 20  # 4096 ids of 256 characters, each written in 12 bytes at most
+# 4096 ids and 8192 ranks of two names each, of 256 characters; a character takes 6 bytes at most: 31 MB.
+MAX_FILE_BYTES = 32 << 20
 
 _FRESH = ".new"
+
+
+class _Content(msgspec.Struct):
+    """What is in the file. Before there were ranks it was the users alone."""
+
+    users: dict[EngineId, int]
+    ranks: tuple[KeptRank, ...] = ()
 
 
 class OwnershipFile:
@@ -44,9 +56,9 @@ class OwnershipFile:
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            kept = msgspec.json.decode(self._path.read_bytes(), type=dict[EngineId, int])
+            return _decoded(self._path.read_bytes())
         except FileNotFoundError:
-            return ()
+            return NOTHING
         except (OSError, ValueError, RecursionError) as error:
             aside = self._path.with_suffix(".unreadable")
             log.error(
@@ -59,8 +71,7 @@ class OwnershipFile:
                 self._path.replace(aside)
             except OSError as failure:
                 log.error("cannot put it aside", path=str(self._path), reason=str(failure))
-            return ()
-        return tuple(kept.items())
+            return NOTHING
 
     def save_soon(self) -> None:
         """Have the present list written."""
@@ -84,14 +95,15 @@ class OwnershipFile:
 
     async def _save(self) -> None:
         while (listed := self._listed()) != self._written:
-            await asyncio.sleep(WRITE_AFTER_S)
+            await asyncio.sleep(WRITE_AFTER_S + len(listed[1]) * WRITE_AFTER_S_PER_RANK)
             listed = self._listed()
             self._thread = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
             await asyncio.shield(self._thread)
             self._written = listed  # also where it failed: the next change tries again
 
-    def _write(self, listed: Iterable[tuple[EngineId, int]]) -> None:
-        content = msgspec.json.encode(dict(listed))
+    def _write(self, listed: Listed) -> None:
+        users, ranks = listed
+        content = msgspec.json.encode(_Content(dict(users), ranks))
         fresh: Path | None = None
         try:
             fd, name = tempfile.mkstemp(_FRESH, f"{self._path.stem}.", self._path.parent)  # 0600
@@ -104,3 +116,12 @@ class OwnershipFile:
                 with suppress(OSError):
                     fresh.unlink()
             log.error("cannot write whose engine ids are", path=str(self._path), reason=error.strerror)
+
+
+def _decoded(content: bytes) -> Listed:
+    """Raises ValueError for what is neither of both forms."""
+    try:
+        kept = msgspec.json.decode(content, type=_Content)
+    except msgspec.ValidationError:
+        return tuple(msgspec.json.decode(content, type=dict[EngineId, int]).items()), ()
+    return tuple(kept.users.items()), kept.ranks

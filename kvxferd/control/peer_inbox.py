@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Gate(Protocol):
     """What the node knows about a message before its manifest is decoded."""
 
-    def refusal_of_join(self, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
         """Why the rank cannot be joined, whatever its layout."""
         ...
 
@@ -59,7 +59,7 @@ class Gate(Protocol):
 class OpenGate:
     """Where there is no node, everything is taken."""
 
-    def refusal_of_join(self, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
         """None."""
         return None
 
@@ -183,7 +183,7 @@ class PeerInbox:
         if not sender.route:
             self._log(sender, Code.OUT_OF_PLACE, "a join-rank came as an answer")
             return
-        refused = self._gate().refusal_of_join(outline, sender.key)
+        refused = self._gate().refusal_of_join(sender.route, outline, sender.key)
         if refused is not None:
             self._answer(sender.route, refused)
             return

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -51,10 +52,10 @@ class NodeView(Protocol):
         """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
         ...
 
-    def disown(self, engine_id: EngineId) -> int | None:
-        """Forget whose an engine id was. Return that user; None: no user's is recorded.
+    def disown(self, engine_id: EngineId) -> Disownable:
+        """Forget whose an engine id and its absent ranks were. Return what that was; false where nothing.
 
-        Raises EngineError(rank-taken) while ranks of it are registered here.
+        Raises EngineError(rank-taken) while all that is recorded is registered here.
         """
         ...
 

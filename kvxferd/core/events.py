@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.layouts import CheckedLayout
+from kvxferd.core.rank_holders import KeptRank
 from kvxferd.core.trust import Trust
 from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
@@ -140,9 +141,10 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipsRead:
-    """Whose engine ids were, by an earlier daemon's list. Before the first session."""
+    """Whose engine ids and ranks were, by an earlier daemon's list. Before the first session."""
 
     listed: tuple[tuple[EngineId, int], ...]
+    ranks: tuple[KeptRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+KEY_HOLDER, SECRET_HOLDER = "key:", "secret:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,15 @@ class MemberIdentity:
     def is_unknown(self) -> bool:
         """Whether nothing tells this member from another: a daemon of peer version 1, without CURVE."""
         return not self.key and not self.secret
+
+    @property
+    def holder(self) -> str:
+        """Who this is in `RankHolders`: a public key, or a hash of the secret; "" where it is unknown."""
+        if self.key:
+            return KEY_HOLDER + self.key
+        if self.secret:
+            return SECRET_HOLDER + hashlib.blake2b(self.secret.encode(), digest_size=16).hexdigest()
+        return ""
 
     def is_same(self, other: MemberIdentity) -> bool:
         """Whether both are certainly one daemon. A key counts alone: a restarted daemon has a new secret."""

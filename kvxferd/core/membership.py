@@ -9,16 +9,18 @@ from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.limits import check_count
+from kvxferd.core.limits import RETRY_LATER_S, check_count
 from kvxferd.core.manifests import check_manifest, check_spec
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
+from kvxferd.core.rank_holders import is_user
 from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, EngineKey, Incarnation, Rank, TransferId
+from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinOutline, ManifestOutline
@@ -43,6 +45,8 @@ MAX_MEMBERS, MAX_MEMBERS_OF_ONE = 4096, 2048
 # Of members' ranks that are ready, the questions that are remembered for four minutes, all together and those
 # of one daemon: 32 ranks of which each writes 30 transfers a second are 230,400. One takes about 600 bytes.
 MAX_HEARD_READY, MAX_HEARD_READY_OF_ONE = 1 << 19, 1 << 18
+# Refusals of a home that time may lift, where they say when to ask again.
+PASSING = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
 # Secrets came with this version of the peer protocol.
 SECRET_VERSION = 2
@@ -85,7 +89,7 @@ class Member:
                 on_answer(None)
                 return
             wait_s = answer.retry_after_s
-            may_change = answer.code in (Code.NOT_ALLOWED, Code.RANK_TAKEN) and wait_s > 0
+            may_change = answer.code in PASSING and wait_s > 0
             if may_change and rank.state is RankState.JOINING and self._moment.now + wait_s <= until:
                 self._moment.after(("rejoin", rank.session), wait_s, again)
                 return
@@ -215,6 +219,11 @@ class Member:
         self._moment.do(ToPeer(home, Done(request=said.request)))
 
 
+def _peer_of(record: MemberRank) -> str | bytes:
+    """Whose a rank counts as: the CURVE key's, or without keys the connection's."""
+    return record.identity.key or record.route
+
+
 class Home:
     """Ranks of this node's engines whose workers are connected to other nodes' daemons."""
 
@@ -236,7 +245,8 @@ class Home:
         self._on_change = on_change
         self._on_ready = on_ready
         self._members: dict[AgentName, MemberRank] = {}
-        self._reserved: dict[tuple[EngineKey, Rank], MemberIdentity] = {}
+        self._num_of: Counter[str | bytes] = Counter()  # of each peer, as `_peer_of` names it
+        self._holders = registry.ownerships.ranks
         self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
         self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
         self._num_ready_of: Counter[str] = Counter()  # by key, or boot
@@ -255,9 +265,7 @@ class Home:
             return
         try:
             # Who may say it comes before what it says: a layout takes much longer to check.
-            self._check_sender(said, identity, present)
-            if present is None:
-                self._check_room(route, key)
+            self._check_sender(said, identity, present, route)
             joined = check_manifest(said.manifest, self._layouts)
             record = MemberRank(joined, route, said.boot, identity, self._moment.now)
             self._registry.claim(record, present)
@@ -266,32 +274,33 @@ class Home:
             return
         self._replaced(present, record)
         self._members[record.agent] = record
+        self._num_of[_peer_of(record)] += 1
+        self._holders.take(spec.key, spec.rank, identity.holder)
         self._beat(record, route)
         if present is None or present.incarnation != record.incarnation:
             self._source.rank_mapped(record)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_change(spec.engine_id)
 
-    def refusal(self, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
         """Why a rank cannot be joined, whatever its layout: asked before the layout is decoded."""
-        spec = said.manifest.spec
+        spec, identity = said.manifest.spec, MemberIdentity(key, said.secret)
         try:
-            self._check_sender(said, MemberIdentity(key, said.secret), self._present(spec.key, spec.rank))
+            self._check_sender(said, identity, self._present(spec.key, spec.rank), route)
         except KvxferdError as error:
             return refusal_of(said.request, error)
         return None
 
     def _check_room(self, route: bytes, key: str) -> None:
         what = "take one more rank of another node"
-        check_count(len(self._members), MAX_MEMBERS, what, "not a setting")
-        members = self._members.values()
-        of_one = sum((m.identity.key == key) if key else (m.route == route) for m in members)
-        check_count(of_one, MAX_MEMBERS_OF_ONE, what, "of one peer; not a setting")
+        check_count(len(self._members), MAX_MEMBERS, what, "not a setting", RETRY_LATER_S)
+        of_one = self._num_of[key or route]
+        check_count(of_one, MAX_MEMBERS_OF_ONE, what, "of one peer; not a setting", RETRY_LATER_S)
 
     def _check_sender(
-        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None
+        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None, route: bytes
     ) -> None:
-        """Raise EngineError where this daemon may not join this rank here."""
+        """Raise KvxferdError where this daemon may not join this rank here."""
         manifest = said.manifest
         spec = check_spec(manifest.spec, manifest.binding.incarnation)
         if spec.home != self._moment.endpoint:
@@ -310,9 +319,10 @@ class Home:
         if present is not None:
             self._check_owner(said, identity, present)
             return
-        self._check_reserved(manifest, identity)
+        self._check_room(route, identity.key)
+        self._check_holder(spec, identity)
         if self._registry.get(spec.key) is None:
-            self._check_generation(manifest, identity)
+            self._check_generation(spec, identity)
 
     def _check_owner(
         self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank
@@ -340,55 +350,64 @@ class Home:
             error.retry_after_s = left_s
             raise error
 
-    def _check_reserved(self, manifest: RankManifest | ManifestOutline, identity: MemberIdentity) -> None:
-        """A rank that has left, as its mover is being replaced, is kept for its CURVE key for a while."""
-        spec = manifest.spec
-        owner = self._reserved.get((spec.key, spec.rank))
-        if owner is not None and not identity.may_speak_for(owner):
-            error = EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: it was joined with another CURVE key, "
-                f"and has left less than {self._silent_after_s():g} s ago",
-                Code.NOT_ALLOWED,
-            )
-            error.retry_after_s = self._silent_after_s()
-            raise error
-
-    def _reserve(self, record: MemberRank) -> None:
-        """Without CURVE a restarted daemon has another secret: nothing is kept for that."""
-        if not record.identity.key:
+    def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
+        """A rank that is not here may be kept for whoever was it last, also through this daemon's restart."""
+        holder = self._holders.absent_holder(spec.key, spec.rank)
+        if holder is None or holder == identity.holder:
             return
-        place = (record.spec.key, record.spec.rank)
-        self._reserved[place] = record.identity
-        name, after_s = ("reserved", *place), self._silent_after_s()
-        self._moment.after(name, after_s, lambda: self._reserved.__delitem__(place))
+        left_s = self._holders.left_s(spec.key, spec.rank)
+        whose = "a worker of this node" if is_user(holder) else "the daemon that joined it, with another key"
+        error = EngineError(
+            f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
+            "more or until `kvxferd disown`",
+            Code.NOT_ALLOWED,
+        )
+        error.retry_after_s = min(left_s, self._moment.settings.member_heartbeat_s)
+        raise error
 
     def _silent_after_s(self) -> float:
-        """Without a heartbeat for so long, a member's daemon is taken to be dead."""
-        settings = self._moment.settings
-        return max(settings.silent_after_s, 3 * settings.member_heartbeat_s)
+        return self._moment.settings.member_silent_after_s
 
-    def _check_generation(self, manifest: RankManifest | ManifestOutline, identity: MemberIdentity) -> None:
-        """A new start of an engine ends the present one: only one of its daemons may say so, or this node."""
-        spec = manifest.spec
-        present = self._registry.of_engine(spec.engine_id)
-        records = [record for engine in present for record in engine.ranks.values()]
-        members = [record for record in records if isinstance(record, MemberRank)]
-        if not records or any(identity.may_speak_for(member.identity) for member in members):
+    def _check_generation(self, spec: EngineSpec, identity: MemberIdentity) -> None:
+        """The first rank of a generation makes all others stale: only who holds the engine may join it.
+
+        That is the user of its ranks on this node, or the daemon that all its ranks are of. Whoever else has
+        one, maybe of a rank that was missing, waits until the others have left or are part of the new one.
+        """
+        if not (why := self._why_not_started_by(spec, identity)):
             return
         error = EngineError(
-            f"cannot take rank {spec.rank} of engine {spec.key}: {present[-1].key} is here, and this daemon "
-            "has no rank of it; register a rank on the engine's home first, or choose another engine id",
+            f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
+            "wait until the former one has ended, or choose another engine id",
             Code.NOT_ALLOWED,
         )
         error.retry_after_s = self._moment.settings.member_heartbeat_s
         raise error
+
+    def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
+        """Why this daemon may not begin that generation; empty where it may."""
+        for engine in self._registry.of_engine(spec.engine_id):
+            for record in engine.ranks.values():
+                if isinstance(record, LocalRank):
+                    return f"{engine.key} is here, and a worker of this node is its rank {record.spec.rank}"
+                if not identity.may_speak_for(record.identity):
+                    return f"{engine.key} is here, and its rank {record.spec.rank} is another daemon's"
+        holders, holder = self._holders, identity.holder
+        if holders.local_has_just_left(spec.engine_id) or holders.local_is_absent(spec.key):
+            return "workers of this node were its ranks, and may be back"
+        is_own = bool(holder) and holders.holder_of(spec.key, spec.rank) == holder
+        if not is_own and holders.members_are_absent(spec.engine_id, holder):
+            return "its ranks are kept for the daemons that joined them"
+        return ""
 
     def _beat(self, record: MemberRank, route: bytes) -> None:
         """The rank was heard of, maybe by another route: what waits for an answer follows."""
         record.heard_at = self._moment.now
         if record.route != route:
             self._questions.reroute(record.route, route)
+            self._count_less(record)
             record.route = route
+            self._num_of[_peer_of(record)] += 1
         self._moment.after(
             ("member", record.spec.key, record.spec.rank),
             self._moment.settings.tombstone_s,
@@ -410,6 +429,7 @@ class Home:
             self._ask_to_poll(record, False, lambda answer: None)
             return
         self._members.pop(present.agent, None)
+        self._count_less(present)
         if present.incarnation != record.incarnation:
             self._source.rank_lost(record.spec.key, Code.RANK_LOST)
         if present.route != record.route:
@@ -433,13 +453,44 @@ class Home:
         """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
         if self._present(record.spec.key, record.spec.rank) is record:
             self._remove(record)
+            self._holders.forget(record.spec.key, record.spec.rank)
             self._on_change(record.spec.engine_id)
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
+        self._count_less(record)
         self._moment.timers.stop(("member", record.spec.key, record.spec.rank))
         self._source.rank_lost(record.spec.key, Code.RANK_LOST)
         self._registry.remove(record)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict themselves."""
+        counted = Counter(map(_peer_of, self._members.values()))
+        assert counted == self._num_of, f"members are {counted}, and counted as {self._num_of}"
+
+    def _count_less(self, record: MemberRank) -> None:
+        peer = _peer_of(record)
+        self._num_of[peer] -= 1
+        if not self._num_of[peer]:
+            del self._num_of[peer]
+
+    def num_silent(self, engine_id: EngineId) -> int:
+        """How many ranks of the engine are here of which nothing is heard any more."""
+        return len(self._silent(engine_id))
+
+    def disown(self, engine_id: EngineId) -> None:
+        """The operator gives up ranks of which nothing is heard, as that of a node that is lost."""
+        silent = self._silent(engine_id)
+        for record in silent:
+            self._remove(record)
+            self._holders.forget(record.spec.key, record.spec.rank)
+        if silent:
+            self._on_change(engine_id)
+
+    def _silent(self, engine_id: EngineId) -> list[MemberRank]:
+        since = self._moment.now - self._silent_after_s()
+        records = [r for engine in self._registry.of_engine(engine_id) for r in engine.ranks.values()]
+        return [r for r in records if isinstance(r, MemberRank) and r.heard_at <= since]
 
     def _present(self, key: EngineKey, rank: Rank) -> MemberRank | None:
         engine = self._registry.get(key)
@@ -454,7 +505,11 @@ class Home:
             return
         if present is not None and present.agent == said.agent and present.boot == said.boot:
             self._remove(present)
-            self._reserve(present)
+            self._holders.leave(engine, said.rank)
+        elif present is None and self._holders.absent_holder(engine, said.rank) == (
+            MemberIdentity(key, said.secret).holder or None
+        ):
+            self._holders.leave(engine, said.rank)  # it left while this daemon was away
         self._moment.do(ToRoute(route, Done(request=said.request)))
 
     def _is_owner(self, present: MemberRank, route: bytes, said: LeaveRank | RankReady, key: str) -> bool:
@@ -469,7 +524,8 @@ class Home:
     def ready(self, route: bytes, said: RankReady, key: str) -> None:
         """A member's rank has finished writing. Counted once, however often it is said.
 
-        A repetition that is late could else speak for the next transfer of the same id.
+        A repetition that is late could else speak for the next transfer of the same id. Of one that has ended
+        nothing is kept: there is no other of that id for longer than a member repeats itself.
         """
         engine = EngineKey(said.engine_id, said.generation)
         present = self._present(engine, said.rank)
@@ -478,7 +534,8 @@ class Home:
         if not self._is_owner(present, route, said, key) or not self._is_named(engine, route, said):
             return
         heard = (present.boot, said.request)
-        if heard not in self._heard_ready:
+        has_ended = (engine, said.transfer_id) in self._source.transfers.tombstones
+        if heard not in self._heard_ready and not has_ended:
             asker = key or present.boot
             try:
                 self._check_ready(said, asker)

@@ -43,7 +43,7 @@ from kvxferd.core.layouts import Layouts
 from kvxferd.core.membership import Home, Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
-from kvxferd.core.ownerships import Ownerships
+from kvxferd.core.ownerships import Disownable, Ownerships
 from kvxferd.core.peers import Peers
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.questions import Questions
@@ -247,9 +247,15 @@ class Node:
         """The engines of which a rank is known here."""
         return show_engines(self.registry, self.moment.endpoint, self.movers)
 
-    def refusal_of_join(self, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
         """Why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
-        return self.home.refusal(said, key)
+        return self.home.refusal(route, said, key)
+
+    def disownable(self, engine_id: EngineId) -> Disownable:
+        """What an engine id would lose if an operator disowned it now."""
+        uid = None if self.registry.has_local_rank(engine_id) else self.ownerships.uid_of(engine_id)
+        num_kept = self.ownerships.ranks.num_absent(engine_id)
+        return Disownable(uid, num_kept + self.home.num_silent(engine_id))
 
     def is_asked(self, endpoint: Endpoint, request: int) -> bool:
         """Whether a peer's answer to that question is waited for."""
@@ -259,6 +265,7 @@ class Node:
         """Raise AssertionError where the books contradict each other."""
         self.source.check_integrity()
         self.pulls.check_integrity()
+        self.home.check_integrity()
         self._check_kept_ids()
         for session in self.sessions.values():
             if session.rank is not None:
@@ -316,6 +323,7 @@ class Node:
                 self.peers.unreachable(event.endpoint, event.reason)
             case OwnershipsRead():
                 self.ownerships.restore(event.listed)
+                self.ownerships.ranks.restore(event.ranks)
             case (
                 DisownAsked() | DrainAsked() | TrustChanged()
                 | PeerDropAsked() | TransferCancelAsked() | PullCancelAsked()
@@ -338,7 +346,10 @@ class Node:
         """What the operator asks for."""
         match event:
             case DisownAsked():
-                self.ownerships.forget(event.engine_id)
+                if not self.registry.has_local_rank(event.engine_id):
+                    self.ownerships.forget(event.engine_id)
+                self.ownerships.ranks.forget_absent(event.engine_id)
+                self.home.disown(event.engine_id)
             case DrainAsked():
                 self.moment.draining = True
             case TrustChanged():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.moment import Moment
+from kvxferd.core.rank_holders import KeptRank, RankHolders
 from kvxferd.core.snapshot import OwnershipSnapshot
 from kvxferd.ids import EngineId
 
@@ -28,17 +29,33 @@ class _Ownership:
     expires_at: float = 0.0  # once none is
 
 
+@dataclass(frozen=True, slots=True)
+class Disownable:
+    """What an operator can take from an engine id."""
+
+    uid: int | None  # whose it is while none of its ranks is here
+    num_ranks: int  # kept for a daemon, or a worker, that is not here
+
+    def __bool__(self) -> bool:
+        return self.uid is not None or self.num_ranks > 0
+
+
 class Ownerships:
-    """Engine ids and their users. What the shell keeps on disk is `listed`."""
+    """Engine ids and their users. What the shell keeps on disk is `kept`."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
         self._kept: dict[EngineId, _Ownership] = {}  # the longest not ready first
+        self.ranks = RankHolders(moment)
 
     def uid_of(self, engine_id: EngineId) -> int | None:
         """Return the user who has the id; None: nobody."""
         kept = self._kept.get(engine_id)
         return kept.uid if kept is not None else None
+
+    def kept(self) -> tuple[tuple[tuple[EngineId, int], ...], tuple[KeptRank, ...]]:
+        """Return what the next daemon must know: users, and who holds which rank."""
+        return self.listed(), self.ranks.listed()
 
     def listed(self) -> tuple[tuple[EngineId, int], ...]:
         """Return every id with its user, in the order in which `restore` takes them."""

@@ -116,13 +116,15 @@ class Questions:
             self._forget(number)
 
     def reroute(self, old: bytes, new: bytes) -> None:
-        """Whoever connected by `old` has connected anew: unanswered questions follow."""
+        """Whoever connected by `old` has connected anew: unanswered questions follow as they are due.
+
+        Thousands may be open: sent at once they would cost their peer's every new connection all of them.
+        """
         if not (following := self._asked_there.pop(old, {})):
             return
         self._asked_there.setdefault(new, {}).update(following)
         for number in following:
             self._asked[number].to = new
-            self._send(number)
 
     def fail_all(self, to: Address, error: KvxferdError) -> None:
         """Nothing that is asked there will be answered."""

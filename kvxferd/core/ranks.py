@@ -12,6 +12,7 @@ from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
+from kvxferd.core.rank_holders import holder_of_user
 from kvxferd.core.rank_reports import RankReports
 from kvxferd.core.rates import Rate
 from kvxferd.core.registry import LocalRank, RankState, Registry
@@ -117,6 +118,7 @@ class Ranks:
                 notices=session.notices,
                 version=session.version,
             )
+            self._registry.check_holder(spec)
             self._registry.check_claim(rank)
             self._check_rate(session)
             self._registry.claim(rank)
@@ -391,6 +393,10 @@ class Ranks:
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
         rank.state = RankState.READY
         self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
+        if self._registry.is_home(rank.spec):
+            # Its user holds the engine: what is kept of other starts is over.
+            self._registry.ownerships.ranks.forget_absent(rank.spec.engine_id, but=rank.spec.key)
+            self._registry.ownerships.ranks.take(rank.spec.key, rank.spec.rank, holder_of_user(rank.uid))
         self._answer(session, rank)
         self._serve_fence(rank.spec.key, session)
         self._pulls.post_waiting(rank)
@@ -552,7 +558,9 @@ class Ranks:
             self._registry.ownerships.last_rank_left(rank.spec.engine_id)
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
-        if not self._registry.is_home(rank.spec):
+        if self._registry.is_home(rank.spec):
+            self._registry.ownerships.ranks.leave(rank.spec.key, rank.spec.rank)
+        else:
             self._member.leave(rank)
         self._movers.kill_all(session.session)
         rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do

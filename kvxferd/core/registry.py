@@ -10,6 +10,7 @@ from enum import StrEnum
 from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.ownerships import Ownerships
+from kvxferd.core.rank_holders import is_user
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -249,6 +250,7 @@ class Registry:
         self.ownerships = ownerships
         self._engines: dict[EngineKey, LocalEngine] = {}
         self._newest: dict[EngineId, EngineKey] = {}
+        self._starts: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
 
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())
@@ -272,8 +274,7 @@ class Registry:
         """Whether a rank of any start of the engine is connected here."""
         return any(
             isinstance(record, LocalRank)
-            for key, engine in self._engines.items()
-            if key.engine_id == engine_id
+            for engine in self._starts.get(engine_id, {}).values()
             for record in engine.ranks.values()
         )
 
@@ -286,11 +287,29 @@ class Registry:
         """Whether that user may register that start of the engine.
 
         An engine that is here only as ranks of other nodes has no user here. Whoever is on this node could
-        else end it by a start of another name. Its users are root, and whoever `ownerships` names.
+        else end it by a start of another name. Its users are root, and whoever `ownerships` names. After a
+        restart of this daemon such an engine is here only as what is kept for its members.
         """
         if uid == 0 or key in self._engines or self.owners(key.engine_id):
             return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._newest
+        return key.engine_id not in self._newest and not self.ownerships.ranks.members_are_absent(
+            key.engine_id
+        )
+
+    def check_holder(self, spec: EngineSpec) -> None:
+        """Raise EngineError where a rank that a worker here registers is kept for another node's daemon."""
+        ranks = self.ownerships.ranks
+        holder = ranks.absent_holder(spec.key, spec.rank)
+        if holder is None or is_user(holder) or not self.is_home(spec):
+            return
+        error = EngineError(
+            f"cannot register rank {spec.rank} of engine {spec.key}: it is another node's, and is kept for "
+            f"its daemon for {ranks.left_s(spec.key, spec.rank):.0f} s; register it there, start this engine "
+            "with a new generation, or have the operator disown it",
+            Code.RANK_TAKEN,
+        )
+        error.retry_after_s = ranks.left_s(spec.key, spec.rank)
+        raise error
 
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
         """Whether that user may publish for the engine: some rank's mover here serves its fence pages.
@@ -320,7 +339,7 @@ class Registry:
 
     def of_engine(self, engine_id: EngineId) -> list[LocalEngine]:
         """Every generation of the engine that is here."""
-        return [engine for key, engine in self._engines.items() if key.engine_id == engine_id]
+        return list(self._starts.get(engine_id, {}).values())
 
     def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
         """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
@@ -359,6 +378,7 @@ class Registry:
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
+            self._starts.setdefault(key.engine_id, {})[key] = engine
             self._newest[key.engine_id] = key
         engine.put(record)
         return engine
@@ -373,11 +393,14 @@ class Registry:
         if engine.ranks:
             return
         del self._engines[key]
+        older = self._starts[key.engine_id]
+        del older[key]
         if self._newest.get(key.engine_id) == key:
-            older = [k for k in self._engines if k.engine_id == key.engine_id]
             self._newest.pop(key.engine_id)
             if older:
-                self._newest[key.engine_id] = older[-1]
+                self._newest[key.engine_id] = next(reversed(older))
+        if not older:
+            del self._starts[key.engine_id]
 
     def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
         """Every rank of a complete engine, stage by stage."""

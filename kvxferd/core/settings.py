@@ -29,3 +29,8 @@ class Settings:
     trust: Trust = EVERYBODY  # at the start; see `TrustChanged`
     limits: Limits = DEFAULT_LIMITS
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage
+
+    @property
+    def member_silent_after_s(self) -> float:
+        """Without a heartbeat for so long, a member's daemon is taken to be dead."""
+        return max(self.silent_after_s, 3 * self.member_heartbeat_s)

@@ -225,7 +225,7 @@ class Source:
             if not (is_there and transfer.set_ready(rank, incarnation)):
                 self.release(transfer, Code.RANK_LOST)
             return
-        if not is_there:
+        if not is_there or key in self.transfers.tombstones:
             return
         limit = self._moment.settings.limits.max_transfers_per_engine
         if not self.transfers.has_room_for_ready(engine, limit):

@@ -27,7 +27,7 @@ from kvxferd.errors import ConfigError
         (["cancel", "--pull", "8"], 2, "[not-found]"),
         (["cancel"], 2, "either a TRANSFER or --pull N"),
         (["cancel", "req-1", "--pull", "9"], 2, "either a TRANSFER or --pull N"),
-        (["disown", "gone-0"], 0, "disowned gone-0, which was uid 1000's"),
+        (["disown", "gone-0"], 0, "disowned gone-0, which was uid 1000's; 2 ranks are free"),
         (["disown", "decode-0"], 2, "[rank-taken]"),
         (["disown", "nobodys-0"], 2, "no user is recorded for that id"),
         (["reload"], 0, "changed: log.level\nignored until a restart: http.bind\ndropped peer tcp"),

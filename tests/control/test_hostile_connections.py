@@ -361,7 +361,7 @@ async def test_what_follows_a_rank_on_its_connection_stays_behind_it(node, conte
 class Closed(OpenGate):
     """Takes no rank."""
 
-    def refusal_of_join(self, said, key):
+    def refusal_of_join(self, route, said, key):
         return PeerRefused(request=said.request, code=Code.NOT_ALLOWED, message="no")
 
 

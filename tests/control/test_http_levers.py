@@ -30,7 +30,7 @@ print(connection.recv(65536).split()[1].decode())
     [
         ("/v1/peers/drop", {"endpoint": PEER}, 200, {"dropped": [PEER]}),
         ("/v1/peers/drop", {"endpoint": "tcp://1.2.3.4:5"}, 404, "not-found"),
-        ("/v1/engines/disown", {"engine_id": "gone-0"}, 200, {"disowned": "gone-0", "uid": 1000}),
+        ("/v1/engines/disown", {"engine_id": "gone-0"}, 200, {"disowned": "gone-0", "uid": 1000, "ranks": 2}),
         ("/v1/engines/disown", {"engine_id": "decode-0"}, 409, "rank-taken"),
         ("/v1/engines/disown", {"engine_id": "nobodys-0"}, 404, "not-found"),
         (

@@ -11,27 +11,30 @@ import pytest
 from kvxferd.control.ownership_file import OwnershipFile
 
 OWNED = (("prefill", 1000), ("decode \u00e9", 0))
+RANKS = (("prefill", "g1", 1, 0, "key:0a"), ("prefill", "g1", 0, 0, "uid:1000"))
+KEPT = (OWNED, RANKS)
+NOTHING = ((), ())
 
 
 async def test_what_is_saved_is_read_in_its_order(tmp_path: Path):
-    listed = [OWNED[:1]]
+    listed = [(OWNED[:1], ())]
     file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
-    assert file.read() == ()
+    assert file.read() == NOTHING
     file.save_soon()
-    listed.append(OWNED)
+    listed.append(KEPT)
     file.save_soon()
     async with asyncio.timeout(10):
         await file._writing
-    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == OWNED
+    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == KEPT
     assert (tmp_path / "owners.json").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["owners.json"]
 
 
 async def test_closing_writes_what_waits(tmp_path: Path):
-    file = OwnershipFile(tmp_path / "owners.json", lambda: OWNED)
+    file = OwnershipFile(tmp_path / "owners.json", lambda: KEPT)
     file.save_soon()
     await file.close()
-    assert file.read() == OWNED
+    assert file.read() == KEPT
 
 
 class Slow(tuple):
@@ -46,11 +49,11 @@ class Slow(tuple):
 
 
 async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(tmp_path: Path):
-    listed = [Slow(OWNED[:1])]
+    listed = [(Slow(OWNED[:1]), ())]
     file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
     file.save_soon()
     assert await asyncio.to_thread(Slow.began.wait, 10)
-    listed.append(OWNED)
+    listed.append(KEPT)
     closing = asyncio.create_task(file.close())
     try:
         done, _ = await asyncio.wait([closing], timeout=0.3)
@@ -58,27 +61,35 @@ async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(tm
         Slow.go_on.set()
     assert not done
     await asyncio.wait_for(closing, 10)
-    assert file.read() == OWNED
+    assert file.read() == KEPT
     assert [path.name for path in tmp_path.iterdir()] == ["owners.json"]
 
 
 def test_what_a_killed_daemon_had_begun_to_write_is_removed(tmp_path: Path):
     (tmp_path / "owners.x1.new").touch()
-    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == ()
+    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == NOTHING
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b'{"prefill":1000,"users":0}', b'{"users":{"prefill":1000,"users":0}}'])
+def test_what_a_daemon_wrote_that_knew_no_ranks_is_read(tmp_path: Path, content: bytes):
+    path = tmp_path / "owners.json"
+    path.write_bytes(content)
+    assert OwnershipFile(path, tuple).read() == ((("prefill", 1000), ("users", 0)), ())
+    assert path.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000])
 def test_nonsense_is_put_aside_and_nobody_owns_anything(tmp_path: Path, content: bytes):
     path = tmp_path / "owners.json"
     path.write_bytes(content)
-    assert OwnershipFile(path, tuple).read() == ()
+    assert OwnershipFile(path, tuple).read() == NOTHING
     assert (tmp_path / "owners.unreadable").read_bytes() == content
     assert not path.exists()
 
 
 async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
-    file = OwnershipFile(tmp_path / "nowhere" / "owners.json", lambda: OWNED)
+    file = OwnershipFile(tmp_path / "nowhere" / "owners.json", lambda: KEPT)
     file.save_soon()
     async with asyncio.timeout(10):
         await file._writing

@@ -415,7 +415,7 @@ def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages,
     (refused,) = ask(world, stages[0].host, question)
     assert refused.code is Code.NOT_ALLOWED
     outline = PEER_OUTLINES.decode(encode(question))
-    assert stages[0].host.node.refusal_of_join(outline, "").code is Code.NOT_ALLOWED
+    assert stages[0].host.node.refusal_of_join(b"evil", outline, "").code is Code.NOT_ALLOWED
 
 
 def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, source, sink):

@@ -183,9 +183,15 @@ def test_a_stranger_cannot_replace_an_engine_by_a_generation_of_its_own(world, s
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
-def test_an_engine_that_starts_anew_is_joined_by_its_former_member_first(world, stages):
+def test_an_engine_that_starts_anew_is_joined_by_its_former_member_once_the_home_has_none_of_it(
+    world, stages
+):
     spec = msgspec.structs.replace(stages[1].spec, generation=Generation("g2"))
     again = world.register(stages[1].host, spec)
+    assert not again.heard(wk.Registered)
+    for stage in stages:
+        stage.close()
+    world.advance(2 * world.settings.silent_after_s)
     assert again.heard(wk.Registered)
 
 

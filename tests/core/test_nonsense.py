@@ -369,7 +369,6 @@ class Chaos:
             "waiting for attendants": node.member._waiting,
             "members": node.home._members,
             "fence pages": node.fences._asked,
-            "ready heard": node.home._heard_ready,
         }
         return {name: len(found) for name, found in counted.items() if len(found)}
 
