@@ -140,7 +140,7 @@ class Daemon:
             closing.callback(run_directory.close)
             await run_directory.wait_for_movers(PREDECESSOR_S, self._stopping)
             if self._stopping.is_set():
-                log.info("stopped", boot=self._boot)
+                operator_log.info("stopped", boot=self._boot)
                 return 0
             self._peers.start()
             closing.callback(self._peers.stop)
@@ -182,7 +182,7 @@ class Daemon:
                 self._on_hangup()
             await self._stopping.wait()
             await self._drained()
-        log.info("stopped", boot=self._boot)
+        operator_log.info("stopped", boot=self._boot)
         return 0
 
     def _advertised(self) -> Endpoint:

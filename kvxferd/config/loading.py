@@ -85,7 +85,10 @@ def _from_file(path: Path) -> Iterator[tuple[str, Any, str]]:
         with path.open("rb") as file:
             document = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}; mend it, or name another "
+            f"with --config or {CONFIG_PATH_VARIABLE}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
     sections = {key.partition(".")[0] for key in SETTINGS}

@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_Name = tuple[str, int]  # address and port
 
 
 def shut_connections_to(port: int) -> int:
-    """Shut every TCP connection that was accepted at that port; return how many.
+    """Shut every TCP connection that was accepted at that port; return how many others had made.
 
     libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in a
-    tenth of a second, and what it asked meanwhile it asks again. A duplicate is looked at, never the
-    descriptor itself: libzmq's thread may close that at any moment.
+    tenth of a second, and what it asked meanwhile it asks again. This process's own connection to itself is
+    shut and not counted.
 
     Raises OSError where no descriptor is left to look with.
     """
-    num_shut = 0
+    # Before any is shut: libzmq's thread closes the other end at once.
+    own = _of_each_connection(lambda found: _own_end(found, port))
+    # A set: one connection may have several descriptors (see `ConnectionGuard`).
+    return len(set(_of_each_connection(lambda found: _shut_if_accepted_at(found, port))) - set(own))
+
+
+def _of_each_connection(look: Callable[[socket.socket], T | None]) -> list[T]:
+    """Return what `look` finds at the TCP connections of this process.
+
+    A duplicate is looked at, never the descriptor itself: libzmq's thread may close that at any moment.
+    """
+    all_found: list[T] = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                num_shut += _shut_if_accepted_at(int(name), port)
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    said = look(found)
+                    if said is not None:
+                        all_found.append(said)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-    return num_shut
+    return all_found
 
 
-def _shut_if_accepted_at(fd: int, port: int) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as found:
-        is_meant = _is_accepted_at(found, port)
-        if is_meant:
-            found.shutdown(socket.SHUT_RDWR)
-        return is_meant
+def _own_end(found: socket.socket, port: int) -> _Name | None:
+    return _name(found.getsockname()) if found.getpeername()[1] == port else None
 
 
-def _is_accepted_at(found: socket.socket, port: int) -> bool:
-    if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-        return False
-    found.getpeername()  # OSError: a listener
-    return bool(found.getsockname()[1] == port)
+def _shut_if_accepted_at(found: socket.socket, port: int) -> _Name | None:
+    remote = _name(found.getpeername())  # OSError: a listener
+    if found.getsockname()[1] != port:
+        return None
+    found.shutdown(socket.SHUT_RDWR)
+    return remote
+
+
+def _name(address: tuple[str, int, int, int] | _Name) -> _Name:
+    """A socket for both families names an IPv4 peer in IPv6."""
+    found = ipaddress.ip_address(address[0].partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found), address[1]

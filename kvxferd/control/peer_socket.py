@@ -159,9 +159,9 @@ class PeerSocket:
             self._doorkeeper.trust = trust
 
     def admit_anew(self) -> int | None:
-        """Shut every connection to this node, and return how many; None: it is tried again later.
+        """Shut every connection to this node; who is still admitted connects again.
 
-        Peers that are still admitted connect again. A daemon that asks itself has one such connection.
+        Return how many peers had made; None: it is tried again later.
         """
         if self._router is None:
             return 0  # stopped
