@@ -178,7 +178,12 @@ class Link:
         return num_bytes == len(self._room) or bool(fds)
 
     def close(self) -> None:
-        """Close the socket, and every descriptor that was not handed on. Idempotent."""
+        """Close the socket, and every descriptor that was not handed on. Idempotent.
+
+        The other side reads the end also where a forked process holds a copy of the socket.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._drop_unsent()
         close_all(self._received)

@@ -147,3 +147,16 @@ def test_many_small_frames_arrive_in_order(ends: tuple[Link, Link]) -> None:
         left.flush()
         got += [frame.payload for frame in right.receive()]
     assert got == sent
+
+
+def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(ends: tuple[Link, Link]) -> None:
+    left, right = ends
+    inherited = os.dup(left.fileno())
+    left.send(b"last words")
+    left.flush()
+    left.close()
+    frames = right.receive()
+    assert frames is not None
+    assert [frame.payload for frame in frames] == [b"last words"]
+    assert right.receive() is None
+    os.close(inherited)

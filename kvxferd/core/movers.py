@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,10 @@ from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 # A retired mover's other pulls have this long to end, and so have those who read from it. What does not
 # end is read again by the next mover. Blocks in doubt wait as long; a pull takes well below a second.
 RETIRED_S = 10.0
+# What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
+# fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
+MAX_LOADED_OF_ONE = 32 << 20
+LOADED_BYTES = 256  # of each, beside the metadata itself: an estimate
 STUCK_S = 2.0  # a resident mover that was told to end is gone within milliseconds, or is stuck
 
 
@@ -29,6 +34,7 @@ class Mover:
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
+    loaded_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
     wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
     resident: bool = False  # a thread of the worker: told to end, never killed
     retired: bool = False  # it ends when what it runs has ended; another serves its rank
@@ -169,9 +175,10 @@ class Movers:
             )
         known.wanted.pop(agent, None)
         known.wanted[agent] = self._moment.now
-        loaded = known.remotes.setdefault(agent, set())
-        if metadata not in loaded:
-            loaded.add(metadata)
+        if metadata not in known.remotes.get(agent, ()):
+            self._make_room(known, peer, _size(metadata))
+            known.remotes.setdefault(agent, set()).add(metadata)
+            known.loaded_of[peer] += _size(metadata)
             self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
     def _drop_unwanted(self, mover: Mover) -> None:
@@ -183,6 +190,14 @@ class Movers:
             self.drop_remote(mover.mover, agent)
             del mover.wanted[agent], mover.learnt_from[agent]
 
+    def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
+        """Drop agents of that peer, the longest unwanted first. A pull that wants one has it loaded anew."""
+        if mover.loaded_of[peer] + num_bytes <= MAX_LOADED_OF_ONE:
+            return
+        for agent in [agent for agent in mover.wanted if mover.learnt_from[agent] == peer]:
+            if mover.loaded_of[peer] + num_bytes > MAX_LOADED_OF_ONE:
+                self.drop_remote(mover.mover, agent)
+
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
         """What the mover has loaded of the agent is worth nothing: it failed, or is long gone.
 
@@ -190,5 +205,13 @@ class Movers:
         fail by an address that is not there, would be the next to describe it.
         """
         known = self._movers.get(mover)
-        if known is not None and known.remotes.pop(agent, None) is not None:
+        if known is not None and (loaded := known.remotes.pop(agent, None)) is not None:
+            peer = known.learnt_from[agent]
+            known.loaded_of[peer] -= sum(map(_size, loaded))
+            if not known.loaded_of[peer]:
+                del known.loaded_of[peer]
             self._moment.do(ToMover(mover, DropRemote(agent=agent)))
+
+
+def _size(metadata: bytes) -> int:
+    return LOADED_BYTES + len(metadata)

@@ -36,7 +36,7 @@ class ThreadMover:
     """One resident mover; see `kvxferd.client.movers.ResidentMover` for the promises.
 
     Its thread makes the agent, alone uses it, and destroys it. Then, and not before, it closes its
-    end of the stream, by which the daemon knows, and its end of a pipe, by which the client does.
+    end of the stream, by which the daemon knows, and writes into a pipe, by which the client does.
     """
 
     def __init__(self, agent: AgentName, regions: Sequence[RegionExport], make: MakeTransport) -> None:
@@ -94,6 +94,7 @@ class ThreadMover:
         for mover in movers:
             mover.unmap()
         self.is_quiet = True
+        os.write(self._unquiet_fd, b"q")  # a forked process may hold a copy, and then its end never comes
         os.close(self._unquiet_fd)
         with self._lock:
             stream.close()

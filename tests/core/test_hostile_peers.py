@@ -20,7 +20,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress, TransferRef
-from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES
+from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES, MAX_PEER_MESSAGE_BYTES
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -118,6 +118,24 @@ def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     world.advance(100)
     assert liar.host.node.is_idle
     assert source.host.node.is_idle
+
+
+def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
+    """Each grant may name its fence page by other metadata, and a mover keeps what it has loaded."""
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    movers, (number,) = sink.host.node.movers, sink.host.movers
+    mover = movers.get(number)
+    assert mover is not None
+    (honest,) = mover.remotes
+    liar, most = Endpoint("tcp://liar:9441"), 2 * MAX_PEER_MESSAGE_BYTES
+    for agent in ("a", "b") * 25:
+        movers.load_remote(number, liar, agent, world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16))
+        of_liar = [name for name in mover.remotes if name != honest]
+        assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name]) <= most
+    for agent in [*of_liar, honest]:
+        movers.drop_remote(number, agent)
+    assert not mover.loaded_of
 
 
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
