@@ -182,7 +182,7 @@ class Holds:
             self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))
 
     def _hold(self, hold: Hold, granted: Granted) -> None:
-        size, uid = kept_bytes(granted.blocks), hold.rank.uid
+        size, uid = kept_bytes(granted.blocks) + len(granted.fence_metadata), hold.rank.uid
         try:
             self._kept.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         except BusyError as error:
@@ -210,6 +210,7 @@ class Holds:
         if refusal is not None:
             hold.state = HoldState.REFUSED
             hold.refusal = refusal
+            hold.remote = None  # a prepared hold may be kept for minutes
         hold.settled = self._moment.now
         act, hold.on_settled = hold.on_settled, None
         if act is not None:
@@ -294,7 +295,7 @@ class Holds:
     def _let_go(self, hold: Hold) -> None:
         """Keep the source's block ids no longer, though a last message about the hold may be under way."""
         self._kept.remove(hold.rank.uid, hold.kept_bytes)
-        hold.kept_bytes, hold.granted = 0, None
+        hold.kept_bytes, hold.granted, hold.remote = 0, None, None
 
     def _return(self, hold: Hold) -> None:
         self._peers.ask(

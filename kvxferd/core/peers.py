@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxferd.core.effects import ForgetPeer, Observed
+from kvxferd.core.effects import NOBODY, ForgetPeer, Observed
 from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.manifests import check_manifests
@@ -50,12 +51,32 @@ MAX_LEARNING = 4096
 MAX_UNANSWERED = 32_768
 
 
-@dataclass(frozen=True, slots=True)
+# What is known of other nodes' engines, without their layouts, which are shared (`Layouts`). 64 ranks with
+# 40 regions and 1 KiB of metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest
+# is counted for 16 to 60 MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
+MAX_LEARNT_BYTES = 512 << 20
+# Of each rank, region and stretch of a region: estimates, as objects.
+RANK_BYTES, REGION_BYTES, PIECE_BYTES = 2048, 256, 128
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RemoteEngine:
     """A whole remote engine, every rank of every stage."""
 
     spec: EngineSpec
     ranks: dict[Rank, RankManifest]
+    uid: int = NOBODY  # of whoever it was learnt for: its share
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory, without the layouts."""
+        bindings = [manifest.binding for manifest in self.ranks.values()]
+        regions = [region for binding in bindings for region in binding.regions]
+        return (
+            sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
+            + REGION_BYTES * len(regions)
+            + PIECE_BYTES * sum(len(region.pieces) for region in regions)
+        )
 
     def layouts(self) -> dict[Rank, RankLayout]:
         """What the planner needs."""
@@ -93,6 +114,7 @@ class Peers:
         self._share = Shares(moment.settings.limits.max_peers)
         self._learning = Shares(MAX_LEARNING)
         self._unanswered = Shares(MAX_UNANSWERED)
+        self._learnt_bytes = Shares(MAX_LEARNT_BYTES)
         self._keepers: list[Callable[[], Collection[Endpoint]]] = []
 
     def keep(self, needed: Callable[[], Collection[Endpoint]]) -> None:
@@ -371,11 +393,40 @@ class Peers:
 
         def answered(answer: Answer) -> None:
             self._learning.give_back(uid)
-            self._learnt(peer, key, self._read(key, answer), started)
+            self._learnt(peer, key, self._kept(self._read(key, answer, uid)), started)
 
         self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered, uid)
 
-    def _read(self, key: EngineKey, answer: Answer) -> RemoteEngine | Refusal:
+    def _kept(self, read: RemoteEngine | Refusal) -> RemoteEngine | Refusal:
+        """Count the engine for as long as anybody holds it, or refuse where its user has no room for it.
+
+        Of that user the ones that were learnt first are forgotten before: who wants one has it learnt again.
+        """
+        if isinstance(read, Refusal):
+            return read
+        shares, uid, size = self._learnt_bytes, read.uid, read.num_bytes
+        if not shares.has_room(uid, size):
+            self._forget_engines(uid, size)
+        if not shares.has_room(uid, size):
+            return Refusal(
+                Code.BUSY,
+                f"cannot learn engine {read.spec.key}: what is known of other nodes' engines takes "
+                f"{shares.held} bytes, {shares.held_by(uid)} of them for uid {uid}, and {shares.limit} is "
+                f"the limit; try again in {RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
+        shares.add(uid, size)
+        weakref.finalize(read, shares.give_back, uid, size).atexit = False
+        return read
+
+    def _forget_engines(self, uid: int, size: int) -> None:
+        for peer in self._peers.values():
+            for key in [key for key, engine in peer.engines.items() if engine.uid == uid]:
+                del peer.engines[key]
+                if self._learnt_bytes.has_room(uid, size):
+                    return
+
+    def _read(self, key: EngineKey, answer: Answer, uid: int) -> RemoteEngine | Refusal:
         """Turn the answer into an engine, if it is one that can be read."""
         if not isinstance(answer, EngineManifest):
             refused = _as_refusal(answer)
@@ -394,7 +445,7 @@ class Peers:
                 require_pp_aware(ranks, "this node")
         except KvxferdError as error:
             return Refusal(error.code, error.message)
-        return RemoteEngine(answer.ranks[0].spec, ranks)
+        return RemoteEngine(answer.ranks[0].spec, ranks, uid)
 
     def _learnt(self, peer: Peer, key: EngineKey, outcome: RemoteEngine | Refusal, started: float) -> None:
         waiting = peer.learning.pop(key, [])

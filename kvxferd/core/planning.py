@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from kvxferd.core.effects import Observed
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import RemoteEngine
@@ -26,7 +28,7 @@ class Planning:
         """
         engine_id = remote.spec.engine_id
         known = rank.planned.get(engine_id)
-        if known is not None and known.remote is remote:
+        if known is not None and known.remote() is remote:
             known.wanted = self._moment.now
             rank.planned[engine_id] = rank.planned.pop(engine_id)  # the last one wanted is the last in order
             return known.plan
@@ -37,7 +39,7 @@ class Planning:
         rank.topology.register_remote_ranks(remote.spec, layouts, plan)
         self._forget_unwanted(rank)
         rank.planned.pop(engine_id, None)
-        rank.planned[engine_id] = Planned(remote, plan, self._moment.now)
+        rank.planned[engine_id] = Planned(weakref.ref(remote), plan, self._moment.now)
         for stage in range(remote.spec.pp_size):
             text = rank.topology.describe(engine_id, stage)
             record = TopologyRecord(

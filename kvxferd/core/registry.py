@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,7 +52,7 @@ class RankState(StrEnum):
 class Planned:
     """What a local rank reads of a remote engine."""
 
-    remote: object  # what was learnt of the engine, by identity
+    remote: Callable[[], object]  # what was learnt of the engine, while anybody else holds it
     plan: Plan
     wanted: float  # when it was last asked for
 

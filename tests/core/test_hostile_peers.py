@@ -138,6 +138,31 @@ def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
     assert not mover.loaded_of
 
 
+def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world, sink):
+    """A manifest may be of 16 MiB, and whoever writes references may have any number of peers."""
+    sources = [world.engine(world.host(f"p{number}"), f"prefill{number}")[0] for number in range(4)]
+    refs = [source.publish("t1", IDS, TOKENS) for source in sources]
+    shares = sink.host.node.peers._learnt_bytes
+    assert isinstance(sink.ended(sink.pull(refs[0], SINK_IDS, TOKENS)), wk.Delivered)
+    one = shares.held
+    shares.limit = 3 * one  # of which the last eighth is for other users
+    for ref in refs[1:]:
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert shares.held == 2 * one
+    refs = [source.publish("t2", IDS, TOKENS) for source in sources]
+    for ref in refs[:2]:
+        sink.say(wk.Prepare(ref=ref))
+    failed = sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS))
+    assert isinstance(failed, wk.Failed)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+    sink.say(wk.Abandon(ref=refs[0]))
+    assert isinstance(sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS)), wk.Delivered)
+    sink.close()
+    for source in sources:
+        sink.host.node.peers.drop(source.host.endpoint)
+    assert shares.held == 0
+
+
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
     """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
     honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)

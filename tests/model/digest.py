@@ -23,8 +23,9 @@ from kvxferd.plan import Expander, PlanCache, TransferTopology
 # A clock starts here. Durations stay far below, so a float tells which it is.
 CLOCK_START = float(1 << 20)
 
-# Shown to people or kept for speed; no decision reads them.
-IGNORED = {"now", "phases_s", "received", "started", "learnt", "posted", "published_at", "planned"}
+# Shown to people or kept for speed, or far from any limit; no decision reads them.
+SHOWN = {"now", "phases_s", "received", "started", "learnt", "posted", "published_at", "planned"}
+IGNORED = SHOWN | {"_learnt_bytes", "__weakref__"}
 CACHES = (PlanCache, TransferTopology, Expander)
 
 
