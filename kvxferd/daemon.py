@@ -24,6 +24,7 @@ from kvxferd.control.descriptor_budget import (
     http_descriptors,
     memory_descriptors,
     raise_descriptor_limit,
+    release_reserved_descriptors,
 )
 from kvxferd.control.desk import Desk
 from kvxferd.control.http import HttpServer
@@ -177,6 +178,9 @@ class Daemon:
                 pid=os.getpid(),
             )
             self._notifier.say("READY=1", f"STATUS=serving {self._node.moment.endpoint}")
+            # The first steps of the end: a daemon that has no descriptor left ends in order too.
+            closing.callback(release_reserved_descriptors)
+            closing.callback(self._peers.stop_listening)
             self._is_serving = True
             if self._early_hangups or self._has_hung_up:
                 self._on_hangup()
@@ -519,6 +523,9 @@ def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequ
     raise_descriptor_limit()
 
     async def run() -> int:
-        return await Daemon(config, read_config, early_hangups).run()
+        try:
+            return await Daemon(config, read_config, early_hangups).run()
+        finally:
+            release_reserved_descriptors()  # the loop opens a pair of sockets to close itself
 
     return uvloop.run(run())

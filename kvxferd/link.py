@@ -21,6 +21,8 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 RECEIVE_BYTES = 256 << 10
 # Below, a copy behind the header costs less than a second call of the kernel.
 JOINED_BYTES = 16 << 10
+# What a frame has instead of a descriptor for which there was no room. Closing it does nothing.
+NO_DESCRIPTOR = -1
 # One `receive` reads this often at most, so that a talkative peer does not starve the caller.
 MAX_READS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
@@ -51,6 +53,7 @@ class Link:
         self._room = new_room() if room is None else room  # a new one for each read costs more than the read
         self._unsent: deque[_Unsent] = deque()
         self._received: set[int] = set()  # descriptors that no frame has handed on yet
+        self._takes_cut = False
         self._broken = False
         self._ended = False
         self.queued_bytes = 0  # given to `send` and not yet with the kernel
@@ -67,6 +70,13 @@ class Link:
     def limit_frames(self, max_bytes: int, max_fds: int) -> None:
         """Take no larger frames from here on."""
         self._decoder.max_payload_bytes, self._decoder.max_fds = max_bytes, max_fds
+
+    def take_cut_frames(self) -> None:
+        """Take also a frame whose descriptor was lost because this process has too many open: NO_DESCRIPTOR.
+
+        For two that trust each other and send no more than one with a frame.
+        """
+        self._takes_cut = True
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -165,7 +175,9 @@ class Link:
             return False
         fds = _descriptors(ancillary)
         self._received.update(fds)
-        if flags & socket.MSG_CTRUNC:
+        if flags & socket.MSG_CTRUNC and self._takes_cut and not fds:
+            fds = [NO_DESCRIPTOR]
+        elif flags & socket.MSG_CTRUNC:
             raise ProtocolError(
                 "cannot take a frame whose descriptors were cut off: this process has too many open",
                 Code.BUSY,

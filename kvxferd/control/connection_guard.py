@@ -90,8 +90,12 @@ class ConnectionGuard:
         self._port = port
 
     def stop(self) -> None:
-        """End the thread, before the socket is closed."""
-        self._bound.disable_monitor()
+        """Wait for the thread to end, which it does once the socket is closed and reaped.
+
+        The monitor ends with its socket. Not by `disable_monitor`: pyzmq calls libzmq with the interpreter's
+        lock held, and libzmq waits there for its I/O thread, which waits for room in the monitor's queue: for
+        this thread, which waits for the lock. A flood of connections made every stop hang so.
+        """
         self._thread.join(STOP_S)
 
     def _run(self) -> None:

@@ -6,7 +6,8 @@ import resource
 
 from kvxferd.config import LimitsConfig
 
-# The event loop, listeners, locks, ZMQ's own, the movers' parent, the log, and what Python opens meanwhile.
+# The event loop, listeners, locks, ZMQ's own, the movers' parent, the log (44 with one rank and two warm
+# movers), what Python opens meanwhile, and RESERVED.
 BASE = 64
 PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
 PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
@@ -16,6 +17,9 @@ PER_PEER = (
 # HTTP has an eighth and at most this: a scraper, probes, browsers and the command line need ten.
 MAX_HTTP = 128
 MIN_HTTP = 12
+# Kept between the soft limit and the hard one, for the end. To end in order takes five: the ownership file,
+# its directory, a copy of a descriptor, and a pair of sockets for the event loop that closes itself.
+RESERVED = 16
 
 
 def descriptors_needed(limits: LimitsConfig) -> int:
@@ -38,13 +42,20 @@ def memory_descriptors(limits: LimitsConfig, limit: int | None = None) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one and return it.
+    """Raise the soft limit close to the hard one, which is returned: `BASE` counts what is kept back too.
 
     A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft = most if most == resource.RLIM_INFINITY else most - min(RESERVED, most // 8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
     return most
+
+
+def release_reserved_descriptors() -> None:
+    """Let this process open what is kept for its end."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def http_descriptors(limit: int) -> int:

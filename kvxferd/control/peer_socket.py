@@ -123,8 +123,8 @@ class PeerSocket:
         try:
             router.bind(self._bind)
         except zmq.ZMQError as error:
-            guard.stop()
             router.close(linger=0)
+            guard.stop()
             reason = error.strerror.partition(" (addr")[0]
             raise ConfigError(
                 f"cannot bind peer.bind = {self._bind}: {reason}; another daemon may have it: "
@@ -186,18 +186,25 @@ class PeerSocket:
             return False
         return self._trust.admits_address(sender.address)
 
+    def stop_listening(self) -> None:
+        """Take no more connections; those that are there stay."""
+        if self._router is not None:
+            with suppress(zmq.ZMQError):
+                self._router.socket.unbind(self.bound)
+            self._later(self._router)
+
     def stop(self) -> None:
         """Close everything; what is queued has a moment to go out."""
         self._resolver.stop()
         self._inbox.stop()
-        if self._guard is not None:
-            self._guard.stop()
-            self._guard = None
         for watched in (*self._dealers.values(), self._router, self._door):
             if watched is not None:
                 self._close(watched, linger_ms=200)
         self._dealers.clear()
         self._router = self._door = None
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
         self._context.term()
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:

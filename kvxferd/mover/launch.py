@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from kvxferd.core.lanes import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import Link, close_all, close_frames, duplicates
+from kvxferd.link import NO_DESCRIPTOR, Link, close_all, close_frames, duplicates
 from kvxferd.mover.complaints import Complaints
 from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.shm import remove_directory
@@ -32,7 +32,7 @@ Said = Ready | Unavailable | Forked | ForkFailed
 
 
 class ParentProcess:
-    """One run of `kvxferd.mover.parent`.
+    """One run of `kvxferd.mover.parent`. Making one raises OSError, and then leaves nothing of it.
 
     `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
     `on_exit` comes once, after the last of them. `on_ucx`: what UCX says in any of its processes.
@@ -52,20 +52,22 @@ class ParentProcess:
         self._on_said = on_said
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._stream = Link(ours)
-            reading, writing = _stderr_pipe()
-            try:
-                self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
-            except BaseException:
-                self._stream.close()
-                os.close(reading)
-                raise
-            finally:
-                os.close(writing)
+        with ExitStack() as undoing:
+            ours, theirs = socket.socketpair()
+            undoing.callback(ours.close)
+            with theirs:
+                reading, writing = _stderr_pipe()
+                undoing.callback(os.close, reading)
+                try:
+                    self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
+                finally:
+                    os.close(writing)
+            undoing.callback(_end_at_once, self._process)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            undoing.pop_all()
+        self._stream = Link(ours)
+        self._stream.take_cut_frames()
         self._complaints = Complaints(reading, on_ucx, on_loss)
-        self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._stream.fileno(), self._read)
         self._loop.add_reader(self._pidfd, self._exited)
 
@@ -126,7 +128,10 @@ class ParentProcess:
         except ProtocolError:
             close_all(frame.fds)
             raise
-        self._on_said(said, frame.fds[0] if frame.fds else -1)
+        if isinstance(said, Forked) and frame.fds == (NO_DESCRIPTOR,):
+            # It cannot be watched, so it is no mover: it ends as its socket is closed.
+            said = ForkFailed(mover=said.mover, reason="no descriptor is left for its pidfd")
+        self._on_said(said, frame.fds[0] if isinstance(said, Forked) else -1)
 
     def _exited(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -145,6 +150,13 @@ class ParentProcess:
             self._loop.remove_reader(fd)
             self._loop.remove_writer(fd)
             self._stream.close()
+
+
+def _end_at_once(process: subprocess.Popen[bytes]) -> None:
+    """It has only just been started: it holds nothing that would keep it from dying."""
+    process.kill()
+    process.wait()
+    remove_directory(process.pid)
 
 
 def _stderr_pipe() -> tuple[int, int]:

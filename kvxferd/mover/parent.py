@@ -16,7 +16,7 @@ import socket
 import sys
 
 from kvxferd.errors import Code, MoverError
-from kvxferd.link import Link, close_all, duplicates
+from kvxferd.link import NO_DESCRIPTOR, Link, close_all
 from kvxferd.mover import child
 from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
 from kvxferd.mover.log_lines import OneLine
@@ -75,6 +75,9 @@ class Parent:
     def _fork(self, frame: Frame, library: Library) -> None:
         request: Fork = TO_PARENT.decode(frame.payload)
         (link,) = frame.fds
+        if link == NO_DESCRIPTOR:
+            self._send(ForkFailed(mover=request.mover, reason="no descriptor is left for its socket"))
+            return
         try:
             pid = os.fork()
         except OSError as error:
@@ -84,10 +87,16 @@ class Parent:
         if pid == 0:
             child.run(link, request.agent, library, self._surroundings)
         os.close(link)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd, copy = _pidfds_of(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._send(ForkFailed(mover=request.mover, reason=f"its pidfd cannot be opened: {error}"))
+            return
         self._pidfds[pidfd] = pid
         self._crowd.set(len(self._pidfds))
-        self._send(Forked(mover=request.mover, pid=pid), (pidfd,))
+        self._send(Forked(mover=request.mover, pid=pid), (copy,))
 
     def _reap(self, pidfd: int) -> None:
         os.waitpid(self._pidfds.pop(pidfd), 0)
@@ -102,7 +111,8 @@ class Parent:
             self._reap(pidfd)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        self._control.send(encode(message), duplicates(fds))
+        """`fds` are closed when they are sent."""
+        self._control.send(encode(message), fds)
         self._control.flush()
         while not self._control.idle:
             wait_writable(self._control.fileno())
@@ -115,6 +125,16 @@ class Parent:
             frames = self._control.receive()
             for frame in frames or ():
                 close_all(frame.fds)
+
+
+def _pidfds_of(pid: int) -> tuple[int, int]:
+    """Return one to keep and one to send. Raises OSError, and then keeps none."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return pidfd, os.dup(pidfd)
+    except OSError:
+        os.close(pidfd)
+        raise
 
 
 def _load(use: str) -> Library:
@@ -151,6 +171,7 @@ def main() -> None:
     if "UCX_LOG_FILE" not in os.environ:
         os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
     control = Link(socket.socket(fileno=given.control_fd))
+    control.take_cut_frames()
     try:
         Parent(control, tuple(given.lock_fd), given.library).serve()
     except ConnectionError:

@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 REFILL_DELAY_S = 0.25  # after a mover was taken: its registration goes first
 MAX_EARLY_LANES = 256  # a mover connects in fewer than 10 ways before its first pull
 RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a parent that dies; the last one repeats
+FORK_AGAIN_S = (0.25, 0.5, 2.0, 5.0)  # where a mover cannot be forked: descriptors or processes are short
 
 
 class PoolStatus(NamedTuple):
@@ -73,6 +74,7 @@ class MoverPool:
         self._library = ""
         self._reason = ""
         self._num_restarts = 0
+        self._num_failed_forks = 0  # since the last that succeeded
         self._is_busy = False
         self._is_stopping = False
         self._numbers = itertools.count(1) if numbers is None else numbers
@@ -168,6 +170,7 @@ class MoverPool:
                 self._reason = said.reason
                 self._refuse_waiters(MoverError(said.reason, Code.NIXL_UNAVAILABLE))
             case Forked():
+                self._num_failed_forks = 0
                 self._starting[said.mover].attach(said.pid, pidfd)
                 self._starting[said.mover].lanes += self._early_lanes.pop(said.pid, [])
                 if not self._has_unforked():
@@ -177,7 +180,10 @@ class MoverPool:
             case ForkFailed():
                 _LOG.error("cannot fork a mover: %s", said.reason)
                 self._starting.pop(said.mover).discard()
+                if not self._has_unforked():
+                    self._early_lanes.clear()
                 self._refuse_one(MoverError(f"cannot fork a mover: {said.reason}", Code.MOVER_LOST))
+                self._fork_again_later()
 
     def _ucx_unheard(self) -> None:
         """Lines may be lost, of any mover."""
@@ -232,9 +238,17 @@ class MoverPool:
 
     # --- movers on their way
 
-    def _fill_later(self) -> None:
+    def _fill_later(self, delay_s: float = REFILL_DELAY_S) -> None:
         if self._refill is None and not self._is_stopping:
-            self._refill = asyncio.get_running_loop().call_later(REFILL_DELAY_S, self._fill)
+            self._refill = asyncio.get_running_loop().call_later(delay_s, self._fill)
+
+    def _fork_again_later(self) -> None:
+        delay_s = FORK_AGAIN_S[min(self._num_failed_forks, len(FORK_AGAIN_S) - 1)]
+        self._num_failed_forks += 1
+        if self._refill is not None:
+            self._refill.cancel()
+            self._refill = None
+        self._fill_later(delay_s)
 
     def _fill(self) -> None:
         if self._refill is not None:
@@ -250,7 +264,7 @@ class MoverPool:
                 self._fork(self._parent)
             except (OSError, ValueError) as error:  # no descriptor is left, or the parent's end is closed
                 _LOG.error("cannot ask for a mover: %s; it is tried again", error)
-                self._fill_later()
+                self._fork_again_later()
                 if len(self._waiters) <= len(self._starting):
                     return
                 text = f"cannot ask for a mover: {error}; register again"

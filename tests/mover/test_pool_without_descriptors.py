@@ -99,3 +99,84 @@ async def test_without_any_descriptor_takers_are_refused_until_there_are_some() 
                 with pytest.raises(MoverError):
                     await asyncio.wait_for(node.pool.take(), DEADLINE_S)
         assert (await asyncio.wait_for(node.pool.take(), DEADLINE_S)).is_alive
+
+
+class Failing:
+    """`os.pidfd_open` without descriptors, `failures` times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.pids: list[int] = []
+        self._real = os.pidfd_open
+
+    def __call__(self, pid: int) -> int:
+        if self.failures:
+            self.failures -= 1
+            self.pids.append(pid)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._real(pid)
+
+
+async def test_a_parent_that_cannot_be_watched_is_ended_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing = Failing(1)
+    monkeypatch.setattr(os, "pidfd_open", failing)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Too many open files"):
+        ParentProcess({}, "auto", (), lambda *_: None, lambda: None, lambda _: None, lambda: None)
+    assert os.listdir("/proc/self/fd") == before
+    assert not os.path.exists(f"/proc/{failing.pids[0]}")  # reaped too
+
+
+async def test_a_pool_whose_parent_cannot_be_watched_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(2)
+    monkeypatch.setattr(os, "pidfd_open", failing)
+    async with Node("here", size=0) as node:
+        async with asyncio.timeout(DEADLINE_S):
+            while not node.pool.describe().library:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await asyncio.wait_for(node.pool.take(), DEADLINE_S)).is_alive
+    assert not [pid for pid in failing.pids if os.path.exists(f"/proc/{pid}")]
+
+
+def children_of(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+async def test_a_mover_whose_pidfd_has_no_room_is_a_failed_launch_and_the_others_live_on() -> None:
+    async with Node("here", size=0) as node:
+        parent = (await exhaust(node, 0)).parent
+        first = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+        taking = asyncio.ensure_future(node.pool.take())
+        await asyncio.sleep(0)  # it has asked for one
+        with no_descriptor_left(), pytest.raises(MoverError, match="no descriptor is left"):
+            await asyncio.wait_for(taking, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            while children_of(parent.pid) != [str(first.pid)]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        second = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+        assert first.is_alive
+        assert {str(first.pid), str(second.pid)} == set(children_of(parent.pid))
+
+
+async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -> None:
+    async with Node("here", size=0) as node:
+        parent = (await exhaust(node, 0)).parent
+        first = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+        limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            node.pool._size = 1
+            node.pool._fill()
+            async with asyncio.timeout(DEADLINE_S):
+                while node.pool._num_failed_forks < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
+        async with asyncio.timeout(DEADLINE_S):
+            while node.pool.describe().num_warm != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert first.is_alive
+        assert node.pool._num_failed_forks == 0
