@@ -13,8 +13,10 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - SURFACES.keys()):
         print(f"no such surface: {', '.join(unknown)}; there are {', '.join(SURFACES)}", file=sys.stderr)
         return 2
-    for name in names or SURFACES:
+    names = names or list(SURFACES)
+    for name in names:
         print(f"{name}: {'recorded' if record.write(name, SURFACES[name]()) else 'as it was'}")
+    record.write_digests(names)
     return 0
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from frozen.shapes import struct_of, type_of
+from frozen.shapes import example_of, struct_of, type_of
 from frozen.tree import ROOT
 from kvxferd.config import CONFIG_PATH_VARIABLE, RELOADABLE, SETTINGS, flag_name, load_config
 from kvxferd.control.ownership_file import OwnershipFile
+from kvxferd.core.rank_holders import KeptRank
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.options import Options
 from kvxferd.rundir import RunDirectory
@@ -51,7 +52,9 @@ def _run_directory() -> dict[str, Any]:
         sockets = load_config(None, {}, {"node.run_dir": str(place)})
         run_directory = RunDirectory(place, sockets.worker.socket)
         try:
-            ownerships = OwnershipFile(run_directory.owners, lambda: ((EngineId("prefill-0"), 1000),))
+            kept = example_of(types.type_info(KeptRank), "rank")
+            listed = (((EngineId("prefill-0"), 1000),), (kept,))
+            ownerships = OwnershipFile(run_directory.owners, lambda: listed)
             asyncio.run(_write(ownerships))
             paths = sorted(place.rglob("*"))
             return {

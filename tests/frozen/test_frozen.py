@@ -18,6 +18,13 @@ def test_a_surface_is_as_recorded(name: str) -> None:
         pytest.fail(changed, pytrace=False)
 
 
+def test_what_is_recorded_was_recorded_by_the_script() -> None:
+    known, now = json.loads(record.DIGESTS.read_text()), record.digests()
+    edited = sorted(path for path in known.keys() | now.keys() if known.get(path) != now.get(path))
+    how = record.HOW_TO_RECORD.format(name="")
+    assert not edited, f"edited, by a search and replace?: {edited}; version 1's never change, others: {how}"
+
+
 def test_nothing_is_recorded_of_a_surface_that_is_none() -> None:
     assert {path.stem for path in record.RECORDED.glob("*.json")} == set(SURFACES)
 
