@@ -44,7 +44,8 @@ def start(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str
     while time.monotonic() < deadline:
         with suppress(KvxferdError):
             if control.ask("GET", "/readyz")[0] == 200:
-                return str(directory / "worker" / "worker.sock")
+                own = directory / "worker" / "worker.sock"
+                return str(own if own.exists() else directory / "worker.sock")  # of an older checkout
         time.sleep(0.05)
     raise TimeoutError("the daemon is not ready")
 

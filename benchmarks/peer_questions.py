@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 QUESTIONS = 1000  # of a batch
 WINDOWS = (1, 64)  # questions that wait for their answers
@@ -142,25 +142,33 @@ def serving_from(directory: Path) -> int:
     raise RuntimeError(f"no daemon serves from {directory}")
 
 
-def answer_batches(checkout: Path) -> None:
+class Measure(Protocol):
+    """What is measured of a checkout."""
+
+    def batches(self) -> dict[str, Cost]:
+        """What one batch of each kind costs."""
+        ...
+
+
+def answer_batches(checkout: Path, made: Callable[[ExitStack], Measure]) -> None:
     """Be one checkout: set up, then measure a batch of each kind for each line on standard input."""
     sys.path.insert(0, str(checkout))
     with ExitStack() as stack:
-        peer = Peer(stack)
-        peer.batches()
+        measure = made(stack)
+        measure.batches()
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(json.dumps(peer.batches()), flush=True)
+            print(json.dumps(measure.batches()), flush=True)
 
 
 class Checkout:
     """A process that measures one checkout."""
 
-    def __init__(self, stack: ExitStack, path: Path) -> None:
+    def __init__(self, stack: ExitStack, script: Path, path: Path) -> None:
         self.path = path
         self.measured: list[dict[str, Cost]] = []
         process = subprocess.Popen(
-            [sys.executable, __file__, "--be", str(path)],
+            [sys.executable, str(script), "--be", str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -203,20 +211,20 @@ def show(kind: str, checkouts: Sequence[Checkout]) -> None:
         print(f"    {by_first:.2f} of the first, paired {paired:.2f}; at most {rate:.0f} a second")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def compare(text: str | None, script: Path, made: Callable[[ExitStack], Measure]) -> None:
+    """Measure the checkouts that are named, and print."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--be", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be is not None:
-        answer_batches(options.be)
+        answer_batches(options.be, made)
         return
     if not options.checkouts:
         parser.error("name a checkout or more")
     with ExitStack() as stack:
-        checkouts = [Checkout(stack, path.resolve()) for path in options.checkouts]
+        checkouts = [Checkout(stack, script, path.resolve()) for path in options.checkouts]
         for checkout in checkouts:
             checkout.read_line()
         for number in range(options.rounds):
@@ -227,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, Path(__file__), Peer)

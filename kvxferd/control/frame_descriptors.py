@@ -40,4 +40,5 @@ class FrameDescriptors:
 
     def close(self) -> None:
         """Close what nobody has taken. Idempotent."""
-        close_all(self.take())
+        if self._fds:
+            close_all(self.take())

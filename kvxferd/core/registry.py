@@ -326,7 +326,8 @@ class Registry:
 
     def has_rank_of(self, uid: int) -> bool:
         """Whether a worker of that user is a rank here."""
-        return uid in self.num_ranks_by_user()
+        records = (record for engine in self for record in engine.ranks.values())
+        return any(isinstance(record, LocalRank) and record.uid == uid for record in records)
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer start of the engine is here: no new grants for this one."""

@@ -7,7 +7,6 @@ second finds room, however much the first one asks for.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 RESERVE = 8  # one part in so many is not for those who hold much
@@ -20,7 +19,7 @@ class Shares:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._held_by: Counter[int] = Counter()
+        self._held_by: dict[int, int] = {}  # a Counter's missing entries cost 1 us each
 
     @classmethod
     def of(cls, limit: int, held_by: Mapping[int, int]) -> Shares:
@@ -35,7 +34,7 @@ class Shares:
         after = self.held + amount
         if after <= self.limit - self.limit // RESERVE:
             return True
-        return after <= self.limit and self._held_by[uid] + amount <= max(1, self.limit // SMALL)
+        return after <= self.limit and self.held_by(uid) + amount <= max(1, self.limit // SMALL)
 
     def take(self, uid: int, amount: int = 1) -> bool:
         """Take so much where there is room; return whether there was."""
@@ -47,9 +46,10 @@ class Shares:
     def add(self, uid: int, amount: int) -> None:
         """Count what a user holds, whether or not there was room."""
         self.held += amount
-        self._held_by[uid] += amount
-        if not self._held_by[uid]:
-            del self._held_by[uid]
+        if held := self.held_by(uid) + amount:
+            self._held_by[uid] = held
+        else:
+            self._held_by.pop(uid, None)
 
     def give_back(self, uid: int, amount: int = 1) -> None:
         """The user holds so much less."""
@@ -57,4 +57,4 @@ class Shares:
 
     def held_by(self, uid: int) -> int:
         """How much the user holds."""
-        return self._held_by[uid]
+        return self._held_by.get(uid, 0)

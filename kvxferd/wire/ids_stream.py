@@ -120,7 +120,9 @@ class IdsAssembly:
                 f"all the room that they may; try again in {BUSY_AGAIN_S:g} s",
                 BUSY_AGAIN_S,
             )
-        fronts = self._streams.pop(stream, {})
+        fronts = self._streams.pop(stream, None)
+        if fronts is None:
+            return blocks  # as nearly always: requests of thousands of blocks fit a frame
         self._give_back(sum(map(len, fronts.values())))
         if unnamed := fronts.keys() - blocks.keys():
             raise ProtocolError(f"cannot place ids of groups {sorted(unnamed)}: the request names none such")
