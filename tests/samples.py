@@ -126,7 +126,7 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         ),
         ownerships=(
             OwnershipSnapshot(engine_id=SINK, uid=1000, expires_in_s=None),
-            OwnershipSnapshot(engine_id=EngineId("gone-0"), uid=1001, expires_in_s=312.0),
+            OwnershipSnapshot(engine_id=EngineId("gone-0"), uid=1001, expires_in_s=312.0, num_kept_ranks=2),
         ),
         pulls=(
             PullSnapshot(

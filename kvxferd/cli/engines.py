@@ -58,16 +58,18 @@ def engines(daemon: Daemon, as_json: bool) -> None:
         )  # fmt: skip
     print_table(
         "Recorded engine ids",
-        ("engine", "uid", "kept for"),
+        ("engine", "user", "kept for", "ranks kept"),
         (
-            (
-                o.engine_id,
-                o.uid,
-                "as long as it has ranks here" if o.expires_in_s is None else in_time(o.expires_in_s),
-            )
+            (o.engine_id, f"uid {o.uid}" if o.uid is not None else "", _kept_for(o), o.num_kept_ranks)
             for o in msgspec.convert(answer.get("ownerships", []), list[OwnershipSnapshot])
         ),
     )
+
+
+def _kept_for(ownership: OwnershipSnapshot) -> str:
+    if ownership.uid is None:
+        return ""
+    return "as long as it has ranks" if ownership.expires_in_s is None else in_time(ownership.expires_in_s)
 
 
 def _kind(rank: RankSnapshot) -> str:

@@ -71,9 +71,11 @@ def _retired(node: NodeSnapshot) -> str:
 
 
 def _ownerships(node: NodeSnapshot) -> str:
-    """How many engine ids are recorded: ``3 recorded, 1 without ranks here``."""
-    num_absent = sum(kept.expires_in_s is not None for kept in node.ownerships)
-    return f"{len(node.ownerships)} recorded, {num_absent} without ranks here"
+    """How many engine ids are recorded: ``3 recorded, 1 without ranks here; 2 ranks kept``."""
+    num_absent = sum(kept.uid is not None and kept.expires_in_s is not None for kept in node.ownerships)
+    num_ranks = sum(kept.num_kept_ranks for kept in node.ownerships)
+    ranks = f"; {num_ranks} ranks kept" if num_ranks else ""
+    return f"{len(node.ownerships)} recorded, {num_absent} without ranks here{ranks}"
 
 
 def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:

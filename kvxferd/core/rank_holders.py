@@ -167,6 +167,10 @@ class RankHolders:
         """Of how many ranks of the engine the holder is not here."""
         return self._absent.get(engine_id, Counter()).total()
 
+    def absent_engines(self) -> Iterable[EngineId]:
+        """The engines of which a rank's holder is not here."""
+        return self._absent
+
     # --- upkeep
 
     def _get(self, key: EngineKey, rank: Rank) -> _Held | None:

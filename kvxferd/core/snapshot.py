@@ -209,11 +209,12 @@ KEPT_BY = ("pulls", "readers", "exit")
 
 
 class OwnershipSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose an engine id is."""
+    """Whose an engine id is, and whether ranks of it are kept for a daemon or a worker that is not here."""
 
     engine_id: EngineId
-    uid: int
-    expires_in_s: float | None  # None: ranks of the engine are here
+    uid: int | None  # None: no local user's is recorded
+    expires_in_s: float | None  # None: ranks of the engine are here, or it is no local user's
+    num_kept_ranks: int = 0
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):

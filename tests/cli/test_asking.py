@@ -49,7 +49,7 @@ async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Resu
                 "9.0 MiB",
                 "1 running, 4 quarantined",
                 "1: 1 for readers; 4 pulls in doubt",
-                "2 recorded, 1 without ranks here",
+                "2 recorded, 1 without ranks here; 2 ranks kept",
             ],
         ),
         (

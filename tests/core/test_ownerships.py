@@ -155,5 +155,13 @@ def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(worl
     world.advance(100)
     (shown,) = host.node.snapshot().ownerships
     assert shown.expires_in_s == world.settings.ownership_s - 100
+    assert shown.num_kept_ranks == 1
     (shown,) = restarted(world, "p").node.snapshot().ownerships
     assert shown.expires_in_s == world.settings.ownership_s
+
+
+def test_ranks_that_are_kept_for_another_node_are_shown_too(world):
+    node = world.host("p").node
+    node.ownerships.ranks.restore([("spanning", "g1", 0, 0, "ab" * 32), ("spanning", "g1", 0, 1, "ab" * 32)])
+    (shown,) = node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.num_kept_ranks) == ("spanning", None, 2)
