@@ -165,7 +165,8 @@ class RankHolders:
 
     def num_absent(self, engine_id: EngineId) -> int:
         """Of how many ranks of the engine the holder is not here."""
-        return self._absent.get(engine_id, Counter()).total()
+        absent = self._absent.get(engine_id)
+        return absent.total() if absent is not None else 0
 
     def absent_engines(self) -> Iterable[EngineId]:
         """The engines of which a rank's holder is not here."""
