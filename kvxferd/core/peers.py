@@ -23,7 +23,7 @@ from kvxferd.plan import check_engine, require_pp_aware
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.ids_stream import IdsAssembly
-from kvxferd.wire.limits import MAX_SENTENCE_CHARS
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     Answer,
@@ -51,12 +51,15 @@ MAX_LEARNING = 4096
 MAX_UNANSWERED = 32_768
 
 
-# What is known of other nodes' engines, without their layouts, which are shared (`Layouts`). 64 ranks with
-# 40 regions and 1 KiB of metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest
-# is counted for 16 to 60 MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
+# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, by the user who named
+# the peer first; of one peer two. Without a limit 448 peers that never end a list held 128 MiB each.
+MAX_ARRIVING_BYTES, MAX_ARRIVING_OF_ONE = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
+# What is known of other nodes' engines. 64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of
+# metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest is counted for 16 to 60
+# MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
 MAX_LEARNT_BYTES = 512 << 20
-# Of each rank, region and stretch of a region: estimates, as objects.
-RANK_BYTES, REGION_BYTES, PIECE_BYTES = 2048, 256, 128
+# Of each rank, region, stretch of a region, and tensor (of equal layouts, one is counted): estimates.
+RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -69,13 +72,15 @@ class RemoteEngine:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory, without the layouts."""
+        """About what it takes in memory. Layouts that it shares with other engines count for each."""
         bindings = [manifest.binding for manifest in self.ranks.values()]
         regions = [region for binding in bindings for region in binding.regions]
+        layouts = {id(manifest.layout): manifest.layout for manifest in self.ranks.values()}
         return (
             sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
             + REGION_BYTES * len(regions)
             + PIECE_BYTES * sum(len(region.pieces) for region in regions)
+            + TENSOR_BYTES * sum(len(layout.tensors) for layout in layouts.values())
         )
 
     def layouts(self) -> dict[Rank, RankLayout]:
@@ -115,6 +120,7 @@ class Peers:
         self._learning = Shares(MAX_LEARNING)
         self._unanswered = Shares(MAX_UNANSWERED)
         self._learnt_bytes = Shares(MAX_LEARNT_BYTES)
+        self._arriving = Shares(MAX_ARRIVING_BYTES)
         self._keepers: list[Callable[[], Collection[Endpoint]]] = []
 
     def keep(self, needed: Callable[[], Collection[Endpoint]]) -> None:
@@ -173,8 +179,7 @@ class Peers:
             if not self._share.has_room(uid):
                 evicted = self._evictable(endpoint, uid)
                 self._forget(evicted)
-            peer = Peer(endpoint, uid)
-            self._share.add(uid, 1)
+            peer = self._new_peer(endpoint, uid)
         peer.users.add(uid)
         self._peers.pop(endpoint, None)
         self._peers[endpoint] = peer  # the longest unused first
@@ -182,6 +187,20 @@ class Peers:
         if evicted is not None:  # now that its place is taken: whoever waits may ask at once again
             text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
             self._questions.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
+        return peer
+
+    def _new_peer(self, endpoint: Endpoint, uid: int) -> Peer:
+        peer = Peer(endpoint, uid)
+        self._share.add(uid, 1)
+
+        def reserve(num_bytes: int) -> bool:
+            if num_bytes <= 0:
+                self._arriving.give_back(uid, -num_bytes)
+                return True
+            fits = peer.assembly.num_bytes + num_bytes <= MAX_ARRIVING_OF_ONE
+            return fits and self._arriving.take(uid, num_bytes)
+
+        peer.assembly = IdsAssembly(reserve)
         return peer
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
@@ -271,7 +290,8 @@ class Peers:
         """
         if self._peers.get(peer.endpoint) is not peer:
             return
-        peer.boot, peer.version, peer.assembly = None, 1, IdsAssembly()
+        peer.boot, peer.version = None, 1
+        peer.assembly.clear()
         peer.engines.clear()
         if self._is_used(peer):
             self._moment.do(ForgetPeer(peer.endpoint))
@@ -286,6 +306,7 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
         self._share.give_back(peer.uid)
+        peer.assembly.clear()
         self._moment.timers.stop(("idle-peer", peer.endpoint))
         self._moment.do(ForgetPeer(peer.endpoint))
 
@@ -302,8 +323,7 @@ class Peers:
                 peer.assembly.add(message)
             case Granted():
                 # Put together before it is known whether anybody waits: a duplicate's parts go too.
-                blocks = peer.assembly.complete(message.blocks, message.stream)
-                self._questions.answered(endpoint, msgspec.structs.replace(message, blocks=blocks))
+                self._questions.answered(endpoint, _completed(peer, message))
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._questions.answered(endpoint, msgspec.structs.replace(message, message=clipped))
@@ -502,6 +522,15 @@ class Peers:
             for peer in self._peers.values()
             if peer.endpoint != self._moment.endpoint
         )
+
+
+def _completed(peer: Peer, granted: Granted) -> Answer:
+    """The grant with all its block ids; a refusal where there was no room. It ends with its lease then."""
+    try:
+        blocks = peer.assembly.complete(granted.blocks, granted.stream)
+    except BusyError as error:
+        return refusal_of(granted.request, error)
+    return msgspec.structs.replace(granted, blocks=blocks)
 
 
 def _is_spoken(version: int) -> bool:

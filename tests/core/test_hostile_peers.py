@@ -8,6 +8,7 @@ from world import Host, Worker, World, spec_of
 
 from kvxferd.core import Settings, granting, membership
 from kvxferd.core import events as ev
+from kvxferd.core import peers as core_peers
 from kvxferd.core.granting import MAX_READERS
 from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import Limits
@@ -19,8 +20,15 @@ from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpe
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RegionAddress, TransferRef
-from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES, MAX_PEER_MESSAGE_BYTES
+from kvxferd.wire.common import BlockIds, Message, RegionAddress, TransferRef
+from kvxferd.wire.limits import (
+    IDS_PART_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_OPEN_ASSEMBLIES,
+    MAX_PEER_MESSAGE_BYTES,
+    MAX_REQUEST_IDS_BYTES,
+)
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -161,6 +169,40 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
     for source in sources:
         sink.host.node.peers.drop(source.host.endpoint)
     assert shares.held == 0
+
+
+def test_lists_that_never_end_leave_room_for_others(world, source, sink):
+    """A peer sends parts of many lists of block ids, and no grant behind them."""
+    peers, liar = sink.host.node.peers, Endpoint("tcp://liar:9441")
+    sink.say(wk.Prepare(ref=TransferRef(liar, "e", "g", "t", "0" * 32)))
+    part = bytes(IDS_PART_BYTES)
+    for stream in range(1, 1 + MAX_OPEN_ASSEMBLIES):
+        for offset in range(0, MAX_REQUEST_IDS_BYTES, len(part)):
+            ids = BlockIds(stream=stream, group="full", offset=offset, ids=part)
+            world.feed(sink.host, ev.PeerSaid(liar, ids))
+    assert len(part) <= peers._arriving.held <= 2 * MAX_REQUEST_IDS_BYTES
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+    peers.drop(liar)
+    assert peers._arriving.held == 0
+
+
+def test_a_grant_whose_list_had_no_room_is_refused_as_busy(world, source, sink, monkeypatch):
+    monkeypatch.setattr(core_peers, "MAX_ARRIVING_OF_ONE", 0)
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ids = BlockIds(stream=7, group="full", offset=0, ids=pack_ids(IDS))
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, Granted):
+            hear(world, sink.host, source.host.endpoint, ids)
+            envelope.payload = encode(msgspec.structs.replace(message, stream=7))
+        world.arrive(envelope)
+    failed = sink.ended(ticket)
+    assert isinstance(failed, wk.Failed)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
 
 
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
