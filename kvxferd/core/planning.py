@@ -11,6 +11,9 @@ from kvxferd.core.registry import LocalRank, Planned
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.plan import Plan, PlanCache, require_pp_aware
 
+# Engines that a rank knows its reads of: it reads from tens. With a hybrid engine's its layouts are kept.
+MAX_PLANNED = 256
+
 
 class Planning:
     """Plans by digest of the layouts; ranks that are laid out alike share the work."""
@@ -51,7 +54,7 @@ class Planning:
     def _forget_unwanted(self, rank: LocalRank) -> None:
         while rank.planned:
             engine_id, known = next(iter(rank.planned.items()))
-            if not self._moment.is_unwanted(known.wanted):
+            if len(rank.planned) < MAX_PLANNED and not self._moment.is_unwanted(known.wanted):
                 return
             del rank.planned[engine_id]
             rank.topology.unregister_remote_engine(engine_id)

@@ -15,6 +15,9 @@ from kvxferd.plan.structs import Plan
 MAX_PLANS = 256
 # Every rank of every engine known: 64 ranks times tens of engines.
 MAX_LAYOUTS = 8192
+# A tensor is 375 bytes of objects, and a hostile peer's engine may have 65,536 that nobody else has: without
+# a limit of these as well, 8,192 layouts were gigabytes.
+MAX_LAYOUT_TENSORS = 1 << 18
 
 _Facts = tuple[object, ...]
 
@@ -22,13 +25,20 @@ _Facts = tuple[object, ...]
 class PlanCache:
     """The plans made so far, the least recently used given up first."""
 
-    def __init__(self, max_plans: int = MAX_PLANS, max_layouts: int = MAX_LAYOUTS) -> None:
+    def __init__(
+        self,
+        max_plans: int = MAX_PLANS,
+        max_layouts: int = MAX_LAYOUTS,
+        max_tensors: int = MAX_LAYOUT_TENSORS,
+    ) -> None:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         # By identity: digesting 80 layers costs 100 us, and layouts are kept by whoever registered
         # them. Holding the layout here keeps its id from being given to another.
         self._layouts: OrderedDict[int, tuple[RankLayout, Digest]] = OrderedDict()
         self._max_plans = max_plans
         self._max_layouts = max_layouts
+        self._max_tensors = max_tensors
+        self._num_tensors = 0
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -56,8 +66,10 @@ class PlanCache:
         known = self._layouts.get(id(layout))
         if known is None:
             known = self._layouts[id(layout)] = (layout, digest_of(layout))
-            if len(self._layouts) > self._max_layouts:
-                self._layouts.popitem(last=False)
+            self._num_tensors += len(layout.tensors)
+            while len(self._layouts) > self._max_layouts or self._num_tensors > self._max_tensors:
+                _, (oldest, _) = self._layouts.popitem(last=False)
+                self._num_tensors -= len(oldest.tensors)
         return known[1]
 
 

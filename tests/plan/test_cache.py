@@ -57,6 +57,17 @@ def test_the_oldest_plan_is_given_up_first() -> None:
     assert asked(cache, engine(tp=1), source) is first
 
 
+def test_layouts_are_kept_up_to_so_many_tensors() -> None:
+    """A peer may make up as many different ones as it likes."""
+    cache = PlanCache(max_tensors=20)
+    for layers in range(1, 6):
+        asked(cache, engine(layers=layers), engine(layers=layers))
+        kept = [layout for layout, _ in cache._layouts.values()]
+        assert sum(len(layout.tensors) for layout in kept) == cache._num_tensors <= 20
+    plan = asked(cache, engine(layers=1), engine(layers=1))
+    assert asked(cache, engine(layers=1), engine(layers=1)) is plan
+
+
 def test_a_refusal_is_not_kept() -> None:
     """The same question is answered anew."""
     cache = PlanCache()
