@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -290,20 +291,22 @@ class Connection:
             self.changed.notify_all()
 
     def _take(self, frame: Frame) -> None:
+        fds = deque(frame.fds)  # those that nobody has yet
         try:
             message = DAEMON_MESSAGES.decode(frame.payload)
-            self._check_descriptors(message, len(frame.fds))
-        except ProtocolError:
-            close_all(frame.fds)
+            self._check_descriptors(message, len(fds))
+            if self.session.brings_fence(message):
+                page = self._map_page(fds[0])
+                os.close(fds.popleft())
+                with self.lock:
+                    self.session.offer_fence(page)
+            # The pidfd first: the session may only believe in movers that are watched.
+            while fds:
+                self._watch(fds[0])
+                fds.popleft()
+        except BaseException:
+            close_all(fds)
             raise
-        fds = frame.fds
-        if self.session.brings_fence(message):
-            page, fds = self._map_page(fds), fds[1:]
-            with self.lock:
-                self.session.offer_fence(page)
-        # The pidfd first: the session may only believe in movers that are watched.
-        for pidfd in fds:
-            self._watch(pidfd)
         with self.lock:
             self._take_notices()
             if not self._hang_up:
@@ -322,21 +325,18 @@ class Connection:
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
 
-    def _map_page(self, fds: tuple[int, ...]) -> FencePage:
-        """Map the first descriptor, the daemon's fence page; of the others nothing is kept if it is none."""
+    def _map_page(self, fd: int) -> FencePage:
+        """Map the daemon's fence page; the descriptor stays the caller's."""
         try:
-            page = FencePage.map(fds[0])
-        except EngineError as error:
-            close_all(fds)
-            raise ProtocolError(f"the daemon's fence page is none: {error.message}") from error
-        os.close(fds[0])
-        return page
+            return FencePage.map(fd)
+        except (EngineError, OSError) as error:
+            raise ProtocolError(f"the daemon's fence page is none: {error}") from error
 
     def _watch(self, pidfd: int) -> None:
+        """Watch a mover. Takes the pidfd, unless it raises."""
         try:
             self._movers.watch(self.session.epoch, pidfd)
         except OSError as error:
-            close_all([pidfd])
             raise ProtocolError(f"cannot watch a mover by the descriptor that came: {error}") from error
 
     def _watch_own(self) -> None:

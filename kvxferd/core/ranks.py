@@ -229,9 +229,14 @@ class Ranks:
                 "its transfers are void; suspend and resume, or close and connect anew",
                 Code.INCARNATION_CHANGED,
             )
-        rank.request = said.request
         if rank.answered:
-            self._answer(session, rank)
+            # Not `registered` again: it brings a descriptor, and all are kept for a worker that reads none.
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
+                "already, and stays it; nothing has changed",
+                Code.OUT_OF_PLACE,
+            )
+        rank.request = said.request  # the answer is on its way, and is this one's
 
     def attach(self, session: Session, said: Attach) -> None:
         """Let the session publish for an engine."""

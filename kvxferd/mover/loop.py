@@ -7,6 +7,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import assert_never
 
 import msgspec
@@ -196,11 +197,16 @@ class Mover:
             num_last = 2 if message.notices else 1
             if len(fds) < num_last:
                 raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
-            answer = self._bindings.bind(message.regions, fds[:-num_last])
-            self._engine.bind(answer.regions, self._bindings.flush)
+            with ExitStack() as undoing:
+                # Before anything is bound: where no descriptor is left, nothing is, and it is tried again.
+                notices, worker = _copies(fds[-2:] if message.notices else (-1, fds[-1]))
+                undoing.callback(close_all, (notices, worker))
+                answer = self._bindings.bind(message.regions, fds[:-num_last])
+                self._engine.bind(answer.regions, self._bindings.flush)
+                undoing.pop_all()
             if message.notices:
-                self._heed(os.dup(fds[-2]))
-            self._watch_worker(os.dup(fds[-1]))
+                self._heed(notices)
+            self._watch_worker(worker)
             self._answer = answer
         except KvxferdError as error:
             self._answer = wire.BindRefused(code=error.code, message=error.message)
@@ -220,7 +226,10 @@ class Mover:
             return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
 
     def _heed(self, fd: int) -> None:
-        """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it."""
+        """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it.
+
+        Once: a mover is bound once, and a second `Bind` is refused before it comes here.
+        """
         try:
             self._notices = Notices(fd)
         except OSError as error:
@@ -252,3 +261,9 @@ class Mover:
         if message.on:
             self._transport.progress()
             self._send(wire.Attending(token=message.token))
+
+
+def _copies(fds: Sequence[int]) -> tuple[int, ...]:
+    """Return copies of those that there are. Raises OSError, and then keeps none."""
+    copies = iter(duplicates(fd for fd in fds if fd >= 0))
+    return tuple(next(copies) if fd >= 0 else -1 for fd in fds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from client_stage import Stage, blocks, one_event
 from scripted_daemon import DaemonSide, until
 
 from kvxferd.client import Released
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
+from kvxferd.memory import FencePage
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 
@@ -118,6 +120,46 @@ def test_a_rank_that_resumes_keeps_its_page(stage: Stage) -> None:
     stage.side.say(worker.Registered(request=resume.request, endpoint="tcp://a:1"))
     resuming.result(10.0)
     assert stage.side.word(publish(stage, rank).fence_slot) != EMPTY
+
+
+def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage counts them at its end."""
+    real, failures = FencePage.map, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+
+    def map_page(fd: int) -> FencePage:
+        if failures:
+            raise failures.pop()
+        return real(fd)
+
+    monkeypatch.setattr(FencePage, "map", map_page)
+    client = stage.client(version=2)
+    joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
+    stage.side.say_registered(stage.side.expect(worker.Attach).request)
+    side = stage.daemon.accept()
+    side.greet(version=2)
+    again = side.expect(worker.Attach)
+    side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
+    side.say_registered(again.request)
+    joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
+    assert side.word(side.expect(worker.Publish).fence_slot) != EMPTY
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_of_ours_ends_the_session_and_leaves_no_descriptor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_page(fd: int) -> FencePage:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(FencePage, "map", map_page)
+    client = stage.client(version=2)
+    joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
+    stage.side.say_registered(stage.side.expect(worker.Attach).request)
+    with pytest.raises(KvxferdError) as raised:
+        joining.result(10.0)
+    assert raised.value.code is Code.INTERNAL
 
 
 def test_a_page_that_is_none_ends_the_connection_and_the_next_is_taken(stage: Stage) -> None:

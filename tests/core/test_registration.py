@@ -49,14 +49,18 @@ def test_two_workers_that_claim_one_rank(world):
     assert second.heard(wk.Registered)
 
 
-def test_the_same_registration_again_is_idempotent(world):
+def test_the_same_registration_again_is_refused_and_changes_nothing(world):
     worker = world.register(world.host("p"), spec_of("e"))
     movers = len(worker.host.movers)
     worker.publish("t1", IDS, TOKENS)
-    world.register_again(worker)
+    world.register_again(worker, request=7)
     assert len(worker.host.movers) == movers
     assert not worker.heard(wk.Released)
-    assert not worker.heard(wk.Refused)
+    assert not worker.heard(wk.MoverChanged)
+    assert (refusal(worker).request, refusal(worker).code) == (7, Code.OUT_OF_PLACE)
+    assert len(worker.heard(wk.Registered)) == 1
+    worker.publish("t2", IDS, TOKENS)
+    assert not worker.heard(wk.PublishRefused)
 
 
 def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):

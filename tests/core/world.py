@@ -379,13 +379,13 @@ class World:
         self.register_again(worker)
         return worker
 
-    def register_again(self, worker: Worker, incarnation: str = "first") -> None:
+    def register_again(self, worker: Worker, incarnation: str = "first", request: int = 1) -> None:
         assert worker.spec is not None
         assert worker.layout is not None
         region = worker.layout.regions[0]
         worker.say(
             wk.Register(
-                request=1,
+                request=request,
                 engine=worker.spec,
                 layout=worker.layout,
                 regions=(wk.RegionExport(region.region, region.size_bytes, 0),),

@@ -13,7 +13,9 @@ from rig import Node, Worker, bind
 from kvxferd.errors import Code
 from kvxferd.ids import RegionId, SessionId
 from kvxferd.memory import SealedMemory
-from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence
+from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence, UnmapFence
 from kvxferd.wire.worker import RegionExport
 
 Make = Callable[..., Worker]
@@ -121,3 +123,27 @@ async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serve
         assert (refused.session, refused.code) == (1, Code.REGION_INVALID)
         mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (good.fd,))
         assert (await node.heard(mover, FenceMapped)).session == 1
+
+
+async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node) -> None:
+    """Its page's address stays taken for ever; neighbours are one mapping."""
+    mover = await node.pool.take()
+
+    async def serve_pages(first: int, count: int) -> None:
+        """Sessions that come and go, eight at a time."""
+        for number in range(first, first + count):
+            page = UnmappedFencePage.create()
+            mover.send(MapFence(session=SessionId(number), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
+            await node.heard(mover, FenceMapped)
+            page.close()
+            mover.send(UnmapFence(session=SessionId(number - 8)))
+
+    await serve_pages(1, 50)
+    before = num_mappings(mover.pid)
+    await serve_pages(51, 400)
+    assert num_mappings(mover.pid) - before < 40
+
+
+def num_mappings(pid: int) -> int:
+    with open(f"/proc/{pid}/maps") as lines:
+        return sum(1 for _ in lines)

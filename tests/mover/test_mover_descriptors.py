@@ -12,16 +12,19 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.ids import AgentName, MoverId
+from kvxferd.ids import AgentName, MoverId, RegionId
 from kvxferd.link import Link, duplicates
+from kvxferd.memory import SealedMemory
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.loop import Mover
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.pacing import Pacer
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Descriptors
+from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
-from kvxferd.wire.mover import Attending
+from kvxferd.wire.mover import Attending, Bind
+from kvxferd.wire.worker import RegionExport
 
 
 def open_fds() -> int:
@@ -95,3 +98,42 @@ def test_a_frame_that_cannot_be_sent_has_its_descriptors_closed() -> None:
     assert open_fds() == before
     link.close()
     theirs.close()
+
+
+def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches the worker comes first: memory must not be bound in a mover that outlives its worker."""
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    daemon, stream = Link(ours), Link(theirs)
+    transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
+    mover = Mover(stream, transport, Pacer(lambda: False), watched.append)
+    answers: list[str] = []
+    with SealedMemory.create(4096) as memory, socket.socket() as notices:
+        bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),), notices=True)
+        monkeypatch.setattr(mover, "_send", lambda message: answers.append(type(message).__name__))
+        frame = Frame(encode(bind), (memory.fd, notices.fileno(), os.pidfd_open(os.getpid())))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Room for one copy of the two.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free() + 1, limits[1]))
+        try:
+            mover._handle(frame)
+            mover._answer_bind()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert (answers, watched) == (["BindRefused"], [])
+        mover._handle(frame)
+        mover._answer_bind()
+        assert answers[1] == "Bound"
+        os.close(frame.fds[2])
+    transport.close()
+    mover.unmap()
+    stream.close()
+    daemon.close()
+    os.close(*watched)
+    assert open_fds() == before
+
+
+def lowest_free() -> int:
+    fd = os.dup(0)
+    os.close(fd)
+    return fd

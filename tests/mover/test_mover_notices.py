@@ -14,6 +14,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import NOTICES
 from kvxferd.wire.limits import MAX_NOTICE_BYTES
+from kvxferd.wire.mover import Bind, BindRefused
 
 WORD = bytes(range(16))
 Make = Callable[..., Worker]
@@ -83,3 +84,28 @@ async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node]
     assert outcome.delivered
     assert not outcome.told
     source.close()
+
+
+async def test_a_second_bind_leaves_the_notices_of_the_first(
+    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    source.page.write(7, WORD)
+    assert (await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))).told
+    notices[0].recv(MAX_NOTICE_BYTES)
+    before = open_files(reader.mover.pid)  # connected by now
+    others_end, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    with others_end, others:
+        again = Bind(regions=reader.worker.export(), notices=True)
+        reader.mover.send(again, (reader.worker.memory.fd, others.fileno(), reader.worker.pidfd))
+        assert (await pair[1].heard(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
+    assert open_files(reader.mover.pid) == before
+    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
+    assert outcome.told
+    assert NOTICES.decode(notices[0].recv(MAX_NOTICE_BYTES))
+    source.close()
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
