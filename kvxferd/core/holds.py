@@ -109,9 +109,16 @@ class Holds:
             return f"in {hold.state}"
         asked = f"engine {hold.ref.engine}" if hold.state is HoldState.LEARNING else "a grant"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started)
-        return (
+        wait_s = self._moment.settings.handshake_wait_s
+        text = (
             f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {asked}, and has sent nothing "
             f"for {silent_s:.1f} s; {CHECK_PEER}"
+        )
+        # A peer answers at once, unless it waits for ranks.
+        return (
+            text
+            if silent_s > wait_s
+            else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
         )
 
     def _learn(self, hold: Hold) -> None:

@@ -211,6 +211,7 @@ def test_a_pull_whose_peer_fell_silent_names_it_and_what_to_check(world, is_lear
     assert failed.code is Code.DEADLINE
     assert "tcp://p:9441 was asked for" in failed.message
     assert "has sent nothing for 8.0 s; check that a daemon runs there, on that port" in failed.message
+    assert failed.message.endswith("or its ranks were not ready, for which it waits 10 s")
 
 
 def test_ranks_of_one_node_ask_their_daemon_which_is_no_peer_of_its_own(world):
