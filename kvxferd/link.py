@@ -80,7 +80,7 @@ class Link:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Bytes of a frame that is not whole, and descriptors that no frame has handed on."""
+        """Bytes of frames that were not handed on, and their descriptors."""
         return self._decoder.num_kept_bytes, len(self._received)
 
     def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
@@ -146,14 +146,24 @@ class Link:
                 return True
         return False
 
-    def receive(self, max_reads: int = MAX_READS) -> list[Frame] | None:
+    @property
+    def holds_frames(self) -> bool:
+        """Whether frames may be left that were read and not returned: the socket does not tell of them."""
+        return self._decoder.is_cut
+
+    def receive(self, max_reads: int = MAX_READS, max_frames: int = 1 << 30) -> list[Frame] | None:
         """Return the frames that have arrived, None at the end. Raises ProtocolError.
 
-        Whoever takes the frames owns their descriptors.
+        Whoever takes the frames owns their descriptors. `max_frames`: what is left is returned first by
+        the next call.
         """
         frames: list[Frame] = []
+        if self._decoder.is_cut:
+            frames = self._decoder.feed(b"", (), max_frames)
         for _ in range(max_reads):
-            if self._ended or not self._read(frames):
+            if self._ended or len(frames) >= max_frames:
+                break
+            if not self._read(frames, max_frames - len(frames)):
                 break
         if self._ended and not frames:
             self._decoder.end()
@@ -162,7 +172,7 @@ class Link:
             self._received.difference_update(frame.fds)
         return frames
 
-    def _read(self, frames: list[Frame]) -> bool:
+    def _read(self, frames: list[Frame], max_frames: int) -> bool:
         """Add what one read completes; return whether there may be more."""
         try:
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
@@ -185,7 +195,7 @@ class Link:
         if not num_bytes:
             self._ended = True
             return False
-        frames += self._decoder.feed(self._room[:num_bytes], fds)
+        frames += self._decoder.feed(self._room[:num_bytes], fds, max_frames)
         # Less than was asked for is all there was, unless the kernel stopped behind descriptors.
         return num_bytes == len(self._room) or bool(fds)
 

@@ -160,3 +160,37 @@ def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(ends: 
     assert [frame.payload for frame in frames] == [b"last words"]
     assert right.receive() is None
     os.close(inherited)
+
+
+def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[Link, Link]) -> None:
+    """A read of 256 KiB may be 32,768 frames: 130 ms, and 4 MB of objects."""
+    left, right = ends
+    for number in range(10):
+        left.send(number.to_bytes(1, "little"))
+    reader, writer = os.pipe()
+    left.send(b"last", (reader,))
+    left.flush()
+    os.close(writer)
+    sizes, payloads = [], []
+    while not payloads or payloads[-1] != b"last":
+        frames = right.receive(1, 4)
+        assert frames is not None
+        sizes.append(len(frames))
+        payloads += [frame.payload for frame in frames]
+        assert right.holds_frames or len(payloads) >= 8
+    assert max(sizes) <= 4
+    assert payloads == [*(number.to_bytes(1, "little") for number in range(10)), b"last"]
+    assert len(frames[-1].fds) == 1
+    os.close(frames[-1].fds[0])
+
+
+def test_what_was_read_before_the_end_is_returned_before_it(ends: tuple[Link, Link]) -> None:
+    left, right = ends
+    for _ in range(9):
+        left.send(b"x")
+    left.flush()
+    left.close()
+    got = 0
+    while (frames := right.receive(1, 4)) is not None:
+        got += len(frames)
+    assert got == 9

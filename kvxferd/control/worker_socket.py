@@ -25,6 +25,7 @@ from kvxferd.control.descriptor_budget import memory_descriptors
 from kvxferd.control.frame_descriptors import FrameDescriptors
 from kvxferd.control.inbox import Inbox
 from kvxferd.control.offers import check_offer, mover_socket, take_offer
+from kvxferd.control.turns import Turns
 from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
 from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.core.shares import Shares
@@ -97,8 +98,9 @@ class _Connection:
     offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     adopted: tuple[int, ...] = ()  # those of the present registration
     mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
+    num_last_turns: int = LAST_TURNS  # that are left once its worker is dead
     is_dead: bool = False  # its worker is, and what it had sent is being taken
-    has_more: bool = False  # frames wait for the session's next turn, and its socket is not read
+    has_more: bool = False  # it waits for its next turn, and its socket is not read
     writing: bool = False
     closing: bool = False  # takes no more frames; what is queued still goes out
     ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
@@ -161,6 +163,7 @@ class WorkerSocket:
         self._numbers = itertools.count(1)
         most = memory_descriptors(LimitsConfig()) if max_descriptors is None else max_descriptors
         self._admission = Admission(most)
+        self._turns: Turns[_Connection] = Turns(self._take_turn)
         self._room = new_room()  # one for all links: 256 of their own would be 64 MiB
 
     # --- listening
@@ -289,8 +292,21 @@ class WorkerSocket:
     # --- hearing
 
     def _readable(self, connection: _Connection) -> None:
-        if connection.ended or connection.is_dead:
+        if connection.ended or connection.is_dead or self._turns.take_now(connection):
             return
+        self._wait_for(connection, True)
+
+    def _take_turn(self, connection: _Connection) -> float:
+        """Take some of what the session has sent; return the processor time."""
+        if connection.ended:
+            return 0.0
+        if connection.is_dead:
+            self._hear_out(connection)
+        else:
+            self._hear_some(connection)
+        return connection.inbox.took_s
+
+    def _hear_some(self, connection: _Connection) -> None:
         try:
             has_more = connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
         except ProtocolError as error:
@@ -316,10 +332,10 @@ class WorkerSocket:
         return True
 
     def _wait_for(self, connection: _Connection, has_more: bool) -> None:
-        """Have the session's next turn come: behind everybody else's, or when something arrives."""
+        """Have the session's next turn come: behind others', or when something arrives."""
         loop = asyncio.get_running_loop()
         if has_more:
-            loop.call_soon(self._readable, connection)
+            self._turns.wait(connection.credentials.uid, connection)
         if has_more != connection.has_more:
             connection.has_more = has_more
             if has_more:
@@ -333,18 +349,17 @@ class WorkerSocket:
         connection.is_dead = True
         loop.remove_reader(connection.death)
         loop.remove_reader(connection.link.fileno())
-        self._hear_out(connection, LAST_TURNS)
+        self._turns.wait(connection.credentials.uid, connection)
 
-    def _hear_out(self, connection: _Connection, num_turns: int) -> None:
+    def _hear_out(self, connection: _Connection) -> None:
         """Take what a dead worker had sent, in turns too, then end its session."""
-        if connection.ended:
-            return
+        connection.num_last_turns -= 1
         try:
             connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
         except ProtocolError as error:
             self._expel(connection, error)
-        if num_turns and connection.inbox.num_taken and not connection.inbox.ended:
-            asyncio.get_running_loop().call_soon(self._hear_out, connection, num_turns - 1)
+        if connection.num_last_turns and connection.inbox.num_taken and not connection.inbox.ended:
+            self._turns.wait(connection.credentials.uid, connection)
         else:
             self._end(connection)
 

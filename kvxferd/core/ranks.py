@@ -133,7 +133,7 @@ class Ranks:
             rank.lacks_descriptors = True
             self._moment.do(ToWorker(session.session, DescriptorsWanted(request=said.request)))
             return
-        self._map(rank)
+        self._map(session, rank)
 
     def descriptors_came(self, session: Session, problem: Refusal | None) -> None:
         """The rest of what a registration announced."""
@@ -144,11 +144,22 @@ class Ranks:
         if problem is not None:
             self._give_up(session, problem)
         else:
-            self._map(rank)
+            self._map(session, rank)
 
-    def _map(self, rank: LocalRank) -> None:
+    def _map(self, session: Session, rank: LocalRank) -> None:
         self._moment.do(AdoptRegions(rank.session))
-        self._moment.do(NeedMover(rank.session, rank.resident))
+        self._need_mover(session, rank)
+
+    def _need_mover(self, session: Session, rank: LocalRank) -> None:
+        """Ask for a mover, unless one is on its way to the session: each is a process.
+
+        A rank that slept and woke again and again had hundreds started, and nobody else's came.
+        """
+        if rank.resident:
+            self._moment.do(NeedMover(session.session, rank.resident))
+        elif not session.awaits_mover:
+            session.awaits_mover = True
+            self._moment.do(NeedMover(session.session))
 
     def _make_fence(self, session: Session) -> bool:
         """Have the page made that the answer carries; a client of version 1 has brought its own."""
@@ -178,8 +189,8 @@ class Ranks:
         wait_s = self._registrations.take(session.uid, self._moment.now)
         if wait_s > 0:
             raise BusyError(
-                f"cannot register: uid {session.uid} has registered {REGISTER_BURST} ranks at once, and "
-                f"then more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
+                f"cannot register: uid {session.uid} has registered or resumed {REGISTER_BURST} ranks at "
+                f"once, and then more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
                 wait_s,
             )
 
@@ -269,8 +280,10 @@ class Ranks:
     def mover_taken(self, session: Session | None, mover: Mover, library: str) -> None:
         """Bind the mover to the rank that asked for it, if that still wants one."""
         self._movers.add(mover)
+        if session is not None and not mover.resident:
+            session.awaits_mover = False
         rank = session.rank if session is not None else None
-        if session is None or rank is None or rank.state is not RankState.MAPPING or rank.mover is not None:
+        if session is None or rank is None or not self._wants(rank, mover):
             self._movers.kill(mover.mover)
             return
         rank.mover, rank.agent, rank.library = mover.mover, mover.agent, library
@@ -282,6 +295,12 @@ class Ranks:
         session.num_offers += 1
         rank.offered = session.num_offers
         self._offer(session, mover.mover, rank)
+
+    @staticmethod
+    def _wants(rank: LocalRank, mover: Mover) -> bool:
+        """Whether it is there to be mapped: one that was asked for before it slept may come for it."""
+        is_there = rank.state is RankState.MAPPING and not rank.lacks_descriptors
+        return is_there and rank.mover is None and rank.resident is mover.resident
 
     def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
         """Have the worker watch the mover. Before it does, the mover gets no memory and no pull.
@@ -348,6 +367,7 @@ class Ranks:
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """No mover can be had: the registration is refused, or the rank given up."""
+        session.awaits_mover = False
         if session.rank is not None and session.rank.state is RankState.MAPPING:
             self._give_up(session, refusal)
 
@@ -481,10 +501,14 @@ class Ranks:
         if rank.state is RankState.SUSPENDING:
             return
         rank.state = RankState.MAPPING
-        # Only the worker can start a resident one.
-        need = ToWorker(rank.session, MoverWanted()) if rank.resident else NeedMover(rank.session)
         delay_s = 0.0 if mover.retired else REBIND_AFTER_S
-        self._moment.after(("rebind", session.session), delay_s, lambda: self._moment.do(need))
+        self._moment.after(("rebind", session.session), delay_s, lambda: self._rebind(session, rank))
+
+    def _rebind(self, session: Session, rank: LocalRank) -> None:
+        if rank.resident:  # only the worker can start one
+            self._moment.do(ToWorker(rank.session, MoverWanted()))
+        else:
+            self._need_mover(session, rank)
 
     def mover_died(self, session: Session, mover: Mover) -> None:
         """A mover of the session does not reach the rank's memory any more."""
@@ -532,6 +556,7 @@ class Ranks:
                 raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
             _check_exports(rank.layout, said.regions)
             _check_is_new(rank, said.incarnation)
+            self._check_rate(session)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return
@@ -540,8 +565,7 @@ class Ranks:
         rank.state, rank.answered, rank.brings_fence = RankState.MAPPING, False, False
         rank.lacks_descriptors = False
         self._source.rank_mapped(rank)
-        self._moment.do(AdoptRegions(session.session))
-        self._moment.do(NeedMover(session.session, rank.resident))
+        self._map(session, rank)
 
     # --- the worker goes
 

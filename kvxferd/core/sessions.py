@@ -23,6 +23,7 @@ class Session:
     notices: bool = False  # its rank's mover says Delivered to it itself
     rank: LocalRank | None = None
     attached: EngineKey | None = None
+    awaits_mover: bool = False  # a child was asked for and has not come: there is one at a time
     num_offers: int = 0  # of movers, each with a number of its own
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
     arrives_with_rank: bool = False  # what the assembly holds is counted among users who have a rank

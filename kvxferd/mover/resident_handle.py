@@ -85,7 +85,7 @@ class ResidentHandle(MoverHandle):
         frames: list[Frame] | None = []
         try:
             if not self._arrived and not self._deaf:
-                frames = self._stream.receive(READS_PER_TURN)
+                frames = self._stream.receive(READS_PER_TURN, FRAMES_PER_TURN)
                 self._arrived.extend(frames or ())
             for _ in range(min(FRAMES_PER_TURN, len(self._arrived))):
                 frame = self._arrived.popleft()
@@ -101,10 +101,11 @@ class ResidentHandle(MoverHandle):
         if frames is None or (self._deaf and self._stream.discard()):
             self._exited()
             return False
-        if self._arrived and not self._is_due:
+        has_more = bool(self._arrived) or (self._stream.holds_frames and not self._deaf)
+        if has_more and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._read_more)
-        return bool(self._arrived)
+        return has_more
 
     def _read_more(self) -> None:
         self._is_due = False

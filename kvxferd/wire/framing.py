@@ -54,14 +54,21 @@ class FrameDecoder:
         self.max_fds = MAX_FDS_PER_FRAME
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
+        self.is_cut = False  # whole frames may be left: `feed` nothing to have them
 
     @property
     def num_kept_bytes(self) -> int:
-        """Bytes of a frame that is not whole."""
+        """Bytes of frames that were not returned."""
         return len(self._buffer)
 
-    def feed(self, chunk: bytes | memoryview, fds: Iterable[int] = ()) -> list[Frame]:
-        """Return the frames that `chunk` completes. Of the chunk nothing is kept but copies."""
+    def feed(
+        self, chunk: bytes | memoryview, fds: Iterable[int] = (), max_frames: int = 1 << 30
+    ) -> list[Frame]:
+        """Return the frames that `chunk` completes. Of the chunk nothing is kept but copies.
+
+        Not more than `max_frames`: 256 KiB of the smallest are 32,768, which take 130 ms and, as objects,
+        4 MB.
+        """
         self._fds.extend(fds)
         if self._buffer:
             self._buffer += chunk
@@ -70,7 +77,11 @@ class FrameDecoder:
         )  # nearly always whole frames: nothing is kept
         frames: list[Frame] = []
         consumed = 0
+        self.is_cut = False
         while len(held) - consumed >= HEADER.size:
+            if len(frames) >= max_frames:
+                self.is_cut = True
+                break
             length, num_fds, zero = HEADER.unpack_from(held, consumed)
             self._check(length, num_fds, zero)
             end = consumed + HEADER.size + length
@@ -87,7 +98,7 @@ class FrameDecoder:
             self._buffer += memoryview(chunk)[consumed:]
         else:
             del self._buffer[:consumed]
-        if len(self._fds) > self.max_fds:
+        if len(self._fds) > self.max_fds and not self.is_cut:
             raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
         return frames
 

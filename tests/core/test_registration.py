@@ -12,6 +12,7 @@ from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.requests import MAX_PREPARED
 from kvxferd.errors import Code
+from kvxferd.ids import AgentName, MoverId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
@@ -413,3 +414,48 @@ def test_room_goes_back_to_the_share_that_it_was_taken_from(world, had_rank):
         rank.close()
     scheduler.close()
     assert (arriving._with_rank.held, arriving._without.held) == (0, 0)
+
+
+def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    node, session = host.node, worker.session
+    region = worker.layout.regions[0]
+    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    (mover,) = host.movers
+
+    def say(message):
+        return node.feed(ev.WorkerSaid(session, message, None, b""), world.now)
+
+    def num_needed(effects):
+        return sum(isinstance(effect, fx.NeedMover) for effect in effects)
+
+    say(wk.Suspend())
+    node.feed(ev.MoverDied(mover), world.now)
+    needed = 0
+    for number in range(20):
+        needed += num_needed(say(wk.Resume(request=2, regions=exports, incarnation=f"n{number}")))
+        say(wk.Suspend())
+    assert needed == 1
+    say(wk.Resume(request=2, regions=exports, incarnation="last"))
+    effects = node.feed(ev.MoverTaken(session, MoverId(99), AgentName("a/99"), "nixl"), world.now)
+    assert [type(getattr(e, "message", e)) for e in effects] == [wk.MoverOffered], effects
+    say(wk.Suspend())
+    node.feed(ev.MoverDied(MoverId(99)), world.now)
+    assert num_needed(say(wk.Resume(request=2, regions=exports, incarnation="next"))) == 1
+
+
+def test_resuming_counts_as_registering_does(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    registrations = worker.host.node.ranks._registrations
+    while registrations.take(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
+        pass
+    worker.say(wk.Suspend())
+    assert worker.heard(wk.Suspended)
+    resume(worker)
+    refused = refusal(worker)
+    assert refused.code is Code.BUSY
+    assert refused.retry_after_s > 0
+    world.advance(1.0)
+    resume(worker, request=3)
+    assert worker.heard(wk.Registered)[-1].request == 3

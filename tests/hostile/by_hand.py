@@ -30,6 +30,7 @@ from kvxferd.wire.peer import Greet
 
 WAIT_S = 8.0
 FIRST = Versions(1, 1)
+SECOND = Versions(2, 2)
 FACTS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "num_blocks": 16}
 
 
@@ -59,6 +60,7 @@ class WorkerByHand:
         self.fds: list[int] = []  # that came along
         self.ended = False
         self._page = page
+        self.acknowledges = True  # each mover that is offered
         if hello:
             self.hello(versions)
 
@@ -111,6 +113,8 @@ class WorkerByHand:
         until = time.monotonic() + wait_s
         while (left := until - time.monotonic()) > 0:
             message = self.next(left)
+            if isinstance(message, worker.MoverOffered) and self.acknowledges:
+                self.say(worker.MoverAcknowledged(number=message.number))
             if message is None or isinstance(message, kind):
                 return message
         return None
@@ -118,11 +122,16 @@ class WorkerByHand:
     def register(
         self, name: str, memory: SealedMemory | None = None, layout: RankLayout | None = None, **more: Any
     ) -> Any:
-        """Be a rank of an engine of that name. Returns the answer."""
+        """Be a rank of an engine of that name. Returns the answer.
+
+        `behind`: descriptors behind the region's; `answers`: what is waited for, at most `wait_s`.
+        """
         spec = EngineSpec(
             engine_id=name, generation=more.pop("generation", "g1"), num_layers=2, num_kv_heads=2
         )
         spec = more.pop("spec", spec)
+        behind, wait_s = more.pop("behind", ()), more.pop("wait_s", 20.0)
+        answers = more.pop("answers", (worker.Registered, worker.Refused, worker.Farewell))
         layout = layout or attention_layout(spec=spec, **FACTS)
         region = layout.regions[0]
         own = memory or SealedMemory.create(region.size_bytes, "by-hand")
@@ -132,13 +141,12 @@ class WorkerByHand:
             engine=spec,
             layout=layout,
             regions=(exported,),
-            incarnation=os.urandom(8).hex(),
-            **more,
+            **({"incarnation": os.urandom(8).hex()} | more),
         )
-        self.say(register, own.fd)
+        self.say(register, own.fd, *behind)
         if memory is None:
             own.close()
-        return self.await_one((worker.Registered, worker.Refused, worker.Farewell), 20.0)
+        return self.await_one(answers, wait_s)
 
     def close(self) -> None:
         self.socket.close()
@@ -151,7 +159,9 @@ class WorkerByHand:
 class PeerByHand:
     """A DEALER to a daemon's peer socket."""
 
-    def __init__(self, endpoint: str, key: PeerKey | None, greet: bool = True, **options: int) -> None:
+    def __init__(
+        self, endpoint: str, key: PeerKey | None, greet: bool = True, versions: Versions = FIRST
+    ) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -163,12 +173,12 @@ class PeerByHand:
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         self.socket.connect(address_of(endpoint))
         if greet:
-            self.say(self.greeting())
+            self.say(self.greeting(versions=versions))
             self.next()
 
     @staticmethod
-    def greeting(request: int = 1, endpoint: str = "tcp://127.0.0.1:1") -> Greet:
-        return Greet(request=request, versions=Versions(1, 1), boot="by-hand", endpoint=endpoint)
+    def greeting(request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = FIRST) -> Greet:
+        return Greet(request=request, versions=versions, boot="by-hand", endpoint=endpoint)
 
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))

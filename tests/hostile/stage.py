@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from chaos.processes import maps
+
 from hostile.nodes import Node
 from hostile.registry import Setup
 from hostile.users import DAEMON, GROUP, ROOT, can_start
@@ -242,6 +244,14 @@ class Stage:
 
     def do_signal(self, node: str, number: int) -> None:
         self.nodes[node].process.send_signal(number)
+
+    def do_mappers(self, inode: int) -> list[int]:
+        """The daemons and movers that map that memory. Only root may know."""
+        family = [pid for node in self.nodes.values() for pid in (node.pid, *node.family())]
+        return [pid for pid in family if maps(pid, inode)]
+
+    def do_num_fds(self, node: str) -> int:
+        return self.nodes[node].num_fds()
 
     def do_status(self, node: str) -> Any:
         return self.nodes[node].status()

@@ -9,8 +9,6 @@ import signal
 import time
 from pathlib import Path
 
-from chaos.processes import mappers_of
-
 from hostile.attacks.crowds import newcomer
 from hostile.by_hand import WorkerByHand
 from hostile.registry import attack
@@ -164,7 +162,7 @@ def a_child_that_holds_a_dead_workers_socket(scene: Scene) -> str:
     else:
         return "the dead worker's rank is still registered after 8 s"
     scene.rest(0.5)
-    others = [pid for pid in mappers_of(inode) if pid != os.getpid()]
+    others = scene.ask("mappers", inode=inode)
     return f"the dead worker's memory is mapped by {others}" if others else ""
 
 
