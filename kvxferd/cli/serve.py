@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -27,6 +28,15 @@ def open_standard_streams() -> None:
         os.set_inheritable(fd, True)
         fd = os.dup(fd)
     os.close(fd)
+
+
+def set_imports_aside() -> None:
+    """Take what was imported out of what the garbage collector looks at: it stays until the daemon ends.
+
+    A full collection took 48 ms of the event loop for that alone.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,4 +82,5 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     # Here, not above: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 
+    set_imports_aside()
     ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early))

@@ -24,10 +24,11 @@ Answer = Callable[[Any], list[Message]]
 
 
 class DaemonByHand:
-    """A ROUTER with the admitted key. `answer` says what each question gets."""
+    """A ROUTER with the admitted key. `answer` gives what each question gets, `version` is its greeting's."""
 
-    def __init__(self, scene: Scene, answer: Answer) -> None:
+    def __init__(self, scene: Scene, answer: Answer, version: Any = 1) -> None:
         self._answer = answer
+        self._version = version
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -49,8 +50,10 @@ class DaemonByHand:
             self.routes.add(route)
             question: Any = PEER_MESSAGES.decode(content)
             if isinstance(question, peer.Greet):
-                greeting = peer.Greeting(request=question.request, version=1, boot="evil")
-                self.socket.send_multipart([route, encode(greeting)])
+                greeting = {"t": "greeting", "request": question.request, "boot": "evil"}
+                self.socket.send_multipart(
+                    [route, msgspec.msgpack.encode(greeting | {"version": self._version})]
+                )
                 continue
             for message in self._answer(question):
                 with suppress(zmq.ZMQError):
@@ -138,7 +141,7 @@ def false_remote_metadata(scene: Scene) -> str:
     return _mislead(scene, lambda binding, agent: binding["agent"] != agent)
 
 
-@attack("peer", limit_s=120.0)
+@attack("peer", limit_s=120.0, quick=True)
 def false_agents_of_others(scene: Scene) -> str:
     """Manifests that give an honest source's agent, with metadata or addresses that are not its own."""
     return _mislead(scene, lambda binding, agent: binding["agent"] == agent)

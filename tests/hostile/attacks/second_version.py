@@ -97,7 +97,7 @@ def _full_socket(kept: list[socket.socket]) -> int:
     return there.fileno()
 
 
-@attack("worker", limit_s=80.0, quick=True)
+@attack("worker", limit_s=80.0)
 def strange_notices(scene: Scene) -> str:
     """Notices that are a file, a pipe, a socket of another kind, the session's own, or that nobody reads."""
     nothing = scene.worker(versions=SECOND)
@@ -434,7 +434,7 @@ def sleeping_and_waking_without_end(scene: Scene) -> str:
     return newcomer(scene, "late-restless", timeout_s=20.0)
 
 
-@attack("user", fresh=True, quick=True)
+@attack("user", fresh=True, limit_s=60.0)
 def tiny_frames(scene: Scene) -> str:
     """Two hundred greeted sessions send as many of the smallest frames as their sockets hold."""
     cancels = frame(worker.Cancel(ticket=1)) * 8000
