@@ -120,7 +120,7 @@ def handshakes_with_keys_nobody_admits(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", setup=CLEAR, fresh=True, quick=True)
+@attack("stranger", setup=CLEAR, fresh=True)
 def large_messages_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: eight connections send messages of 16 MB as fast as they go."""
     content = os.urandom(1000) * 16_000

@@ -282,7 +282,7 @@ def _write_words(session: WorkerByHand) -> None:
             os.pwrite(fd, os.urandom(FENCE_WORD_BYTES) * (FENCE_PAGE_BYTES // FENCE_WORD_BYTES), 0)
 
 
-@attack("worker", quick=True)
+@attack("worker")
 def ready_of_another_incarnation(scene: Scene) -> str:
     """A rank says ready for memory that it has not, for others' transfers, and thousands that never come."""
     session = _rank(scene, "readies")
@@ -371,7 +371,7 @@ def _raw_hello(scene: Scene, payload: bytes) -> Message | None:
         made.close()
 
 
-@attack("worker", limit_s=60.0, quick=True)
+@attack("worker", limit_s=60.0)
 def transfer_ids_again(scene: Scene) -> str:
     """A transfer's id is published twice, after its end, by another session, and where others have it."""
     session = _rank(scene, "ids-again")
@@ -418,7 +418,7 @@ def sleeping_and_waking_without_end(scene: Scene) -> str:
             if not isinstance(answer, worker.Refused):
                 return f"resumed as {incarnation[:20]!r}: {answer}"
         began = len(scene.ask("pids", node="a"))
-        until, most = time.monotonic() + 6.0, 0
+        until, most = time.monotonic() + 4.0, 0
         with contextlib.suppress(OSError):
             for number in itertools.count():
                 session.say(worker.Resume(request=3, regions=exports, incarnation=f"n{number}"), memory.fd)

@@ -76,7 +76,7 @@ def _speak_for(scene: Scene, engine: str) -> str:
         scene.honest("spread_end", name=engine)
 
 
-@attack("stranger", setup=CLEAR, limit_s=60.0, quick=True)
+@attack("stranger", setup=CLEAR, limit_s=60.0)
 def secrets_that_are_guessed(scene: Scene) -> str:
     """Where daemons have no keys: a member's rank is joined, left and said ready with secrets not its own."""
     return _speak_for(scene, "spread-g")
