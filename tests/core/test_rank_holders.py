@@ -441,3 +441,15 @@ def test_bytes_go_on_after_the_homes_restart(world):
     stages[1].say(wk.Ready(transfer_id="t1"))
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
+    """It sends no heartbeat any more, and that is what `disown` asks."""
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    assert isinstance(as_stranger(world, home, join(second(spec))), Done)
+    assert world.register(home, spec).heard(wk.Registered)
+    world.advance(world.settings.member_silent_after_s + 1)
+    world.feed(home, ev.DisownAsked(KEY.engine_id))
+    late = world.register(world.host("p1"), second(spec))
+    assert late.heard(wk.Registered)
