@@ -436,11 +436,11 @@ def sleeping_and_waking_without_end(scene: Scene) -> str:
 
 @attack("user", fresh=True, limit_s=60.0)
 def tiny_frames(scene: Scene) -> str:
-    """Two hundred greeted sessions send as many of the smallest frames as their sockets hold."""
+    """Sixty greeted sessions send as many of the smallest frames as their sockets hold."""
     cancels = frame(worker.Cancel(ticket=1)) * 8000
     made = []
     with contextlib.suppress(OSError):
-        for _ in range(200):
+        for _ in range(60):
             made.append(scene.worker(versions=SECOND))
     until = time.monotonic() + 4.0
     while time.monotonic() < until and made:
