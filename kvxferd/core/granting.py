@@ -380,8 +380,9 @@ class Granting:
 
     def acknowledge(self, route: bytes, question: Acknowledge, key: str = "") -> None:
         """A consumer rank holds the bytes; with the last one the transfer is complete."""
+        asker = key or route.hex()
         transfer = self._owned(question.ref)
-        if transfer is not None and self._has_room(route, question, transfer):
+        if transfer is not None and self._has_room(asker, question, transfer):
             grant = _name_of(question.grant, key)
             if self._source.transfers.granted.get(grant) is transfer:
                 self._source.end_grant(grant)
@@ -390,23 +391,26 @@ class Granting:
                 self._source.release(transfer, Code.COMPLETED)
         self._moment.do(ToRoute(route, Done(request=question.request)))
 
-    def abandon(self, route: bytes, question: AbandonTransfer) -> None:
+    def abandon(self, route: bytes, question: AbandonTransfer, key: str = "") -> None:
         """A consumer engine wants nothing more of the transfer."""
+        asker = key or route.hex()
         transfer = self._owned(question.ref)
-        if transfer is not None and self._has_room(route, question, transfer):
+        if transfer is not None and self._has_room(asker, question, transfer):
             transfer.reader(question.consumer).abandoned = True
             if transfer.is_read_by_all:
                 self._source.release(transfer, Code.ABANDONED)
         self._moment.do(ToRoute(route, Done(request=question.request)))
 
-    def _has_room(self, route: bytes, question: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
+    def _has_room(self, asker: str, question: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
         """Whether the consumer may be kept beside the transfer. A made-up one is answered, and not kept."""
-        consumer = question.consumer
+        consumer, acknowledges = question.consumer, isinstance(question, Acknowledge)
         known = transfer.readers.get(EngineKey(consumer.engine_id, consumer.generation))
         if known is not None:
-            return consumer.rank in known.acknowledged or len(known.acknowledged) < MAX_RANKS
-        names = (consumer.engine_id, consumer.generation)
-        return len(transfer.readers) < MAX_READERS and max(map(len, names)) <= MAX_NAME_CHARS
+            fits = consumer.rank in known.acknowledged or len(known.acknowledged) < MAX_RANKS
+        else:
+            names = (consumer.engine_id, consumer.generation)
+            fits = len(transfer.readers) < MAX_READERS and max(map(len, names)) <= MAX_NAME_CHARS
+        return fits and self._source.transfers.keep_reader(transfer, asker, consumer, acknowledges)
 
     def _owned(self, ref: TransferRef) -> Transfer | None:
         """The live transfer that the reference's holder may speak of."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvxferd.core.shares import Shares
+from kvxferd.core.shares import RESERVE, SMALL, Shares
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 
@@ -116,3 +116,6 @@ def check_waiting(of_peer: int, num_waiting: int, limits: Limits) -> None:
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
     check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
+    # As of users (`shares`): a few peers with a full queue each must not refuse all others.
+    if num_waiting >= limits.max_waiting - limits.max_waiting // RESERVE:
+        check_count(of_peer, max(1, limits.max_waiting // SMALL), what, "a sixteenth of limits.max_waiting")

@@ -558,7 +558,7 @@ class Node:
             case Acknowledge():
                 self.granting.acknowledge(route, message, key)
             case AbandonTransfer():
-                self.granting.abandon(route, message)
+                self.granting.abandon(route, message, key)
             case JoinRank():
                 self.home.join(route, message, key)
             case LeaveRank():

@@ -320,7 +320,8 @@ class Peers:
         peer.heard_at = self._moment.now
         match message:
             case BlockIds():
-                peer.assembly.add(message)
+                if self._questions.are_open(endpoint):  # else they are nobody's
+                    peer.assembly.add(message)
             case Granted():
                 # Put together before it is known whether anybody waits: a duplicate's parts go too.
                 self._questions.answered(endpoint, _completed(peer, message))

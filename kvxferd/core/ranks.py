@@ -49,8 +49,9 @@ from kvxferd.wire.worker import (
 OFFER_S = 10.0
 MAX_UNACKNOWLEDGED = 3
 OFFER_AGAIN_S = 0.5  # where the daemon has no descriptor left for the pidfd
-# A registration has a mover started, a process of its own. Of each user two engines of 64 ranks may start at
-# once, twice; then a rank each quarter of a second, which is an engine of 64 every 16 s.
+# A registration has a mover started, a process of its own; so have a resumption and a mover's end. Of each
+# user two engines of 64 ranks may start at once, twice; then a rank each quarter of a second, which is an
+# engine of 64 every 16 s.
 REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
 
@@ -120,7 +121,7 @@ class Ranks:
             )
             self._registry.check_holder(spec)
             self._registry.check_claim(rank)
-            self._check_rate(session)
+            self._check_rate(session, "register")
             self._registry.claim(rank)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
@@ -184,13 +185,13 @@ class Ranks:
         what = f"register: {held_by.total()} ranks are registered here"
         check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
 
-    def _check_rate(self, session: Session) -> None:
+    def _check_rate(self, session: Session, what: str) -> None:
         """Last of all, so that a refused registration takes nothing."""
         wait_s = self._registrations.take(session.uid, self._moment.now)
         if wait_s > 0:
             raise BusyError(
-                f"cannot register: uid {session.uid} has registered or resumed {REGISTER_BURST} ranks at "
-                f"once, and then more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
+                f"cannot {what}: uid {session.uid} has had {REGISTER_BURST} movers started at once, and then "
+                f"more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
                 wait_s,
             )
 
@@ -505,7 +506,13 @@ class Ranks:
         self._moment.after(("rebind", session.session), delay_s, lambda: self._rebind(session, rank))
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
-        if rank.resident:  # only the worker can start one
+        """Find another mover, as often as the rank's user may have one started."""
+        wait_s = self._registrations.take(rank.uid, self._moment.now)
+        if wait_s > 0:
+            again_s = max(wait_s, REBIND_AFTER_S)
+            self._moment.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
+        elif rank.resident:  # only the worker can start one
+            rank.wants_resident = True
             self._moment.do(ToWorker(rank.session, MoverWanted()))
         else:
             self._need_mover(session, rank)
@@ -523,8 +530,9 @@ class Ranks:
     def new_mover(self, session: Session) -> None:
         """The worker has started another resident mover. One that came too late ends with its socket."""
         rank = session.rank
-        if rank is not None and rank.resident and rank.state is RankState.MAPPING and rank.mover is None:
-            self._moment.do(NeedMover(session.session, rank.resident))
+        if rank is not None and rank.wants_resident and rank.state is RankState.MAPPING:
+            rank.wants_resident = False
+            self._need_mover(session, rank)
 
     # --- sleep
 
@@ -537,6 +545,7 @@ class Ranks:
         self._pulls.refuse_held(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
         self._moment.timers.stop(("rebind", session.session))
         self._end_offer(rank)
+        rank.wants_resident = False
         rank.state = RankState.SUSPENDING
         self._movers.kill_all(session.session)
         self._suspended_if_quiet(rank)
@@ -556,7 +565,7 @@ class Ranks:
                 raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
             _check_exports(rank.layout, said.regions)
             _check_is_new(rank, said.incarnation)
-            self._check_rate(session)
+            self._check_rate(session, "resume")
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return

@@ -78,6 +78,7 @@ class LocalRank:
     brings_fence: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
     offered: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
+    wants_resident: bool = False  # its worker was told to start another mover, and has not brought it
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""

@@ -13,13 +13,16 @@ RESERVE = 8  # one part in so many is not for those who hold much
 SMALL = 16  # who holds one part in so many, or less, or just one, holds little
 
 
+Owner = int | str  # a user, or a peer: its CURVE key, or without one its route
+
+
 class Shares:
     """How much of one limit is held, by user."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._held_by: dict[int, int] = {}  # a Counter's missing entries cost 1 us each
+        self._held_by: dict[Owner, int] = {}  # a Counter's missing entries cost 1 us each
 
     @classmethod
     def of(cls, limit: int, held_by: Mapping[int, int]) -> Shares:
@@ -29,21 +32,21 @@ class Shares:
             shares.add(uid, amount)
         return shares
 
-    def has_room(self, uid: int, amount: int = 1) -> bool:
+    def has_room(self, uid: Owner, amount: int = 1) -> bool:
         """Whether that user may have so much more."""
         after = self.held + amount
         if after <= self.limit - self.limit // RESERVE:
             return True
         return after <= self.limit and self.held_by(uid) + amount <= max(1, self.limit // SMALL)
 
-    def take(self, uid: int, amount: int = 1) -> bool:
+    def take(self, uid: Owner, amount: int = 1) -> bool:
         """Take so much where there is room; return whether there was."""
         if not self.has_room(uid, amount):
             return False
         self.add(uid, amount)
         return True
 
-    def add(self, uid: int, amount: int) -> None:
+    def add(self, uid: Owner, amount: int) -> None:
         """Count what a user holds, whether or not there was room."""
         self.held += amount
         if held := self.held_by(uid) + amount:
@@ -51,10 +54,10 @@ class Shares:
         else:
             self._held_by.pop(uid, None)
 
-    def give_back(self, uid: int, amount: int = 1) -> None:
+    def give_back(self, uid: Owner, amount: int = 1) -> None:
         """The user holds so much less."""
         self.add(uid, -amount)
 
-    def held_by(self, uid: int) -> int:
+    def held_by(self, uid: Owner) -> int:
         """How much the user holds."""
         return self._held_by.get(uid, 0)

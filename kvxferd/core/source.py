@@ -14,6 +14,7 @@ from kvxferd.core.questions import Questions
 from kvxferd.core.rank_reports import RankReports
 from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, RankRecord, Registry
 from kvxferd.core.sessions import Session
+from kvxferd.core.shares import Owner
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.transfers import Transfer, TransferKey, Transfers
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -228,9 +229,12 @@ class Source:
         if not is_there or key in self.transfers.tombstones:
             return
         limit = self._moment.settings.limits.max_transfers_per_engine
-        if not self.transfers.has_room_for_ready(engine, limit):
+        owner = _owner_of(record)
+        if key not in self.transfers.early_ready and not self.transfers.has_room_for_ready(
+            engine, limit, owner
+        ):
             return  # an engine that says ready and never publishes; its transfers stay unready
-        self.transfers.add_early_ready(key, rank, incarnation)
+        self.transfers.add_early_ready(key, rank, incarnation, owner)
         self._moment.after(
             ("early-ready", key),
             self._moment.settings.lease_s,
@@ -355,3 +359,10 @@ class Source:
                 )
         for grant_id, transfer in self.transfers.granted.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
+
+
+def _owner_of(record: RankRecord) -> Owner:
+    """For whom a rank's early readiness is kept: its user or, where it is of another node, its daemon."""
+    if isinstance(record, LocalRank):
+        return record.uid
+    return record.identity.key or record.identity.secret or record.route.hex()

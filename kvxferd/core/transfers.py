@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxferd.core.effects import NOBODY
 from kvxferd.core.limits import MAX_TOMBSTONES
+from kvxferd.core.shares import Owner, Shares
 from kvxferd.core.snapshot import TransferSnapshot
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
@@ -65,6 +67,7 @@ class Transfer:
     grants: dict[GrantId, Grant] = field(default_factory=dict)
     num_grants_of: Counter[str] = field(default_factory=Counter)  # by asker
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
+    kept_for: Counter[str] = field(default_factory=Counter)  # what is kept of readers, by asker
 
     def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
         """Take note that a rank has written its bytes; False where it was another mapping of its memory.
@@ -96,6 +99,13 @@ class Transfer:
         decode engine may be sent to another, also when some ranks of the first have acknowledged.
         """
         return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
+
+    def cost_of(self, consumer: Consumer, acknowledges: bool) -> int:
+        """What is to be kept if the consumer's rank acknowledges, or its engine abandons, in ranks."""
+        known = self.readers.get(_engine_of(consumer))
+        if known is None:
+            return READER + acknowledges
+        return int(acknowledges and consumer.rank not in known.acknowledged)
 
     def state(self, is_ready: bool) -> str:
         """For people: "granted", "readable" or "writing"."""
@@ -129,6 +139,12 @@ class Tombstone:
 
 
 TransferKey = tuple[EngineKey, TransferId]
+# Transfers that are ready before their publish, of all engines: eight with `max_transfers_per_engine` each,
+# 1 KB an entry where names are long.
+MAX_EARLY_READY = 1 << 16
+# What is kept of readers, in ranks that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of
+# one reader have read and others have not. A reader itself counts as eight more: its names are as long.
+MAX_ACKNOWLEDGED, READER = 1 << 18, 8
 K = TypeVar("K")
 
 
@@ -141,6 +157,9 @@ class Transfers:
         # Received before the publish arrived; each holds for the mapping that it names.
         self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
         self._early_of: dict[EngineKey, dict[TransferKey, None]] = {}
+        self._early_owner: dict[TransferKey, Owner] = {}
+        self._early = Shares(MAX_EARLY_READY)
+        self._acknowledged = Shares(MAX_ACKNOWLEDGED)
         self.granted: dict[GrantId, Transfer] = {}
         self._of_session: dict[SessionId, dict[TransferKey, None]] = {}
         self._in_slot: dict[tuple[SessionId, int], Transfer] = {}
@@ -169,6 +188,8 @@ class Transfers:
         del self._in_slot[transfer.session, transfer.fence_slot]
         _discard(self._of_session, transfer.session, key)
         _discard(self._of_engine, transfer.engine, key)
+        for asker, amount in transfer.kept_for.items():
+            self._acknowledged.give_back(asker, amount)
         if len(self.tombstones) <= MAX_TOMBSTONES:
             return None
         oldest = next(iter(self.tombstones))
@@ -179,12 +200,25 @@ class Transfers:
         """How many live transfers the engine has."""
         return len(self._of_engine.get(engine, ()))
 
-    def has_room_for_ready(self, engine: EngineKey, limit: int) -> bool:
-        """Whether the engine has said `ready` for fewer transfers than that before their publish."""
-        return len(self._early_of.get(engine, ())) < limit
+    def keep_reader(self, transfer: Transfer, asker: str, consumer: Consumer, acknowledges: bool) -> bool:
+        """Count what is to be kept of a reader, for the peer that sent it; False where there is no room."""
+        cost = transfer.cost_of(consumer, acknowledges)
+        if cost and not self._acknowledged.take(asker, cost):
+            return False
+        transfer.kept_for[asker] += cost
+        return True
 
-    def add_early_ready(self, key: TransferKey, rank: Rank, incarnation: Incarnation) -> None:
+    def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NOBODY) -> bool:
+        """Whether `ready` was sent for fewer of the engine's transfers before their publish, and in all."""
+        return len(self._early_of.get(engine, ())) < limit and self._early.has_room(owner)
+
+    def add_early_ready(
+        self, key: TransferKey, rank: Rank, incarnation: Incarnation, owner: Owner = NOBODY
+    ) -> None:
         """The rank has written the bytes of a transfer that is not published yet."""
+        if key not in self.early_ready:
+            self._early_owner[key] = owner
+            self._early.add(owner, 1)
         self.early_ready.setdefault(key, {})[rank] = incarnation
         self._early_of.setdefault(key[0], {})[key] = None
 
@@ -193,6 +227,7 @@ class Transfers:
         if ranks is None:
             return {}
         _discard(self._early_of, key[0], key)
+        self._early.give_back(self._early_owner.pop(key))
         return ranks
 
     def grant(self, transfer: Transfer, grant: Grant) -> None:
