@@ -119,12 +119,11 @@ class Movers:
             self.kill(known.mover)
 
     def _leave_soon(self, mover: Mover) -> None:
-        # Not from within whatever wants it gone, but before the next event.
         def leave() -> None:
             self._on_leaving(mover)
             self.reconsider(mover.mover)
 
-        self._moment.after(("mover-leaves", mover.mover), 0.0, leave)
+        self._moment.before_next_event(("mover-leaves", mover.mover), leave)
 
     def retired(self) -> list[Mover]:
         """Those that are retired and not dead yet."""

@@ -185,7 +185,7 @@ class Node:
         """Take one event at a time, `now` never going back. Return what is to be done, in order."""
         self.moment.now = max(now, self.moment.now)
         self._take(event)
-        self.moment.timers.run_due(self.moment.now)
+        self.moment.run_due()
         return [self._as_spoken(effect) for effect in self.moment.take_effects()]
 
     def _as_spoken(self, effect: Effect) -> Effect:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -13,7 +14,7 @@ from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.manifests import check_manifests
 from kvxferd.core.moment import Moment
-from kvxferd.core.questions import OnAnswer, Questions
+from kvxferd.core.questions import CHECK_PEER, OnAnswer, Questions
 from kvxferd.core.shares import Shares
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
@@ -273,15 +274,22 @@ class Peers:
             waiting, peer.waiting = peer.waiting, []
             if isinstance(answer, Greeting) and _is_spoken(answer.version):
                 peer.boot, peer.version = answer.boot, answer.version
-                for make, give_up_s, on_answer in waiting:
-                    self._ask(peer, make, give_up_s, on_answer)
+                self._moment.in_turns(partial(self._ask_as_known, peer, *wanted) for wanted in waiting)
                 return
             self._silent(peer)
-            for _, _, on_answer in waiting:
-                on_answer(_as_refusal(answer))
+            refused = _as_refusal(answer)
+            self._moment.in_turns(partial(on_answer, refused) for _, _, on_answer in waiting)
 
         give_up_s = self._moment.settings.silent_after_s
         self._questions.ask(peer.endpoint, question, give_up_s, answered, uid=peer.uid)
+
+    def _ask_as_known(self, peer: Peer, make: Ask, give_up_s: float, on_answer: OnAnswer) -> None:
+        """Ask what waited for the greeting, unless the peer has fallen silent or was forgotten since."""
+        if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
+            self._ask(peer, make, give_up_s, on_answer)
+            return
+        text = f"cannot reach {peer.endpoint}: it answered the greeting, and nothing since; {CHECK_PEER}"
+        on_answer(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
 
     def _silent(self, peer: Peer) -> None:
         """What it comes back as may be another daemon: nothing known of it holds.
@@ -477,8 +485,7 @@ class Peers:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
         self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
-        for on_learnt in waiting:
-            on_learnt(outcome)
+        self._moment.in_turns(partial(on_learnt, outcome) for on_learnt in waiting)
 
     def _record(
         self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float

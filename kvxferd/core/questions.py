@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvxferd.core.effects import NOBODY, ToPeer, ToRoute
 from kvxferd.core.moment import Moment
@@ -14,6 +15,7 @@ from kvxferd.wire.peer import Answer, Done, PeerMessage, PeerRefused, Question
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route back to whoever connected here
 OnAnswer = Callable[[Answer], None]
+NOWHERE: Address = b""  # no route: nobody can answer
 
 CHECK_PEER = (
     "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
@@ -102,10 +104,10 @@ class Questions:
 
     def _forget(self, number: int) -> _Asked:
         asked = self._asked.pop(number)
-        there = self._asked_there[asked.to]
-        del there[number]
+        there = self._asked_there.get(asked.to, {})
+        there.pop(number, None)
         if not there:
-            del self._asked_there[asked.to]
+            self._asked_there.pop(asked.to, None)
         self._moment.timers.stop(("resend", number))
         self._moment.timers.stop(("give-up", number))
         return asked
@@ -127,9 +129,20 @@ class Questions:
             self._asked[number].to = new
 
     def fail_all(self, to: Address, error: KvxferdError) -> None:
-        """Nothing that is asked there will be answered."""
-        for number in list(self._asked_there.get(to, ())):
-            self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
+        """Nothing that is asked there will be answered: from now on no answer is taken.
+
+        Where thousands wait, the last of them are refused in later turns.
+        """
+        failed = self._asked_there.pop(to, {})
+        for number in failed:
+            self._asked[number].to = NOWHERE
+            self._moment.timers.stop(("resend", number))
+
+        def refuse(number: int) -> None:
+            if number in self._asked:  # neither withdrawn nor given up meanwhile
+                self._end(number, PeerRefused(request=number, code=error.code, message=error.message))
+
+        self._moment.in_turns(partial(refuse, number) for number in failed)
 
     def is_open(self, to: Address, number: int) -> bool:
         """Whether that question is asked there."""

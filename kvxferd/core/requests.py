@@ -321,8 +321,12 @@ class Requests:
     def _unprepare(self, session: Session, ref: TransferRef) -> None:
         if hold := session.prepared.pop(ref, None):
             self._moment.timers.stop(("prepared", session.session, ref))
+            is_settled = hold.state not in (HoldState.LEARNING, HoldState.ASKING)
             self._holds.give_back(hold)
-            self._leave(session, hold)
+            if is_settled:
+                self._prepared_of.give_back(session.uid)
+            else:
+                self._leave(session, hold)
 
     def _leave(self, session: Session, hold: Hold) -> None:
         """Count it while what it asked may wait: else who prepares and leaves would have no limit."""

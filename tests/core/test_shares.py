@@ -138,6 +138,20 @@ def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
     assert node.requests._prepared_of.held_by(FIRST) == 0
 
 
+def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
+    """An engine may abort many requests; nothing that they asked waits for an answer."""
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink, _ = two_users(world)
+    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(8)]
+    for ref in refs:
+        sink.say(wk.Prepare(ref=ref))
+        sink.say(wk.Abandon(ref=ref))
+    assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED] * 8
+    assert sink.host.node.requests._prepared_of.held_by(FIRST) == 0
+    assert sink.host.node.sessions[sink.session].num_left == 0
+
+
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
