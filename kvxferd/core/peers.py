@@ -201,7 +201,7 @@ class Peers:
             fits = peer.assembly.num_bytes + num_bytes <= MAX_ARRIVING_OF_ONE
             return fits and self._arriving.take(uid, num_bytes)
 
-        peer.assembly = IdsAssembly(reserve)
+        peer.assembly = IdsAssembly(reserve, may_lose_parts=True)
         return peer
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:

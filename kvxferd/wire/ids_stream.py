@@ -49,13 +49,15 @@ class IdsAssembly:
     """Collects `BlockIds` parts of one connection until the request that names them arrives.
 
     `reserve` is asked for room for so many bytes more, and given back what they took (a negative number).
-    Where there is no room the request's ids are dropped, and the request is refused when it comes.
+    Where there is no room the request's ids are dropped, and the request is refused when it comes. The same
+    where a part is missing and `may_lose_parts`: the inbox of peers drops what has no room behind a manifest.
     """
 
-    def __init__(self, reserve: Reserve = _always) -> None:
+    def __init__(self, reserve: Reserve = _always, *, may_lose_parts: bool = False) -> None:
         self._streams: dict[int, dict[GroupName, bytearray]] = {}
         self._dropped: dict[int, None] = {}
         self._reserve = reserve
+        self._may_lose_parts = may_lose_parts
         self.num_bytes = 0
 
     def clear(self) -> None:
@@ -97,6 +99,9 @@ class IdsAssembly:
                 Code.FRAME_TOO_LARGE,
             )
         front = groups.setdefault(part.group, bytearray())
+        if part.offset > len(front) and self._may_lose_parts:
+            self._drop(part.stream)
+            return
         if part.offset != len(front):
             raise ProtocolError(
                 f"cannot place ids of group {part.group} at byte {part.offset}: "
@@ -116,8 +121,8 @@ class IdsAssembly:
         if stream in self._dropped:
             del self._dropped[stream]
             raise BusyError(
-                "cannot take so many block ids: requests of this user whose ids are arriving have "
-                f"all the room that they may; try again in {BUSY_AGAIN_S:g} s",
+                "cannot take so many block ids: what is arriving for this user has all the room that it "
+                f"may, or a part of them was dropped; try again in {BUSY_AGAIN_S:g} s",
                 BUSY_AGAIN_S,
             )
         fronts = self._streams.pop(stream, None)

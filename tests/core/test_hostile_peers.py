@@ -205,6 +205,29 @@ def test_a_grant_whose_list_had_no_room_is_refused_as_busy(world, source, sink, 
     assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
 
 
+def test_a_part_that_had_no_room_behind_a_manifest_fails_its_own_grant_alone(world, source, sink):
+    """The inbox drops what one user's manifest keeps waiting: another's pulls there go on."""
+    world.hold_network = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(2)]
+    first = BlockIds(stream=7, group="full", offset=0, ids=pack_ids(IDS[:1]))
+    third = BlockIds(stream=7, group="full", offset=2 * len(first.ids), ids=pack_ids(IDS[2:]))
+    num_granted = 0
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, Granted):
+            num_granted += 1
+            if num_granted == 1:
+                hear(world, sink.host, source.host.endpoint, first)
+                hear(world, sink.host, source.host.endpoint, third)
+                envelope.payload = encode(msgspec.structs.replace(message, stream=7))
+        world.arrive(envelope)
+    ended = [sink.ended(ticket) for ticket in tickets]
+    assert {type(e) for e in ended} == {wk.Failed, wk.Delivered}
+    (failed,) = (e for e in ended if isinstance(e, wk.Failed))
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+
+
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
     """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
     honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
