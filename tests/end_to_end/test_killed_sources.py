@@ -49,6 +49,7 @@ def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
     return mover
 
 
+@pytest.mark.timeout(300)  # 22 movers of a second of a core each; where others work beside it, the double
 @pytest.mark.parametrize(("environment", "is_proved"), [(PROVED, True), (UNKNOWN, False)])
 def test_ten_killed_sources(fleet: Fleet, environment: str, is_proved: bool):
     daemon = fleet.daemon("node", KVXFERD_MOVER_ENVIRONMENT=environment)
@@ -89,7 +90,9 @@ def test_ten_killed_sources(fleet: Fleet, environment: str, is_proved: bool):
         assert all(name == "Delivered" or fields["safe_to_reuse"] for name, fields in ends.values()), ends
         assert not watch.peak_bytes
     else:
-        assert set(outcomes) == {"Failed"}
+        # What was being read is in doubt, and fails. What a starved mover had not begun is read from the
+        # source's next mover.
+        assert "Failed" in outcomes
     print(
         json.dumps(
             {
