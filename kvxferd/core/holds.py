@@ -253,19 +253,24 @@ class Holds:
         if not held:
             return
         oldest = self._moment.now - self._moment.settings.max_hold_s
-        grants = tuple(grant for grant, hold in held.items() if (hold.settled or 0.0) > oldest)
-        for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
-            self._ask_renewal(endpoint, grants[first : first + MAX_GRANTS_PER_RENEWAL], lease_s)
+        # Each user's by themselves: one whose questions have no room must not end the grants of another.
+        grants_of: dict[int, list[GrantId]] = {}
+        for grant, hold in held.items():
+            if (hold.settled or 0.0) > oldest:
+                grants_of.setdefault(hold.rank.uid, []).append(grant)
+        for uid, grants in grants_of.items():
+            for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
+                some = tuple(grants[first : first + MAX_GRANTS_PER_RENEWAL])
+                self._ask_renewal(endpoint, some, lease_s, uid)
         self._renew_later(endpoint, lease_s)
 
-    def _ask_renewal(self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float) -> None:
-        holder = next(iter(self._held[endpoint].values()))
+    def _ask_renewal(self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float, uid: int) -> None:
         self._peers.ask(
             endpoint,
             lambda request: RenewGrants(request=request, grants=grants),
             lease_s,
             lambda answer: self._renewed(endpoint, answer),
-            holder.rank.uid,
+            uid,
         )
 
     def _renewed(self, endpoint: Endpoint, answer: Answer) -> None:

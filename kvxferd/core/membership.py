@@ -510,10 +510,10 @@ class Home:
         if present is not None and present.agent == said.agent and present.boot == said.boot:
             self._remove(present)
             self._holders.leave(engine, said.rank)
-        elif present is None and self._holders.absent_holder(engine, said.rank) == (
-            MemberIdentity(key, said.secret).holder or None
-        ):
-            self._holders.leave(engine, said.rank)  # it left while this daemon was away
+        elif present is None:
+            holder = MemberIdentity(key, said.secret).holder
+            if holder and self._holders.absent_holder(engine, said.rank) == holder:
+                self._holders.leave(engine, said.rank)  # it left while this daemon was away
         self._moment.do(ToRoute(route, Done(request=said.request)))
 
     def _is_owner(self, present: MemberRank, route: bytes, said: LeaveRank | RankReady, key: str) -> bool:

@@ -182,3 +182,24 @@ def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> Non
     assert delivers(other, second, "t1")
     world.advance(60.0)
     assert node.peers._unanswered.held == len(node.questions) == 0
+
+
+def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more(monkeypatch) -> None:
+    """The pull that began last would end with the first one's user, whose questions nobody answers."""
+    monkeypatch.setattr(peers, "MAX_UNANSWERED", 64)
+    world = world_of()
+    first, second = two_users(world)
+    source, mute = sources_of(world, 2)
+    assert delivers(mute, first, "t0")
+    for sink in (first, second):
+        mover_of(sink).hold = True
+    first.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
+    ticket = second.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
+    world.cut = {(mute.host.name, "d")}
+    for number in range(60):
+        first.say(wk.Abandon(ref=ref_to(mute.host.name, f"t{number}")))
+    assert not first.host.node.peers._unanswered.has_room(FIRST)
+    world.advance(world.settings.lease_s + 1.0)
+    mover_of(second).copy()
+    mover_of(second).finish()
+    assert isinstance(second.ended(ticket), wk.Delivered)

@@ -260,6 +260,24 @@ def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
     assert isinstance(as_stranger(world, home, join(stages[0].spec)), Done)
 
 
+def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
+    """Without a secret it names no holder, as a rank that is here has no absent one."""
+    stages = stages_of(world)
+    home, spec = stages[0].host, stages[0].spec
+    leave = LeaveRank(
+        request=7,
+        boot="evil",
+        engine_id=spec.engine_id,
+        generation=spec.generation,
+        rank=spec.rank,
+        agent="a",
+    )
+    assert isinstance(as_holder_of(world, home, "", leave), Done)
+    assert home.node.ownerships.ranks.num_absent(KEY.engine_id) == 0
+    world.advance(world.settings.ownership_s + 1)
+    assert home.node.ownerships.ranks.holder_of(KEY, spec.rank) == holder_of_user(0)
+
+
 def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
     stages = stages_of(world)
     del world.hosts["p1"]
