@@ -116,6 +116,15 @@ def check_waiting(of_peer: int, num_waiting: int, limits: Limits) -> None:
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
     check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
-    # As of users (`shares`): a few peers with a full queue each must not refuse all others.
-    if num_waiting >= limits.max_waiting - limits.max_waiting // RESERVE:
-        check_count(of_peer, max(1, limits.max_waiting // SMALL), what, "a sixteenth of limits.max_waiting")
+    check_reserve(of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")
+
+
+def check_reserve(
+    of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+) -> None:
+    """Raise BusyError where one more of a peer that has many would be in the last eighth of a limit.
+
+    As of users (`shares`): a few peers with all that each may have must not refuse all others.
+    """
+    if num >= limit - limit // RESERVE:
+        check_count(of_peer, max(1, limit // SMALL), what, f"a sixteenth of {setting}", retry_after_s)

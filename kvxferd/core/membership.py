@@ -9,7 +9,7 @@ from kvxferd.core.attendance import Attendance
 from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.limits import RETRY_LATER_S, check_count
+from kvxferd.core.limits import RETRY_LATER_S, check_count, check_reserve
 from kvxferd.core.manifests import check_manifest, check_spec
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
@@ -300,6 +300,7 @@ class Home:
         check_count(len(self._members), MAX_MEMBERS, what, "not a setting", RETRY_LATER_S)
         of_one = self._num_of[key or route]
         check_count(of_one, MAX_MEMBERS_OF_ONE, what, "of one peer; not a setting", RETRY_LATER_S)
+        check_reserve(of_one, len(self._members), MAX_MEMBERS, what, "what all may have", RETRY_LATER_S)
 
     def _check_sender(
         self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None, route: bytes
@@ -588,7 +589,9 @@ class Home:
             )
         what = "take one more rank as ready: too many were in the last minutes"
         check_count(len(self._heard_ready), MAX_HEARD_READY, what, "not a setting")
-        check_count(self._num_ready_of[asker], MAX_HEARD_READY_OF_ONE, what, "of one daemon; not a setting")
+        of_one = self._num_ready_of[asker]
+        check_count(of_one, MAX_HEARD_READY_OF_ONE, what, "of one daemon; not a setting")
+        check_reserve(of_one, len(self._heard_ready), MAX_HEARD_READY, what, "what all may have")
 
     def _is_named(self, engine: EngineKey, route: bytes, said: RankReady) -> bool:
         """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.

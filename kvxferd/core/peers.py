@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -105,7 +105,7 @@ class Peer:
     version: int = 1  # of the peer protocol, once greeted
     waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
-    learning: dict[EngineKey, list[OnLearnt]] = field(default_factory=dict)
+    learning: dict[EngineKey, list[tuple[int, OnLearnt]]] = field(default_factory=dict)
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
 
 
@@ -405,7 +405,7 @@ class Peers:
         if key in peer.engines:
             on_learnt(peer.engines[key])
             return
-        peer.learning.setdefault(key, []).append(on_learnt)
+        peer.learning.setdefault(key, []).append((uid, on_learnt))
         if len(peer.learning[key]) > 1:
             return
         started = self._moment.now
@@ -422,31 +422,35 @@ class Peers:
 
         def answered(answer: Answer) -> None:
             self._learning.give_back(uid)
-            self._learnt(peer, key, self._kept(self._read(key, answer, uid)), started)
+            users = dict.fromkeys(user for user, _ in peer.learning[key])
+            self._learnt(peer, key, self._kept(self._read(key, answer), users), started)
 
         self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered, uid)
 
-    def _kept(self, read: RemoteEngine | Refusal) -> RemoteEngine | Refusal:
-        """Count the engine for as long as anybody holds it, or refuse where its user has no room for it.
+    def _kept(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
+        """Count the engine for as long as anybody holds it, for the first who waits for it and has room.
 
-        Of that user the ones that were learnt first are forgotten before: who wants one has it learnt again.
+        Of each user the ones that were learnt first are forgotten before: who wants one has it learnt again.
+        The one who asked first must not have it refused to the others.
         """
         if isinstance(read, Refusal):
             return read
-        shares, uid, size = self._learnt_bytes, read.uid, read.num_bytes
-        if not shares.has_room(uid, size):
-            self._forget_engines(uid, size)
-        if not shares.has_room(uid, size):
-            return Refusal(
-                Code.BUSY,
-                f"cannot learn engine {read.spec.key}: what is known of other nodes' engines takes "
-                f"{shares.held} bytes, {shares.held_by(uid)} of them for uid {uid}, and {shares.limit} is "
-                f"the limit; try again in {RETRY_LATER_S:g} s",
-                RETRY_LATER_S,
-            )
-        shares.add(uid, size)
-        weakref.finalize(read, shares.give_back, uid, size).atexit = False
-        return read
+        shares, size = self._learnt_bytes, read.num_bytes
+        for uid in users:
+            if not shares.has_room(uid, size):
+                self._forget_engines(uid, size)
+            if shares.has_room(uid, size):
+                kept = replace(read, uid=uid)
+                shares.add(uid, size)
+                weakref.finalize(kept, shares.give_back, uid, size).atexit = False
+                return kept
+        return Refusal(
+            Code.BUSY,
+            f"cannot learn engine {read.spec.key}: {shares.held} bytes of {shares.limit} are taken by other "
+            f"nodes' engines, and nobody who waits for this one has room for {size} more; "
+            f"try again in {RETRY_LATER_S:g} s",
+            RETRY_LATER_S,
+        )
 
     def _forget_engines(self, uid: int, size: int) -> None:
         for peer in self._peers.values():
@@ -455,7 +459,7 @@ class Peers:
                 if self._learnt_bytes.has_room(uid, size):
                     return
 
-    def _read(self, key: EngineKey, answer: Answer, uid: int) -> RemoteEngine | Refusal:
+    def _read(self, key: EngineKey, answer: Answer) -> RemoteEngine | Refusal:
         """Turn the answer into an engine, if it is one that can be read."""
         if not isinstance(answer, EngineManifest):
             refused = _as_refusal(answer)
@@ -474,7 +478,7 @@ class Peers:
                 require_pp_aware(ranks, "this node")
         except KvxferdError as error:
             return Refusal(error.code, error.message)
-        return RemoteEngine(answer.ranks[0].spec, ranks, uid)
+        return RemoteEngine(answer.ranks[0].spec, ranks)
 
     def _learnt(self, peer: Peer, key: EngineKey, outcome: RemoteEngine | Refusal, started: float) -> None:
         waiting = peer.learning.pop(key, [])
@@ -485,7 +489,7 @@ class Peers:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
         self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
-        self._moment.in_turns(partial(on_learnt, outcome) for on_learnt in waiting)
+        self._moment.in_turns(partial(on_learnt, outcome) for _, on_learnt in waiting)
 
     def _record(
         self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float

@@ -203,3 +203,22 @@ def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more
     mover_of(second).copy()
     mover_of(second).finish()
     assert isinstance(second.ended(ticket), wk.Delivered)
+
+
+def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
+    """The first to ask has no room: the others would be refused for it, again and again."""
+    world = world_of()
+    first, second = two_users(world)
+    (source,) = sources_of(world, 1)
+    shares = first.host.node.peers._learnt_bytes
+    shares.add(FIRST, shares.limit)
+    shares.limit += shares.limit // 10  # so that the last eighth has room, for who holds little
+    world.hold_network = True
+    tickets = [
+        sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS)
+        for n, sink in enumerate((first, second))
+    ]
+    world.deliver()
+    assert isinstance(second.ended(tickets[1]), wk.Delivered)
+    assert isinstance(first.ended(tickets[0]), wk.Delivered)
+    assert shares.held_by(SECOND) > 0

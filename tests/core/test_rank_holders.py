@@ -386,6 +386,30 @@ def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
     assert refused.code is Code.BUSY
 
 
+def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
+    """Two that have joined, or said ready, as often as each may would else refuse all others for minutes."""
+    for name, limit in (("MAX_MEMBERS", 16), ("MAX_HEARD_READY", 16)):
+        monkeypatch.setattr(membership, name, limit)
+        monkeypatch.setattr(membership, f"{name}_OF_ONE", limit // 2)
+    world = World()
+    home = world.host("p0")
+
+    def joins(key: str, number: int) -> Message:
+        spec = spec_of(f"{key}-{number}", home=home.endpoint)
+        return as_holder_of(world, home, key, join(spec, f"agent-{key}-{number}"))
+
+    def is_ready(key: str, number: int) -> Message:
+        ready = RankReady(
+            request=100 * int(key, 16) + number, engine_id=f"{key}-0", generation="g1", rank=FIRST,
+            transfer_id=f"t{number}", incarnation="first", secret="another",
+        )  # fmt: skip
+        return as_holder_of(world, home, key, ready)
+
+    for say in (joins, is_ready):
+        num_taken = {key: sum(isinstance(say(key, n), Done) for n in range(9)) for key in ("0a", "0b", "0c")}
+        assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
+
+
 def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
     stages = stages_of(world)
     home, secret = stages[0].host, stages[1].host.node.member._secret
