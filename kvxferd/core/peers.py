@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,6 +52,8 @@ MAX_LEARNING = 4096
 # dead for the 120 s in which they are asked again, are 24,000: one user's share is 28,672.
 MAX_UNANSWERED = 32_768
 
+# Refusals of a source that has waited for ranks as long as it was asked to.
+PASSING = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 # Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, by the user who named
 # the peer first; of one peer two. Without a limit 448 peers that never end a list held 128 MiB each.
@@ -93,6 +96,14 @@ OnLearnt = Callable[[RemoteEngine | Refusal], None]
 Ask = Callable[[int], Question]
 
 
+class Learner(NamedTuple):
+    """Somebody who waits for an engine, and no longer than that for its missing ranks."""
+
+    uid: int
+    until: float
+    on_learnt: OnLearnt
+
+
 @dataclass(slots=True)
 class Peer:
     """One daemon, named by its endpoint. All that is known of it goes when it falls silent."""
@@ -105,7 +116,7 @@ class Peer:
     version: int = 1  # of the peer protocol, once greeted
     waiting: list[tuple[Ask, float, OnAnswer]] = field(default_factory=list)  # for the greeting
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
-    learning: dict[EngineKey, list[tuple[int, OnLearnt]]] = field(default_factory=dict)
+    learning: dict[EngineKey, list[Learner]] = field(default_factory=dict)
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
 
 
@@ -405,10 +416,15 @@ class Peers:
         if key in peer.engines:
             on_learnt(peer.engines[key])
             return
-        peer.learning.setdefault(key, []).append((uid, on_learnt))
-        if len(peer.learning[key]) > 1:
-            return
-        started = self._moment.now
+        learner = Learner(uid, self._moment.now + wait_s, on_learnt)
+        peer.learning.setdefault(key, []).append(learner)
+        if len(peer.learning[key]) == 1:
+            self._fetch(peer, key, learner)
+
+    def _fetch(self, peer: Peer, key: EngineKey, learner: Learner) -> None:
+        """Ask for the engine, for all who wait for it."""
+        started, uid = self._moment.now, learner.uid
+        wait_s = learner.until - started
         self._learning.add(uid, 1)
 
         def make(request: int) -> Question:
@@ -422,10 +438,24 @@ class Peers:
 
         def answered(answer: Answer) -> None:
             self._learning.give_back(uid)
-            users = dict.fromkeys(user for user, _ in peer.learning[key])
-            self._learnt(peer, key, self._kept(self._read(key, answer), users), started)
+            waiting = peer.learning.pop(key)
+            outcome = self._kept(self._read(key, answer), dict.fromkeys(w.uid for w in waiting))
+            if isinstance(outcome, Refusal) and outcome.code in PASSING:
+                waiting = self._refused(peer, key, learner.until, waiting)
+            self._learnt(peer, key, outcome, started, waiting)
 
-        self.ask(endpoint, make, wait_s + self._moment.settings.silent_after_s, answered, uid)
+        self.ask(peer.endpoint, make, wait_s + self._moment.settings.silent_after_s, answered, uid)
+
+    def _refused(self, peer: Peer, key: EngineKey, until: float, waiting: list[Learner]) -> list[Learner]:
+        """Ask again for those who wait longer than was asked to; return the others.
+
+        One user's pull of half a second must not be the end of another's of ten.
+        """
+        until = max(until, self._moment.now)
+        if later := [learner for learner in waiting if learner.until > until]:
+            peer.learning[key] = later
+            self._fetch(peer, key, max(later, key=lambda learner: learner.until))
+        return [learner for learner in waiting if learner.until <= until]
 
     def _kept(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
         """Count the engine for as long as anybody holds it, for the first who waits for it and has room.
@@ -480,8 +510,14 @@ class Peers:
             return Refusal(error.code, error.message)
         return RemoteEngine(answer.ranks[0].spec, ranks)
 
-    def _learnt(self, peer: Peer, key: EngineKey, outcome: RemoteEngine | Refusal, started: float) -> None:
-        waiting = peer.learning.pop(key, [])
+    def _learnt(
+        self,
+        peer: Peer,
+        key: EngineKey,
+        outcome: RemoteEngine | Refusal,
+        started: float,
+        waiting: list[Learner],
+    ) -> None:
         if isinstance(outcome, RemoteEngine):
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
                 del peer.engines[old]  # one generation at a time; a reader of the other asks again
@@ -489,7 +525,7 @@ class Peers:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
         self._moment.do(Observed(self._record(peer.endpoint, key, outcome, started)))
-        self._moment.in_turns(partial(on_learnt, outcome) for _, on_learnt in waiting)
+        self._moment.in_turns(partial(learner.on_learnt, outcome) for learner in waiting)
 
     def _record(
         self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float

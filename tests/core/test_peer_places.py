@@ -13,7 +13,7 @@ from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Done
+from kvxferd.wire.peer import Done, FetchEngine, Greet, Greeting, PeerRefused
 
 FIRST, SECOND = 1000, 2000
 LAYOUT = attention_layout(
@@ -222,3 +222,47 @@ def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
     assert isinstance(second.ended(tickets[1]), wk.Delivered)
     assert isinstance(first.ended(tickets[0]), wk.Delivered)
     assert shares.held_by(SECOND) > 0
+
+
+def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() -> None:
+    world = world_of()
+    first, second = two_users(world)
+    host = world.host("s0")
+    one, other = (spec_of("prefill", tp=2, tp_rank=rank) for rank in (0, 1))
+    world.register(host, one)
+    ref = ref_to(host.name)
+    short = first.pull(ref, SINK_IDS, TOKENS, deadline_s=0.5)
+    long = second.pull(ref, SINK_IDS, TOKENS, deadline_s=8.0)
+    world.advance(1.0)
+    assert isinstance(first.ended(short), wk.Failed)
+    assert second.ended(long) is None
+    world.register(host, other)
+    world.advance(2.0)
+    failed = second.ended(long)
+    assert isinstance(failed, wk.Failed)
+    assert failed.code is Code.TRANSFER_UNKNOWN  # the engine was learnt
+    assert first.host.node.peers._learning.held == first.host.node.peers._unanswered.held == 0
+
+
+def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
+    """Who waits longest asks for all who wait."""
+    world = world_of()
+    first, second = two_users(world)
+    world.engine(world.host("s0"), "other")
+    world.hold_network = True
+    tickets = [
+        sink.pull(ref_to("s0"), SINK_IDS, TOKENS, deadline_s=deadline_s)
+        for sink, deadline_s in ((first, 0.5), (second, 4.0), (first, 2.0))
+    ]
+    node, num_refused = first.host.node, 0
+    for _ in range(8):
+        for request, asked in list(node.questions._asked.items()):
+            if isinstance(asked.question, FetchEngine):
+                num_refused += 1
+                refused = PeerRefused(request=request, code=Code.ENGINE_INCOMPLETE, message="no")
+                world.feed(first.host, ev.PeerSaid(asked.to, refused))
+            elif isinstance(asked.question, Greet):
+                world.feed(first.host, ev.PeerSaid(asked.to, Greeting(request=request, version=2, boot="b")))
+    assert num_refused == 2
+    ended = [sink.ended(ticket) for sink, ticket in zip((first, second, first), tickets, strict=True)]
+    assert [e.code for e in ended if isinstance(e, wk.Failed)] == [Code.ENGINE_INCOMPLETE] * 3
