@@ -334,9 +334,20 @@ class Daemon:
         self._on_event(MoverSaid(mover, message))
 
     def _on_mover_exit(self, mover: MoverId) -> None:
-        if self._handles.pop(mover, None) is None:
+        handle = self._handles.pop(mover, None)
+        if handle is None:
             self._exited.add(mover)
+        else:
+            self._log_death(handle)
         self._on_event(MoverDied(mover))
+
+    def _log_death(self, handle: MoverHandle) -> None:
+        """Log a mover that nobody had end. It exits with its worker too, so a dead worker's is not logged."""
+        mover = self._node.movers.get(handle.mover_id)
+        if mover is None or mover.dying or mover.resident or not self._workers.is_alive(mover.session):
+            return
+        engine = mover.engine.engine_id if mover.engine is not None else ""
+        log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
 
     async def _take_mover(self, session: SessionId, taking: Coroutine[None, None, MoverHandle]) -> None:
         try:

@@ -56,15 +56,15 @@ class RunDirectory:
             raise self._already_running(self._daemon_fd)
         try:
             self._take_over(worker_socket)
+            for fd in (self._daemon_fd, self._old_daemon.fd):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             self.close()
             raise ConfigError(_why_not(path, error)) from error
         except BaseException:
             self.close()
             raise
-        for fd in (self._daemon_fd, self._old_daemon.fd):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _take_over(self, worker_socket: str) -> None:
         """Take the places of version 0.1, and make the worker socket's directory."""

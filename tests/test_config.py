@@ -130,6 +130,21 @@ def test_a_bad_flag_is_refused_by_name() -> None:
         load_config(None, {}, {"transfer.lease": "3"})
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "wanted"),
+    [
+        ("worker.allowed_uids", "[0, 1000]", "separated by commas"),  # as the file would have it
+        ("peer.curve_allowed_keys", '["any"]', "separated by commas, or any"),
+        ("peer.allowed_addresses", "node-7", "separated by commas"),
+        ("mover.environment", "UCX_TLS=rc,cuda_copy", "NAME=text,NAME=text"),
+    ],
+)
+def test_who_gives_a_list_as_text_learns_how_text_is_written(key: str, text: str, wanted: str) -> None:
+    for environ, flags in (({}, {key: text}), ({SETTINGS[key].variable: text}, {})):
+        with pytest.raises(ConfigError, match=wanted):
+            load_config(None, environ, flags)
+
+
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"/nowhere/k\.toml: No such file"):
         load_config(Path("/nowhere/k.toml"), {}, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import socket
@@ -252,6 +253,19 @@ def test_a_path_that_cannot_be_used_is_refused_with_what_to_do(directory: Path):
     for path in (directory, directory / "below"):
         with pytest.raises(ConfigError, match="remove that, or name another"):
             start(path)
+
+
+def test_a_full_directory_is_refused_with_what_to_do(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    """Empty files have room where their first byte has none."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(ConfigError, match="No space left on device; make room there"):
+            start(directory)
+    start(directory).close()  # nothing is held
 
 
 @needs_root

@@ -25,5 +25,6 @@ def disown(daemon: Daemon, engine_id: str, as_json: bool) -> None:
         print_json(answer)
         return
     whose = f", which was uid {answer['uid']}'s" if answer["uid"] is not None else ""
-    ranks = f"; {answer['ranks']} ranks are free" if answer["ranks"] else ""
+    num_ranks = answer["ranks"]
+    ranks = f"; {num_ranks} {'rank is' if num_ranks == 1 else 'ranks are'} free" if num_ranks else ""
     click.echo(f"disowned {answer['disowned']}{whose}{ranks}")

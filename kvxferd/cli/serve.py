@@ -51,7 +51,7 @@ def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _help(setting: Setting) -> str:
     # File modes are the one number that nobody reads in decimal.
     default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
-    return f"{setting.wanted}. Default: {default if default else 'empty'}."
+    return f"{setting.wanted_as_text}. Default: {default if default else 'empty'}."
 
 
 @click.command()

@@ -23,6 +23,14 @@ _SERVICE_LINK = re.compile(
     r"|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 
+# Kinds that are written otherwise in a flag or in the environment than in the file.
+_AS_TEXT = (
+    (Ids, "numeric ids, separated by commas"),
+    (Keys, "public keys of 64 hex digits, separated by commas, or any"),
+    (Networks, "networks such as 10.0.0.0/16, separated by commas"),
+    (Environment, "NAME=text,NAME=text; a text with a comma has to be set in the file"),
+)
+
 
 class Setting(NamedTuple):
     """One key of the configuration, as file, environment and flags name it."""
@@ -44,8 +52,13 @@ class Setting(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What a right value looks like."""
+        """What a right value looks like in the file."""
         return next(m.title for m in self.type.__metadata__ if isinstance(m, msgspec.Meta) and m.title)
+
+    @property
+    def wanted_as_text(self) -> str:
+        """What a right value looks like in a flag, or in the environment."""
+        return next((text for kind, text in _AS_TEXT if kind is self.type), self.wanted)
 
 
 def _settings() -> Iterator[Setting]:
@@ -67,11 +80,13 @@ def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[st
     """
     values: dict[str, dict[str, Any]] = {}
     given = [*_from_file(path)] if path is not None else []
+    num_of_file = len(given)
     given += _from_environment(environ)
     given += _from_flags(flags)
-    for key, value, source in given:
+    for number, (key, value, source) in enumerate(given):
         setting = _setting(key, source)
-        values.setdefault(setting.section, {})[setting.field] = _checked(setting, value, source)
+        wanted = setting.wanted if number < num_of_file else setting.wanted_as_text
+        values.setdefault(setting.section, {})[setting.field] = _checked(setting, value, source, wanted)
     return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
 
 
@@ -148,16 +163,16 @@ def _parse_text(key: str, text: str, source: str) -> Any:
             return {name.strip(): value for name, _, value in pairs}
         return msgspec.convert(text, setting.type, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
-        raise _refusal(setting, text, source) from error
+        raise _refusal(setting, text, source, setting.wanted_as_text) from error
 
 
-def _checked(setting: Setting, value: Any, source: str) -> Any:
+def _checked(setting: Setting, value: Any, source: str, wanted: str) -> Any:
     """Return the value as the setting's type. Raises ConfigError naming key, source and a right value."""
     try:
         return msgspec.convert(value, setting.type)
     except msgspec.ValidationError as error:
-        raise _refusal(setting, value, source) from error
+        raise _refusal(setting, value, source, wanted) from error
 
 
-def _refusal(setting: Setting, value: object, source: str) -> ConfigError:
-    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {setting.wanted}")
+def _refusal(setting: Setting, value: object, source: str, wanted: str) -> ConfigError:
+    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {wanted}")

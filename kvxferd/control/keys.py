@@ -56,7 +56,8 @@ def read_key(path: Path) -> PeerKey:
     _check_library()
     what = f"cannot use peer.curve_secret_key_file = {str(path)!r}"
     try:
-        with path.open() as file:
+        # Not to wait for whoever writes where it is a FIFO.
+        with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             text = file.read(4096) if stat.S_ISREG(status.st_mode) else ""
     except PermissionError as error:

@@ -6,6 +6,7 @@ A thin shell: it owns ZMQ sockets and turns messages into events, nothing else.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -126,10 +127,12 @@ class PeerSocket:
             router.close(linger=0)
             guard.stop()
             reason = error.strerror.partition(" (addr")[0]
-            raise ConfigError(
-                f"cannot bind peer.bind = {self._bind}: {reason}; another daemon may have it: "
-                "give another port, or 0 for any free one"
-            ) from error
+            advice = (
+                "another daemon may have it: give another port, or 0 for any free one"
+                if error.errno == errno.EADDRINUSE
+                else "give an address of this node, and a port that its user may bind"
+            )
+            raise ConfigError(f"cannot bind peer.bind = {self._bind}: {reason}; {advice}") from error
         self.bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         guard.bound_to(int(self.bound.rpartition(":")[2]))
         self._guard = guard

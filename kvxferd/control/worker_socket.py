@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import select
 import socket
 import stat
 from collections import Counter
@@ -669,6 +670,15 @@ class WorkerSocket:
             return ()
         notices = (connection.notices,) if connection.notices >= 0 else ()
         return (*connection.adopted, *notices, connection.death)
+
+    def is_alive(self, session: SessionId) -> bool:
+        """Whether the session is open and its worker is not known dead."""
+        connection = self._connections.get(session)
+        if connection is None or connection.is_dead:
+            return False
+        watch = select.poll()
+        watch.register(connection.death, select.POLLIN)
+        return not watch.poll(0)
 
     def fence_fd(self, session: SessionId) -> int:
         """The descriptor of the session's fence page; -1 for a session that is gone."""

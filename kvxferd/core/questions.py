@@ -19,7 +19,8 @@ NOWHERE: Address = b""  # no route: nobody can answer
 
 CHECK_PEER = (
     "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
-    "references to a daemon that came back on another port are void), and that this node can connect to it"
+    "references to a daemon that came back on another port are void), that this node can connect to it, and "
+    "that the allow-lists there admit it (a line `peer turned away` of the log there)"
 )
 
 

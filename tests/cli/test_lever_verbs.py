@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_file_that_is_not_there_is_refused_with_how_to_make_it(tmp_path: Path)
         read_key(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="Is a directory"):
         read_key(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "peer.key", 0o600)
+    with pytest.raises(ConfigError, match="64 hex digits"):
+        read_key(tmp_path / "peer.key")
 
 
 @needs_root

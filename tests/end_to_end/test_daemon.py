@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fleet import DaemonUnderTest, Fleet, wait_until
+from fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
 from rank_process import RankError
 from test_transfers import FACTS, TOKENS, ids_for, publish, pull_and_check, spec_of
 
@@ -169,6 +170,24 @@ def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
     wait_until(lambda: "UCX_NO_SUCH_THING" in daemon.log.read_text(), "UCX says something")
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     assert any("UCX_NO_SUCH_THING" in line["event"] and line["level"] == "warning" for line in lines)
+
+
+def test_a_mover_that_dies_is_a_line_of_the_log_and_one_that_is_to_end_is_none(fleet: Fleet):
+    """Killed for lack of memory, say. Those of workers that are killed, or leave, are none."""
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    (mover,) = set(mappers_of(sink.memory_inode())) & set(daemon.movers())
+    os.kill(mover, signal.SIGKILL)
+    wait_until(lambda: "mover died" in daemon.log.read_text(), "its death is logged")
+    inode = source.memory_inode()
+    source.kill()
+    wait_until(lambda: not mappers_of(inode), "the dead worker's memory unmapped")
+    assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    died = [line for line in lines if line["event"] == "mover died"]
+    assert [(line["engine"], line["pid"], line["level"]) for line in died] == [("decode", mover, "warning")]
 
 
 def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
