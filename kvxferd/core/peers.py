@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,8 +56,8 @@ MAX_UNANSWERED = 32_768
 # Refusals of a source that has waited for ranks as long as it was asked to.
 PASSING = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
-# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, by the user who named
-# the peer first; of one peer two. Without a limit 448 peers that never end a list held 128 MiB each.
+# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, by a user who asks
+# the peer something; of one peer two. Without a limit 448 peers that never end a list held 128 MiB each.
 MAX_ARRIVING_BYTES, MAX_ARRIVING_OF_ONE = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
 # What is known of other nodes' engines. 64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of
 # metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest is counted for 16 to 60
@@ -118,6 +119,8 @@ class Peer:
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[Learner]] = field(default_factory=dict)
     assembly: IdsAssembly = field(default_factory=IdsAssembly)
+    asking: Counter[int] = field(default_factory=Counter)  # questions that are not answered, by user
+    arriving: Counter[int] = field(default_factory=Counter)  # bytes of the assembly, by whose share they have
 
 
 class Peers:
@@ -150,9 +153,13 @@ class Peers:
             on_answer(refusal_of(0, error))
             return
         self._unanswered.add(uid, 1)
+        peer.asking[uid] += 1
 
         def answered(answer: Answer) -> None:
             self._unanswered.give_back(uid)
+            peer.asking[uid] -= 1
+            if not peer.asking[uid]:
+                del peer.asking[uid]
             on_answer(answer)
             self._forget_if_unused(peer)
 
@@ -207,13 +214,28 @@ class Peers:
 
         def reserve(num_bytes: int) -> bool:
             if num_bytes <= 0:
-                self._arriving.give_back(uid, -num_bytes)
+                self._give_back_arriving(peer, -num_bytes)
                 return True
-            fits = peer.assembly.num_bytes + num_bytes <= MAX_ARRIVING_OF_ONE
-            return fits and self._arriving.take(uid, num_bytes)
+            if peer.assembly.num_bytes + num_bytes > MAX_ARRIVING_OF_ONE:
+                return False
+            # It is not known whose a part is. Who has no room must not be the end of another's grant.
+            for user in peer.asking:
+                if self._arriving.take(user, num_bytes):
+                    peer.arriving[user] += num_bytes
+                    return True
+            return False
 
         peer.assembly = IdsAssembly(reserve, may_lose_parts=True)
         return peer
+
+    def _give_back_arriving(self, peer: Peer, num_bytes: int) -> None:
+        for user, held in list(peer.arriving.items()):
+            over = min(held, num_bytes)
+            self._arriving.give_back(user, over)
+            peer.arriving[user] -= over
+            num_bytes -= over
+            if not peer.arriving[user]:
+                del peer.arriving[user]
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
         """The peer that is to make room: of whoever has most, one that is idle, or has never answered.

@@ -119,7 +119,7 @@ class Granted(Message, frozen=True, tag="granted"):
 
 
 class RenewGrants(Message, frozen=True, tag="renew-grants"):
-    """All grants held at this peer, in one message."""
+    """The grants that one user holds at this peer, in one message."""
 
     request: int
     grants: Grants

@@ -57,7 +57,7 @@ def fake_peer(world: World, worker: Worker, name: str) -> Endpoint:
     return endpoint
 
 
-def test_ids_that_peers_send_are_bounded_by_who_named_them(monkeypatch) -> None:
+def test_ids_that_peers_send_are_bounded_by_who_asks_them(monkeypatch) -> None:
     monkeypatch.setattr(peers, "MAX_ARRIVING_BYTES", 1024)
     world = World()
     first, second = two_users(world)
@@ -73,6 +73,25 @@ def test_ids_that_peers_send_are_bounded_by_who_named_them(monkeypatch) -> None:
     # A grant whose ids had no room fails with `busy`; the others' room comes back with their questions.
     world.advance(60.0)
     assert node.peers._arriving.held == 0
+
+
+def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    first, second = two_users(world)
+    assert delivers(source, first, "t0")
+    shares = first.host.node.peers._arriving
+    shares.add(FIRST, shares.limit - shares.limit // 8)
+    world.hold_network = True
+    ticket = second.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    part = BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))
+    world.feed(second.host, ev.PeerSaid(source.host.endpoint, part))
+    assert shares.held_by(SECOND) == 1024
+    world.deliver()
+    assert isinstance(second.ended(ticket), wk.Delivered)
+    world.feed(second.host, ev.PeerDropAsked(source.host.endpoint))
+    assert shares.held_by(SECOND) == 0
+    assert shares.held_by(FIRST) == shares.held
 
 
 def test_a_grant_whose_ids_had_no_room_is_refused(monkeypatch) -> None:
