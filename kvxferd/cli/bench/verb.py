@@ -47,11 +47,24 @@ class Size(click.ParamType[int]):
 @click.option(
     "--measure", "measures", type=click.Choice(MEASURE_NAMES), multiple=True, help="Only these. Default: all."
 )
-@click.option("--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Default: all.")
-@click.option("--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Default: all.")
-@click.option("--size", "sizes", type=Size(), multiple=True, help="64K to 2G. Default: eight sizes between.")
 @click.option(
-    "--in-flight", type=click.IntRange(1, 64), multiple=True, help="Pulls at a time. Default: 1, 8, 64."
+    "--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Of throughput. Default: all."
+)
+@click.option(
+    "--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Of throughput. Default: all."
+)
+@click.option(
+    "--size",
+    "sizes",
+    type=Size(),
+    multiple=True,
+    help="Of throughput: 64K to 2G. Default: eight sizes between.",
+)
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1, 64),
+    multiple=True,
+    help="Of throughput: pulls at a time. Default: 1, 8, 64.",
 )
 @click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
 @click.option(
