@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -13,6 +16,8 @@ import pytest
 
 from kvxferd.observe import log_queue
 from kvxferd.observe.log_queue import ErrorStream, LogCounts, LogQueue
+
+PIPE_BYTES = 64 << 10
 
 
 class Pipe:
@@ -24,6 +29,16 @@ class Pipe:
     def close_reading(self) -> None:
         os.close(self.reading)
         self.reading = -1
+
+    def await_full(self) -> None:
+        """Wait until a writer of 4 KiB waits for a reader."""
+        deadline = time.monotonic() + 60
+        while self._num_unread() <= PIPE_BYTES - 2 * log_queue.WRITE_BYTES:
+            assert time.monotonic() < deadline, f"{self._num_unread()} bytes came"
+            time.sleep(0.001)
+
+    def _num_unread(self) -> int:
+        return int.from_bytes(fcntl.ioctl(self.reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     def read_all(self) -> list[str]:
         """Close the writing end and return every line."""
@@ -79,6 +94,8 @@ def test_a_pipe_that_nobody_reads_costs_the_oldest_lines_and_never_a_wait(pipe: 
     queue, counts = queue_on(pipe)
     for number in range(3 * log_queue.MAX_LINES):
         queue.put(f"{number:0200d}")
+        if number == 1_000:
+            pipe.await_full()  # else the writer may come between, and report some of the lines earlier
     for number in range(10):
         queue.put(f"error {number}", is_error=True)
     assert counts.dropped > 0
