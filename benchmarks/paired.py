@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+
+from checkout_process import CheckoutProcess
 
 PULLS = 40  # of a batch: longer than a scheduler's whims, shorter than a neighbour's
 
@@ -38,38 +38,19 @@ def pull_batches(checkout: Path, pause_s: float, fill: int) -> None:
             print(json.dumps(measured.spans), flush=True)
 
 
-class Checkout:
+class Checkout(CheckoutProcess):
     """A process that pulls with one checkout's code."""
 
     def __init__(self, stack: ExitStack, path: Path, options: argparse.Namespace) -> None:
-        self.path = path
+        pulls = ["--pause", str(options.pause), "--fill", str(options.fill)]
+        super().__init__(stack, Path(__file__), path, pulls)
         self.delivered_us: list[float] = []
         self.called_us: list[float] = []
         self.medians: list[float] = []
-        command = [sys.executable, __file__, "--be", str(path)]
-        command += ["--pause", str(options.pause), "--fill", str(options.fill)]
-        environment = {"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin"}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=path
-        )
-        stack.callback(process.wait)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stack.callback(process.stdin.close)
-        self._stdin: IO[str] = process.stdin
-        self._stdout: IO[str] = process.stdout
-
-    def hear(self) -> str:
-        """Return its next line. Raises RuntimeError where there is none."""
-        if not (line := self._stdout.readline()):
-            raise RuntimeError(f"{self.path} cannot be measured: see above")
-        return line
 
     def batch(self) -> None:
         """Have it pull a batch."""
-        self._stdin.write("go\n")
-        self._stdin.flush()
-        spans = json.loads(self.hear())
+        spans = self.measure_batch()
         delivered = [1e6 * (delivered - began) for began, _, delivered in spans]
         self.delivered_us += delivered
         self.called_us += [1e6 * (returned - began) for began, returned, _ in spans]
@@ -98,7 +79,7 @@ def main() -> None:
     with ExitStack() as stack:
         checkouts = [Checkout(stack, path.resolve(), options) for path in options.checkouts]
         for checkout in checkouts:
-            checkout.hear()
+            checkout.read_line()
         for number in range(options.rounds):
             for checkout in checkouts if number % 2 == 0 else reversed(checkouts):
                 checkout.batch()

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from checkout_process import CheckoutProcess
 
 QUESTIONS = 1000  # of a batch
 WINDOWS = (1, 64)  # questions that wait for their answers
@@ -161,39 +161,16 @@ def answer_batches(checkout: Path, made: Callable[[ExitStack], Measure]) -> None
             print(json.dumps(measure.batches()), flush=True)
 
 
-class Checkout:
+class Checkout(CheckoutProcess):
     """A process that measures one checkout."""
 
     def __init__(self, stack: ExitStack, script: Path, path: Path) -> None:
-        self.path = path
+        super().__init__(stack, script, path)
         self.measured: list[dict[str, Cost]] = []
-        process = subprocess.Popen(
-            [sys.executable, str(script), "--be", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"PYTHONPATH": str(path), "PATH": os.environ["PATH"]},
-            cwd=path,
-        )
-        stack.callback(process.wait)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stack.callback(process.stdin.close)
-        self._stdin: IO[str] = process.stdin
-        self._stdout: IO[str] = process.stdout
-
-    def read_line(self) -> str:
-        """Return its next line. Raises RuntimeError where there is none."""
-        if not (line := self._stdout.readline()):
-            raise RuntimeError(f"{self.path} cannot be measured: see above")
-        return line
 
     def measure(self) -> None:
         """Have it ask a batch of each kind."""
-        self._stdin.write("go\n")
-        self._stdin.flush()
-        costs = json.loads(self.read_line())
-        self.measured.append({kind: Cost(*cost) for kind, cost in costs.items()})
+        self.measured.append({kind: Cost(*cost) for kind, cost in self.measure_batch().items()})
 
 
 def show(kind: str, checkouts: Sequence[Checkout]) -> None:
