@@ -208,7 +208,10 @@ async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
     for connection in connections:
         beginning = HEADER.pack(100, MAX_FDS_PER_FRAME, 0) + b"x"
         await socket_.send(connection, beginning, *[memory.fd] * MAX_FDS_PER_FRAME)
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        while not any(map(_is_readable, connections)):
+            assert open_fds() - before <= MAX_WAITING_FDS
+            await asyncio.sleep(0.01)
     assert open_fds() - before <= MAX_WAITING_FDS
     codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
     assert codes

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,14 @@ MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
 GROUP = GroupName("full")
 T = TypeVar("T")
 _NUMBERS = itertools.count(1)
+
+
+async def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Return once `holds()` is true, of what no event of a `Node` tells; fail with `what` if it never is."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        await asyncio.sleep(0.01)
 
 
 def marked_processes() -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig import DEADLINE_S, Node, Worker, bind
+from rig import Node, Worker, bind, wait_until
 
 from kvxferd.core.lanes import UcxLine, is_about_lanes, parse_line
 from kvxferd.ids import Digest
@@ -81,9 +80,7 @@ async def test_a_mover_forges_no_line_for_whoever_sends_it_a_text(
     mover, _ = await bind(node, make_worker("E"))
     known = list(mover.lanes)
     mover.send(LoadPlan(digest=Digest(f"none\n{FORGED.replace('4711', str(mover.pid))}\n"), encoded=b"none"))
-    async with asyncio.timeout(DEADLINE_S):
-        while "cannot load plan none" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: "cannot load plan none" in caplog.text, "the plan is refused")
     (complaint,) = [record.getMessage() for record in caplog.records if "load plan" in record.getMessage()]
     assert "intra-node" in complaint
     assert mover.lanes == known

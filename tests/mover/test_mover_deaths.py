@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rig import DEADLINE_S, MARK, Node, Worker, bind, serve, sink
+from rig import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.handle import MoverHandle
@@ -274,9 +274,7 @@ async def test_movers_are_kept_ready_but_not_made_while_busy() -> None:
         await pool.take()
 
         async def warm(num: int) -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                while pool.describe().num_warm != num:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: pool.describe().num_warm == num, f"{num} are warm")
 
         await warm(2)
         pool.set_busy(True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from rig import DEADLINE_S, Node
+from rig import DEADLINE_S, Node, wait_until
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, MoverId
@@ -38,9 +38,7 @@ class Exhausted:
 
 async def exhaust(node: Node, failures: int) -> Exhausted:
     """Return the node's parent once it forks, from now on without descriptors."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not node.pool.describe().library:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: bool(node.pool.describe().library), "the parent forks")
     assert node.pool._parent is not None
     exhausted = Exhausted(node.pool._parent, failures)
     node.pool._parent = exhausted  # type: ignore[assignment]
@@ -75,9 +73,7 @@ async def test_a_pool_that_could_not_be_filled_is_filled_later() -> None:
         exhausted = await exhaust(node, 3)
         node.pool._size = 2
         node.pool._fill()
-        async with asyncio.timeout(DEADLINE_S):
-            while node.pool.describe().num_warm != 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: node.pool.describe().num_warm == 2, "two are warm")
         assert exhausted.failures == 0
 
 
@@ -133,9 +129,7 @@ async def test_a_pool_whose_parent_cannot_be_watched_starts_another(monkeypatch:
     failing = Failing(2)
     monkeypatch.setattr(os, "pidfd_open", failing)
     async with Node("here", size=0) as node:
-        async with asyncio.timeout(DEADLINE_S):
-            while not node.pool.describe().library:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: bool(node.pool.describe().library), "the parent forks")
         assert (await asyncio.wait_for(node.pool.take(), DEADLINE_S)).is_alive
     assert not [pid for pid in failing.pids if os.path.exists(f"/proc/{pid}")]
 
@@ -153,9 +147,7 @@ async def test_a_mover_whose_pidfd_has_no_room_is_a_failed_launch_and_the_others
         await asyncio.sleep(0)  # it has asked for one
         with no_descriptor_left(), pytest.raises(MoverError, match="no descriptor is left"):
             await asyncio.wait_for(taking, DEADLINE_S)
-        async with asyncio.timeout(DEADLINE_S):
-            while children_of(parent.pid) != [str(first.pid)]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: children_of(parent.pid) == [str(first.pid)], "the second is gone")
         second = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
         assert first.is_alive
         assert {str(first.pid), str(second.pid)} == set(children_of(parent.pid))
@@ -170,13 +162,9 @@ async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -
         try:
             node.pool._size = 1
             node.pool._fill()
-            async with asyncio.timeout(DEADLINE_S):
-                while node.pool._num_failed_forks < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: node.pool._num_failed_forks >= 2, "two forks have failed")
         finally:
             resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
-        async with asyncio.timeout(DEADLINE_S):
-            while node.pool.describe().num_warm != 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: node.pool.describe().num_warm == 1, "one is warm")
         assert first.is_alive
         assert node.pool._num_failed_forks == 0
