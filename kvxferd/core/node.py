@@ -38,9 +38,10 @@ from kvxferd.core.fences import Fences
 from kvxferd.core.granting import Granting
 from kvxferd.core.handshake import Handshakes
 from kvxferd.core.holds import Holds
+from kvxferd.core.home import Home
 from kvxferd.core.kept_ids import KeptIds, kept_bytes
 from kvxferd.core.layouts import Layouts
-from kvxferd.core.membership import Home, Member
+from kvxferd.core.member import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.ownerships import Disownable, Ownerships

@@ -7,7 +7,7 @@ from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
 from kvxferd.core.limits import RETRY_LATER_S, check_share
 from kvxferd.core.manifests import check_names, check_spec
-from kvxferd.core.membership import Member
+from kvxferd.core.member import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import Placements

@@ -8,7 +8,7 @@ import msgspec
 
 from kvxferd.core.effects import ToWorker
 from kvxferd.core.holds import Hold, Holds, HoldState
-from kvxferd.core.membership import Member
+from kvxferd.core.member import Member
 from kvxferd.core.moment import Moment
 from kvxferd.core.peers import Peers
 from kvxferd.core.pull import Pull

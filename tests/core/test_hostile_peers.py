@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from world import Host, Worker, World, spec_of
 
-from kvxferd.core import Settings, granting, membership
+from kvxferd.core import Settings, granting
 from kvxferd.core import events as ev
+from kvxferd.core import home as core_home
 from kvxferd.core import peers as core_peers
 from kvxferd.core.granting import MAX_READERS
 from kvxferd.core.layouts import Layouts
@@ -518,7 +519,7 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
 
 
 def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages, monkeypatch):
-    monkeypatch.setattr(membership, "check_manifest", lambda *args: pytest.fail("looked at"))
+    monkeypatch.setattr(core_home, "check_manifest", lambda *args: pytest.fail("looked at"))
     question = msgspec.structs.replace(joining(world, stages[1]), secret="another")
     (refused,) = ask(world, stages[0].host, question)
     assert refused.code is Code.NOT_ALLOWED
@@ -664,7 +665,7 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
 
 
 def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
-    monkeypatch.setattr(membership, "MAX_MEMBERS_OF_ONE", 2)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 2)
     home, codes = stages[0].host, []
     for number in range(3):
         said = joining(world, stages[1], engine_id=f"new-{number}")

@@ -7,8 +7,8 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
 from kvxferd.client.standing import PASSING_ON_REJOIN
+from kvxferd.core import counted_ready
 from kvxferd.core import events as ev
-from kvxferd.core import membership
 from kvxferd.core.registry import MemberRank
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank
@@ -233,13 +233,13 @@ def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
     effects = home.node.feed(ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [PeerRefused]
     assert not home.node.source.transfers.early_ready
-    assert not home.node.home._heard_ready
+    assert not len(home.node.home._counted)
 
 
 def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, monkeypatch):
     home = stages[0].host
     record = record_of(home)
-    monkeypatch.setattr(membership, "MAX_HEARD_READY_OF_ONE", 2)
+    monkeypatch.setattr(counted_ready, "MAX_COUNTED_OF_ONE", 2)
 
     def say_ready(request: int) -> Message:
         ready = RankReady(
@@ -259,7 +259,7 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
     assert isinstance(refused, PeerRefused)
     assert refused.code is Code.BUSY
     world.advance(2 * home.node.moment.settings.acknowledge_for_s + 1)
-    assert not home.node.home._num_ready_of
+    assert not home.node.home._counted._num_of
 
 
 @pytest.mark.parametrize("is_of_other_shape", [True, False])

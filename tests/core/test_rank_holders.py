@@ -8,8 +8,9 @@ from test_acting_for_others import register_as
 from test_member_binding import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from world import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
+from kvxferd.core import counted_ready, rank_holders
 from kvxferd.core import events as ev
-from kvxferd.core import membership, rank_holders
+from kvxferd.core import home as core_home
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.core.moment import Moment
@@ -362,8 +363,8 @@ def test_no_secret_is_written_down():
 
 
 def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
-    monkeypatch.setattr(membership, "MAX_MEMBERS_OF_ONE", 2)
-    monkeypatch.setattr(membership, "MAX_MEMBERS", 4)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 2)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS", 4)
     world = World()
     home = world.host("p0")
 
@@ -388,9 +389,9 @@ def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
 
 def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
     """Two that have joined, or said ready, as often as each may would else refuse all others for minutes."""
-    for name, limit in (("MAX_MEMBERS", 16), ("MAX_HEARD_READY", 16)):
-        monkeypatch.setattr(membership, name, limit)
-        monkeypatch.setattr(membership, f"{name}_OF_ONE", limit // 2)
+    for module, name in ((core_home, "MAX_MEMBERS"), (counted_ready, "MAX_COUNTED")):
+        monkeypatch.setattr(module, name, 16)
+        monkeypatch.setattr(module, f"{name}_OF_ONE", 8)
     world = World()
     home = world.host("p0")
 
@@ -421,7 +422,7 @@ def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
 
 
 def test_a_member_that_found_its_home_busy_asks_again(world, monkeypatch):
-    monkeypatch.setattr(membership, "MAX_MEMBERS_OF_ONE", 1)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 1)
     stages = stages_of(world)
     other = world.register(
         world.hosts["p1"], changed(stages[1].spec, engine_id="other", pp_size=1, pp_rank=0, num_layers=2)

@@ -1,27 +1,26 @@
-"""Engines that span nodes: a member's daemon says its ranks to the engine's home, and serves it."""
+"""The home of engines that span nodes: which ranks other daemons have joined, and what those may change."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
-from kvxferd.core.attendance import Attendance
-from kvxferd.core.effects import ToPeer, ToRoute, ToWorker
+from kvxferd.core.counted_ready import CountedReady
+from kvxferd.core.effects import ToRoute
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.layouts import Layouts
 from kvxferd.core.limits import RETRY_LATER_S, check_count, check_reserve
 from kvxferd.core.manifests import check_manifest, check_spec
 from kvxferd.core.moment import Moment
-from kvxferd.core.peers import Peers
 from kvxferd.core.questions import Questions
 from kvxferd.core.rank_holders import is_user
-from kvxferd.core.registry import LocalRank, MemberRank, RankState, Registry
+from kvxferd.core.registry import LocalRank, MemberRank, Registry
 from kvxferd.core.source import Source
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, EngineKey, Incarnation, Rank, TransferId
+from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
-from kvxferd.wire.common import RankManifest, Refusal
+from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinOutline, ManifestOutline
 from kvxferd.wire.peer import (
@@ -31,193 +30,13 @@ from kvxferd.wire.peer import (
     JoinRank,
     LeaveRank,
     PeerRefused,
-    Question,
     RankReady,
-    TransferReleased,
     refusal_of,
 )
-from kvxferd.wire.worker import Released
 
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
 MAX_MEMBERS, MAX_MEMBERS_OF_ONE = 4096, 2048
-
-# Of members' ranks that are ready, the questions that are remembered for four minutes, all together and those
-# of one daemon: 32 ranks of which each writes 30 transfers a second are 230,400. One takes about 300 bytes.
-MAX_HEARD_READY, MAX_HEARD_READY_OF_ONE = 1 << 19, 1 << 18
-READY_PER_TURN, NEXT_TURN_S = 4096, 0.001  # that are forgotten
-# Refusals of a home that time may lift, where they say when to ask again.
-PASSING = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
-
-# Secrets came with this version of the peer protocol.
-SECRET_VERSION = 2
-
-
-class Member:
-    """This node's ranks whose engine has its home elsewhere."""
-
-    def __init__(self, moment: Moment, registry: Registry, peers: Peers, attendance: Attendance) -> None:
-        self._moment = moment
-        self._registry = registry
-        self._peers = peers
-        self._attendance = attendance
-        self._secret = moment.new_token()  # for as long as this daemon runs
-        self._waiting: list[tuple[Endpoint, AttendRank]] = []  # for a mover to say that it polls
-        peers.keep(self._homes)
-
-    def join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None]) -> None:
-        """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer.
-
-        While the home still waits for the rank's former daemon, which may be this one before a restart,
-        it is asked again.
-        """
-        # The home gives a daemon that is silent up after about this time.
-        self._join(rank, on_answer, self._moment.now + 2 * self._moment.settings.silent_after_s)
-        self._beat_later(rank)
-
-    def _join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None], until: float) -> None:
-        agent = rank.agent
-        joined = rank.manifest()
-
-        def make(request: int) -> Question:
-            secret = self._secret_for(rank.spec.home)
-            return JoinRank(request=request, boot=self._moment.boot, manifest=joined, secret=secret)
-
-        def answered(answer: Answer) -> None:
-            if rank.agent != agent:
-                return  # another mover has been bound since, and says itself
-            if not isinstance(answer, PeerRefused):
-                on_answer(None)
-                return
-            wait_s = answer.retry_after_s
-            may_change = answer.code in PASSING and wait_s > 0
-            if may_change and rank.state is RankState.JOINING and self._moment.now + wait_s <= until:
-                self._moment.after(("rejoin", rank.session), wait_s, again)
-                return
-            on_answer(Refusal(answer.code, answer.message, wait_s))
-
-        def again() -> None:
-            if rank.agent == agent and rank.state is RankState.JOINING:
-                self._join(rank, on_answer, until)
-
-        self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered, rank.uid)
-
-    def _homes(self) -> set[Endpoint]:
-        """The homes of engines here: they speak by this node's connections to them."""
-        return {engine.spec.home for engine in self._registry if engine.spec.home}
-
-    def _secret_for(self, home: Endpoint) -> str:
-        """This daemon's secret, for a home that knows the field."""
-        return self._secret if self._peers.version_of(home) >= SECRET_VERSION else ""
-
-    def _beat_later(self, rank: LocalRank) -> None:
-        self._moment.after(
-            ("heartbeat", rank.session), self._moment.settings.member_heartbeat_s, lambda: self._beat(rank)
-        )
-
-    def _beat(self, rank: LocalRank) -> None:
-        if rank.state is RankState.READY:
-            self.join(rank, lambda refusal: None)
-        elif rank.state is RankState.JOINING:
-            self._beat_later(rank)  # the first answer is still out
-
-    def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
-        """The rank is gone, or has no mover now. `former`: the agent that its home knows, if another."""
-        self._moment.timers.stop(("heartbeat", rank.session))
-        self._moment.timers.stop(("rejoin", rank.session))
-        agent, spec = former or rank.agent, rank.spec
-        if agent is None:
-            return
-        self._peers.ask(
-            spec.home,
-            lambda request: LeaveRank(
-                request=request,
-                boot=self._moment.boot,
-                engine_id=spec.engine_id,
-                generation=spec.generation,
-                rank=spec.rank,
-                agent=agent,
-                secret=self._secret_for(spec.home),
-            ),
-            self._moment.settings.acknowledge_for_s,
-            lambda answer: None,
-            rank.uid,
-        )
-
-    def ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
-        """The rank has finished writing in that mapping of its memory: the home must know."""
-        if rank.is_asleep:
-            return  # the bytes are gone, and the home ends what it knew of them as the rank leaves
-        spec = rank.spec
-        self._peers.ask(
-            spec.home,
-            lambda request: RankReady(
-                request=request,
-                engine_id=spec.engine_id,
-                generation=spec.generation,
-                rank=spec.rank,
-                transfer_id=transfer_id,
-                incarnation=incarnation,
-                secret=self._secret_for(spec.home),
-            ),
-            self._moment.settings.acknowledge_for_s,
-            lambda answer: None,
-            rank.uid,
-        )
-
-    # --- what the home says
-
-    def attend(self, home: Endpoint, said: AttendRank) -> None:
-        """A rank's mover must poll, or need not any more. Only the rank's home may say so."""
-        if said.on and self._rank_of(said.agent, home) is None:
-            text = f"cannot have agent {said.agent[:80]} poll: it is no mover's of a rank with home {home}"
-            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
-            return
-        if said.on:
-            self._attendance.attend(said.agent, ("home", home))
-            self._waiting.append((home, said))
-            self.reconsider()
-        else:
-            self._attendance.leave(said.agent, ("home", home))
-            self._moment.do(ToPeer(home, Done(request=said.request)))
-
-    def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
-        """The rank here that the agent serves and that has its home there."""
-        for engine in self._registry:
-            if engine.spec.home == home:
-                for record in engine.ranks.values():
-                    if isinstance(record, LocalRank) and record.agent == agent:
-                        return record
-        return None
-
-    def mover_gone(self, agent: AgentName) -> None:
-        """The mover is dead: what its home asked of it will not happen."""
-        self._waiting = [(home, said) for home, said in self._waiting if said.agent != agent]
-
-    def reconsider(self) -> None:
-        """A mover has said that it polls: so its home may know."""
-        still = []
-        for home, said in self._waiting:
-            if self._attendance.is_attending(said.agent):
-                self._moment.do(ToPeer(home, Done(request=said.request)))
-            else:
-                still.append((home, said))
-        # Only the last question of a home about an agent is worth an answer; older ones gave up.
-        self._waiting = list({(home, said.agent): (home, said) for home, said in still}.values())
-
-    def released(self, home: Endpoint, said: TransferReleased) -> None:
-        """The home has released a transfer: this node's ranks of the engine may know.
-
-        From anybody else it is a lie: a rank that believed it would reuse blocks that are still read.
-        """
-        engine = self._registry.get(EngineKey(said.engine_id, said.generation))
-        if engine is not None and engine.spec.home != home:
-            text = f"cannot release transfers of engine {engine.key}: its home is not {home}"
-            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
-            return
-        for session in sorted(engine.sessions()) if engine else []:
-            self._moment.do(ToWorker(session, Released(transfer_id=said.transfer_id, why=said.why)))
-        self._moment.do(ToPeer(home, Done(request=said.request)))
 
 
 def _peer_of(record: MemberRank) -> str | bytes:
@@ -249,11 +68,7 @@ class Home:
         self._num_of: Counter[str | bytes] = Counter()  # of each peer, as `_peer_of` names it
         self._holders = registry.ownerships.ranks
         self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
-        self._heard_ready: set[tuple[BootId, int]] = set()  # questions that have been heard
-        self._num_ready_of: Counter[str] = Counter()  # by key, or boot
-        # The oldest first. One timer for all: with one each, 50,000 had every full collection of garbage take
-        # 50 ms more.
-        self._ready_until: deque[tuple[float, tuple[BootId, int], str]] = deque()
+        self._counted = CountedReady(moment)
 
     def join(self, route: bytes, said: JoinRank, key: str) -> None:
         """A member says a rank, for the first time or again. The first to do so owns the rank."""
@@ -538,60 +353,19 @@ class Home:
             return  # its mover was replaced, or this daemon restarted: asked again once it has joined
         if not self._is_owner(present, route, said, key) or not self._is_named(engine, route, said):
             return
-        heard = (present.boot, said.request)
         has_ended = (engine, said.transfer_id) in self._source.transfers.tombstones
-        if heard not in self._heard_ready and not has_ended:
+        if not self._counted.has(present.boot, said.request) and not has_ended:
             asker = key or present.boot
             try:
-                self._check_ready(said, asker)
+                _check_names(said)
+                self._counted.check_room(asker)
             except KvxferdError as error:
                 self._moment.do(ToRoute(route, refusal_of(said.request, error)))
                 return
-            self._remember_ready(heard, asker)
+            self._counted.add(present.boot, said.request, asker)
             self._source.ready(present, said.incarnation, said.transfer_id)
         self._moment.do(ToRoute(route, Done(request=said.request)))
         self._on_ready((engine, said.transfer_id))
-
-    def _remember_ready(self, heard: tuple[BootId, int], asker: str) -> None:
-        self._heard_ready.add(heard)
-        self._num_ready_of[asker] += 1
-        self._ready_until.append(
-            (self._moment.now + 2 * self._moment.settings.acknowledge_for_s, heard, asker)
-        )
-        if len(self._ready_until) == 1:
-            self._forget_ready()
-
-    def _forget_ready(self) -> None:
-        """Forget those that are old, some at a time."""
-        for _ in range(READY_PER_TURN):
-            if not self._ready_until:
-                return
-            until, heard, asker = self._ready_until[0]
-            if until > self._moment.now:
-                break
-            self._ready_until.popleft()
-            self._heard_ready.discard(heard)
-            self._num_ready_of[asker] -= 1
-            if not self._num_ready_of[asker]:
-                del self._num_ready_of[asker]
-        else:
-            self._moment.after("heard-ready", NEXT_TURN_S, self._forget_ready)
-            return
-        self._moment.after("heard-ready", until - self._moment.now, self._forget_ready)
-
-    def _check_ready(self, said: RankReady, asker: str) -> None:
-        """Raise KvxferdError where nothing may be kept of it."""
-        if max(len(said.transfer_id), len(said.incarnation)) > MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot take rank {said.rank} as ready: its transfer or incarnation has more than "
-                f"{MAX_NAME_CHARS} characters",
-                Code.TRANSFER_UNKNOWN,
-            )
-        what = "take one more rank as ready: too many were in the last minutes"
-        check_count(len(self._heard_ready), MAX_HEARD_READY, what, "not a setting")
-        of_one = self._num_ready_of[asker]
-        check_count(of_one, MAX_HEARD_READY_OF_ONE, what, "of one daemon; not a setting")
-        check_reserve(of_one, len(self._heard_ready), MAX_HEARD_READY, what, "what all may have")
 
     def _is_named(self, engine: EngineKey, route: bytes, said: RankReady) -> bool:
         """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.
@@ -621,3 +395,13 @@ class Home:
                 on_answer(isinstance(answer, Done))
 
         self._ask_to_poll(member, on, answered)
+
+
+def _check_names(said: RankReady) -> None:
+    """Raise EngineError where no transfer or incarnation can be meant."""
+    if max(len(said.transfer_id), len(said.incarnation)) > MAX_NAME_CHARS:
+        raise EngineError(
+            f"cannot take rank {said.rank} as ready: its transfer or incarnation has more than "
+            f"{MAX_NAME_CHARS} characters",
+            Code.TRANSFER_UNKNOWN,
+        )
