@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvxferd.core.effects import AdoptRegions, BindMover, CloseWorker, MakeFence, NeedMover, ToWorker
 from kvxferd.core.fences import Fences
 from kvxferd.core.lanes import Lanes
-from kvxferd.core.limits import RETRY_LATER_S, check_share
 from kvxferd.core.manifests import check_names, check_spec
 from kvxferd.core.member import Member
 from kvxferd.core.moment import Moment
@@ -14,16 +13,14 @@ from kvxferd.core.placements import Placements
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.rank_holders import holder_of_user
 from kvxferd.core.rank_reports import RankReports
-from kvxferd.core.rates import Rate
+from kvxferd.core.registration_checks import RegistrationChecks, check_exports, check_is_new, check_problem
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.source import Source
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, Incarnation, MoverId, RegionId, SessionId
-from kvxferd.layout import RankLayout
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
 from kvxferd.wire.mover import Bind, Bound, Proved
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
@@ -37,7 +34,6 @@ from kvxferd.wire.worker import (
     MoverOffered,
     MoverWanted,
     Refused,
-    RegionExport,
     Register,
     Registered,
     Resume,
@@ -49,10 +45,6 @@ from kvxferd.wire.worker import (
 OFFER_S = 10.0
 MAX_UNACKNOWLEDGED = 3
 OFFER_AGAIN_S = 0.5  # where the daemon has no descriptor left for the pidfd
-# A registration has a mover started, a process of its own; so have a resumption and a mover's end. Of each
-# user two engines of 64 ranks may start at once, twice; then a rank each quarter of a second, which is an
-# engine of 64 every 16 s.
-REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
 
 
@@ -79,7 +71,7 @@ class Ranks:
         self._pulls = pulls
         self._reports = reports
         self._placements = Placements(moment)
-        self._registrations = Rate(REGISTER_BURST, REGISTER_PER_S)
+        self._checks = RegistrationChecks(moment, registry)
 
     # --- a worker asks
 
@@ -94,16 +86,16 @@ class Ranks:
             if session.rank is not None:
                 self._register_again(session, session.rank, said)
                 return
-            _check_problem(problem)
-            self._check_admission(session)
-            self._check_room(session)
+            check_problem(problem)
+            self._checks.check_session(session)
+            self._checks.check_room(session)
             spec = check_spec(said.engine, said.incarnation)
             if not self._registry.is_home(spec):
                 self._moment.trust.check(spec.home)
             validate_layout(spec, said.layout)
-            _check_exports(said.layout, said.regions)
-            self._check_owner(session, spec.engine_id)
-            self._check_start(session, spec.key)
+            check_exports(said.layout, said.regions)
+            self._checks.check_owner(session, spec.engine_id)
+            self._checks.check_start(session, spec.key)
             if session.version >= FIRST_WITH_LATE_DESCRIPTORS:
                 session.notices = said.notices
             rank = LocalRank(
@@ -121,7 +113,7 @@ class Ranks:
             )
             self._registry.check_holder(spec)
             self._registry.check_claim(rank)
-            self._check_rate(session, "register")
+            self._checks.check_rate(session, "register")
             self._registry.claim(rank)
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
@@ -169,63 +161,6 @@ class Ranks:
         self._moment.do(MakeFence(session.session))
         return True
 
-    def _check_admission(self, session: Session) -> None:
-        if session.attached is not None:
-            raise EngineError(
-                "cannot register: this connection is attached as a publisher; open another", Code.OUT_OF_PLACE
-            )
-        if self._moment.draining:
-            raise EngineError(
-                "cannot register: this daemon is draining; register when it is back", Code.DRAINING
-            )
-
-    def _check_room(self, session: Session) -> None:
-        held_by = self._registry.num_ranks_by_user()
-        limit = self._moment.settings.limits.max_ranks
-        what = f"register: {held_by.total()} ranks are registered here"
-        check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
-
-    def _check_rate(self, session: Session, what: str) -> None:
-        """Last of all, so that a refused registration takes nothing."""
-        wait_s = self._registrations.take(session.uid, self._moment.now)
-        if wait_s > 0:
-            raise BusyError(
-                f"cannot {what}: uid {session.uid} has had {REGISTER_BURST} movers started at once, and then "
-                f"more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
-                wait_s,
-            )
-
-    def _check_owner(self, session: Session, engine_id: EngineId) -> None:
-        """Nobody adds to another user's engine, publishes for it, or replaces it by a new generation."""
-        if not self._registry.is_owner(session.uid, engine_id):
-            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
-            raise EngineError(
-                f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are, or were "
-                f"last, of uid {owners}; run it as that user, choose another engine id, or have the operator "
-                "disown it",
-                Code.NOT_ALLOWED,
-            )
-
-    def _check_start(self, session: Session, key: EngineKey) -> None:
-        is_own = session.uid == self._moment.settings.own_uid
-        if not is_own and not self._registry.may_start(session.uid, key):
-            newest = self._registry.newest(key.engine_id)
-            raise EngineError(
-                f"cannot register engine {key} as uid {session.uid}: {newest} is here with ranks of other "
-                "nodes alone, and this would replace it; stop it there first, choose another engine id, or "
-                "register this start as root or as the daemon's user",
-                Code.NOT_ALLOWED,
-            )
-
-    def _check_publisher(self, session: Session, engine_id: EngineId) -> None:
-        if not self._registry.may_publish(session.uid, engine_id):
-            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
-            raise EngineError(
-                f"cannot publish for engine {engine_id} as uid {session.uid}: its ranks here are of uid "
-                f"{owners}, and a mover serves the fence pages of its own user alone; attach as that user",
-                Code.NOT_ALLOWED,
-            )
-
     def _register_again(self, session: Session, rank: LocalRank, said: Register) -> None:
         if (said.engine.key, said.engine.rank) != (rank.spec.key, rank.spec.rank):
             raise EngineError(
@@ -258,8 +193,8 @@ class Ranks:
             return
         try:
             check_names("attach", said.engine_id, said.generation)
-            self._check_owner(session, said.engine_id)
-            self._check_publisher(session, said.engine_id)
+            self._checks.check_owner(session, said.engine_id)
+            self._checks.check_publisher(session, said.engine_id)
         except EngineError as error:
             self._refuse(session, said.request, error.code, error.message)
             return
@@ -507,7 +442,7 @@ class Ranks:
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
         """Find another mover, as often as the rank's user may have one started."""
-        wait_s = self._registrations.take(rank.uid, self._moment.now)
+        wait_s = self._checks.start_mover_wait_s(rank.uid)
         if wait_s > 0:
             again_s = max(wait_s, REBIND_AFTER_S)
             self._moment.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
@@ -560,12 +495,12 @@ class Ranks:
         """The memory is back, in another mapping: a mover is found for it."""
         rank = session.rank
         try:
-            _check_problem(problem)
+            check_problem(problem)
             if rank is None or rank.state is not RankState.SUSPENDED:
                 raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
-            _check_exports(rank.layout, said.regions)
-            _check_is_new(rank, said.incarnation)
-            self._check_rate(session, "resume")
+            check_exports(rank.layout, said.regions)
+            check_is_new(rank, said.incarnation)
+            self._checks.check_rate(session, "resume")
         except KvxferdError as error:
             self._refuse(session, said.request, error.code, error.message, error.retry_after_s)
             return
@@ -603,41 +538,3 @@ class Ranks:
         self._movers.kill_all(session.session)
         rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
         session.rank = None
-
-
-def _check_problem(problem: Refusal | None) -> None:
-    if problem is not None:
-        error = EngineError(problem.message, problem.code)
-        error.retry_after_s = problem.retry_after_s
-        raise error
-
-
-def _check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
-    """What was published of the memory that slept must not seem to be in what came back."""
-    if incarnation == rank.incarnation or not 0 < len(incarnation) <= MAX_NAME_CHARS:
-        raise EngineError(
-            f"cannot resume rank {rank.spec.rank} of engine {rank.spec.key} as incarnation "
-            f"{incarnation[:80]!r}: give a new random one, of {MAX_NAME_CHARS} characters at most",
-            Code.REGION_INVALID,
-        )
-
-
-def _check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:
-    if len(exports) > MAX_REGIONS:
-        raise EngineError(
-            f"cannot register {len(exports)} regions: {MAX_REGIONS} are the limit", Code.REGION_INVALID
-        )
-    wanted = {region.region: region.size_bytes for region in layout.regions}
-    given = {export.region: export.size_bytes for export in exports}
-    if len(given) != len(exports) or given != wanted:
-        raise EngineError(
-            f"cannot register: the layout names regions {_some(wanted)}, and {_some(given)} were exported; "
-            "export each once",
-            Code.REGION_INVALID,
-        )
-
-
-def _some(regions: dict[RegionId, int]) -> str:
-    """As many as one reads: a thousand regions were a sentence of 380 KB."""
-    shown = ", ".join(f"{name[:80]!r}: {size}" for name, size in list(regions.items())[:8])
-    return f"{{{shown}}}" if len(regions) <= 8 else f"{{{shown}, ...}} ({len(regions)} of them)"

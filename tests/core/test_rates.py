@@ -5,8 +5,8 @@ from __future__ import annotations
 from test_shares import FIRST, SECOND, register
 from world import World
 
-from kvxferd.core.ranks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.core.rates import Rate
+from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 

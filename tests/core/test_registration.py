@@ -447,7 +447,7 @@ def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
 
 def test_resuming_counts_as_registering_does(world):
     worker = world.register(world.host("p"), spec_of("e"))
-    registrations = worker.host.node.ranks._registrations
+    registrations = worker.host.node.ranks._checks._started_movers
     while registrations.take(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
         pass
     worker.say(wk.Suspend())

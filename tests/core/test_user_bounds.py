@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
-from kvxferd.core import Settings, peers, ranks, transfers
+from kvxferd.core import Settings, peers, registration_checks, transfers
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.limits import Limits
@@ -188,7 +188,7 @@ def sleep_and_wake(world: World, worker: Worker, number: int) -> wk.Refused | No
 
 @pytest.fixture
 def few(monkeypatch) -> int:
-    monkeypatch.setattr(ranks, "REGISTER_BURST", 8)
+    monkeypatch.setattr(registration_checks, "REGISTER_BURST", 8)
     return 8
 
 
@@ -216,7 +216,7 @@ def test_a_rank_whose_movers_die_at_once_has_another_as_often_as_its_user_may(fe
         for mover in [m for m in first.host.movers.values() if m.worker is first and m.alive]:
             mover.die()
         world.advance(0.1)
-    assert num_movers(first) <= few + 20 * ranks.REGISTER_PER_S
+    assert num_movers(first) <= few + 20 * registration_checks.REGISTER_PER_S
     assert second.host.node.sessions[second.session].rank.is_readable
     mover_of(second).die()
     world.advance(1.0)
