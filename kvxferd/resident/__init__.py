@@ -12,7 +12,7 @@ everything, as it does for a child. What differs for the engine:
 * The transfer library is imported here, by the first `register`: 0.1 s where torch is imported already.
   It may set `NIXL_LOG_LEVEL`, and `HOME` where there is none to read.
 * The mover takes the interpreter's lock for moments, and gives it up between them. Making and ending
-  its agent hold it for longer (docs/benchmarks.md); that happens when the rank is registered,
+  its agent hold it for longer (docs/evidence/benchmarks.md); that happens when the rank is registered,
   suspended, resumed or closed, and when the daemon was restarted.
 * A thread cannot be killed. Where the library hangs, `Suspended` does not come, blocks of pulls in
   doubt stay out of use, and the daemon says so, until this process exits.

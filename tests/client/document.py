@@ -1,4 +1,4 @@
-"""docs/protocol.md as data: its sections, tables and hex examples; and the same of the code."""
+"""docs/reference/protocol.md as data: its sections, tables and hex examples; and the same of the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import inspect
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 
-PATH = Path(__file__).parents[2] / "docs" / "protocol.md"
+PATH = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 
 
 class Field(NamedTuple):

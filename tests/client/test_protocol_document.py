@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: every message, field, limit, code and example."""
+"""docs/reference/protocol.md says what the code does: every message, field, limit, code and example."""
 
 from __future__ import annotations
 

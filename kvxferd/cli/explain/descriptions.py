@@ -170,7 +170,7 @@ def _from_file(path: Path) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
 
 
 def _from_content(name: str, content: dict[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    """Return what one of the three forms of a file says; see docs/explain.md."""
+    """Return what one of the three forms of a file says; see docs/reference/explain.md."""
     forms = [form for form in ("preset", "model", "ranks") if form in content]
     if len(forms) != 1:
         raise ConfigError(
