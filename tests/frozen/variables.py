@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from frozen.tree import files_in, text_of
+from frozen.tree import ROOT, files_in, text_of
 
 PARTS = {
     "package": ("kvxferd",),
@@ -15,6 +15,8 @@ PARTS = {
     "benchmarks": ("benchmarks", "examples"),
     "documents": ("docs", "README.md"),
 }
+# Made from the settings, with the variable of each, and from the help of the verbs.
+GENERATED = {ROOT / "docs/reference/configuration.md", ROOT / "docs/reference/cli.md"}
 _VARIABLE = re.compile(r"KVXFERD_[A-Z0-9_]*[A-Z0-9]")
 
 
@@ -23,5 +25,6 @@ def surface() -> dict[str, Any]:
     found = {}
     for part, folders in PARTS.items():
         paths = [path for path in files_in(*folders) if "frozen" not in path.parts]
+        paths = [path for path in paths if path not in GENERATED]
         found[part] = sorted({name for path in paths for name in _VARIABLE.findall(text_of(path))})
     return found

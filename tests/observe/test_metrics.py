@@ -13,7 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.observe.gauges import engine_state, lane_class
 from kvxferd.observe.metrics import Metrics
 
-OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "metrics.md"
 
 
 def samples_of(metrics: Metrics) -> dict[str, float]:
@@ -122,14 +122,14 @@ def test_no_request_engine_or_peer_is_a_label() -> None:
         assert name not in text
 
 
-def test_every_metric_is_prefixed_and_in_the_manual() -> None:
-    manual = OPERATIONS.read_text()
+def test_every_metric_is_prefixed_and_in_its_page() -> None:
+    page = PAGE.read_text()
     for family in text_string_to_metric_families(Metrics(node_snapshot).render().decode()):
         if family.name.startswith("process_"):
             continue
         assert family.name.startswith("kvxferd_")
         counted = f"{family.name}_total" if family.type == "counter" else family.name
-        assert f"`{counted}`" in manual, f"docs/operations.md does not name {counted}"
+        assert f"`{counted}`" in page, f"docs/reference/metrics.md does not name {counted}"
 
 
 def test_two_daemons_in_one_process_do_not_share_metrics() -> None:

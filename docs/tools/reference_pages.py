@@ -1,0 +1,356 @@
+"""Write the parts of docs/reference/ whose text the code already holds; --check compares them.
+
+    python docs/tools/reference_pages.py [--check]
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`. What stands
+outside is written by hand and stays. The sources: config/kvxferd.toml and `kvxferd.config` for settings,
+`kvxferd.errors` for codes, click for verbs, the route table for HTTP, and for metrics and log lines what
+tests/frozen records of them, which a test compares with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvxferd import errors
+from kvxferd.cli.root import VERBS, root
+from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
+from kvxferd.control.routes import ROUTES
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+RECORDED = ROOT / "tests" / "frozen" / "recorded"
+COMMAND = "python docs/tools/reference_pages.py"
+WIDTH = 100
+
+_PART = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end of generated -->", re.DOTALL)
+
+
+def main() -> int:
+    """Write the stale pages, or name them. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
+    check = parser.parse_args().check
+    stale = 0
+    for path in sorted(REFERENCE.glob("*.md")):
+        old = path.read_text()
+        new = rewritten(old)
+        if new == old:
+            continue
+        name = path.relative_to(ROOT).as_posix()
+        stale += 1
+        if check:
+            lines = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), name, "what the code says now", lineterm="", n=1
+            )
+            print("\n".join(lines))
+        else:
+            path.write_text(new)
+            print(f"wrote {name}")
+    if check and stale:
+        print(f"{stale} page(s) of docs/reference are stale; run: {COMMAND}")
+    return 1 if check and stale else 0
+
+
+def rewritten(page: str) -> str:
+    """Return the page with every generated part made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        body = "\n".join(PARTS[match[1]]())
+        return f"<!-- generated: {match[1]} -->\n\n{body.strip()}\n\n<!-- end of generated -->"
+
+    return _PART.sub(part, page)
+
+
+def recorded(surface: str) -> Any:
+    """Return what tests/frozen records of a surface."""
+    return json.loads((RECORDED / f"{surface}.json").read_text())
+
+
+def filled(text: str) -> str:
+    """Return a paragraph of lines of at most `WIDTH` columns."""
+    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def cell(text: str) -> str:
+    """Return text as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def first_sentence(thing: object) -> str:
+    """Return the first paragraph of a docstring."""
+    return inspect.cleandoc(thing.__doc__ or "").partition("\n\n")[0]
+
+
+# --- settings
+
+
+def settings() -> Iterator[str]:
+    """Yield a section for each table of the configuration, and each of its keys."""
+    of_sections, of_keys = comments_of(ROOT / "config" / "kvxferd.toml")
+    section = ""
+    for key, setting in SETTINGS.items():
+        if setting.section != section:
+            section = setting.section
+            yield from (f"## `[{section}]`", "")
+            if section in of_sections:
+                yield from (filled(of_sections[section]), "")
+        yield from (f"### `{key}`", "")
+        yield from (filled(of_keys[key]), "")
+        yield from table(
+            ("value", "default", "flag", "variable", "takes effect"),
+            [
+                (
+                    cell(setting.wanted),
+                    f"`{default_of(setting)}`",
+                    f"`{flag_name(key)}`",
+                    f"`{setting.variable}`",
+                    "on reload" if key in RELOADABLE else "at a start",
+                )
+            ],
+        )
+        yield ""
+
+
+def default_of(setting: Setting) -> str:
+    """Return the default as it is written in the file."""
+    value = setting.default
+    if setting.field == "mode":  # nobody reads a file mode in decimal
+        return f"0o{value:o}"
+    if isinstance(value, dict):
+        return "{}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def comments_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the comments of sections and of keys. Keys without one share that of the key before them."""
+    of_sections: dict[str, str] = {}
+    of_keys: dict[str, str] = {}
+    section, comment, last = "", "", ""
+    for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            comment += line.removeprefix("#") + "\n"
+        elif line.startswith("["):
+            section, comment, last = line.strip("[]"), "", ""
+        elif "=" in line:
+            last = comment or last
+            of_keys[f"{section}.{line.partition('=')[0].strip()}"] = last
+            comment = ""
+        else:  # an empty line: what stands above it and under the section's name is of the section
+            if section and comment:
+                of_sections[section] = comment
+            comment = ""
+    return of_sections, of_keys
+
+
+# --- codes
+
+
+def codes() -> Iterator[str]:
+    """Yield a table of codes for each group of `kvxferd.errors.Code`."""
+    meanings = meanings_of_codes()
+    for group, members in groups_of_codes():
+        yield from (f"## {group[0].upper()}{group[1:]}", "")
+        yield from table(("code", "meaning"), [(f"`{code}`", meanings[code]) for code in members])
+        yield ""
+
+
+def groups_of_codes() -> Iterator[tuple[str, list[str]]]:
+    """Yield the comments in the enum, each with the codes below it."""
+    groups: dict[str, list[str]] = {}
+    group = ""
+    for line in inspect.getsource(errors.Code).splitlines():
+        match line.split(maxsplit=1):
+            case ["#", text]:
+                group = text
+            case [name, _] if name in errors.Code.__members__:
+                groups.setdefault(group, []).append(errors.Code[name].value)
+    yield from groups.items()
+
+
+def meanings_of_codes() -> dict[str, str]:
+    """Return the meaning of each code, from the table of the protocol."""
+    section = (REFERENCE / "protocol.md").read_text().partition("### Codes\n")[2].partition("\n#")[0]
+    return dict(re.findall(r"^\| `([a-z-]+)` \| (.+?) \|$", section, re.MULTILINE))
+
+
+def exceptions() -> Iterator[str]:
+    """Yield a table of the exceptions that carry codes."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    rows = []
+    for kind in kinds:
+        default = kind.default_code.value if issubclass(kind, errors.KvxferdError) else ""
+        base = kind.__base__.__name__ if kind.__base__ else ""
+        rows.append((f"`{kind.__name__}`", f"`{base}`", f"`{default}`", cell(first_sentence(kind))))
+    yield from table(("exception", "base", "code, where none is given", "raised when"), rows)
+
+
+# --- metrics
+
+
+def metrics() -> Iterator[str]:
+    """Yield a table of the daemon's own metrics."""
+    rows = []
+    for name, family in recorded("metrics")["daemon"].items():
+        if name.startswith("process_"):
+            continue
+        shown = f"{name}_total" if family["type"] == "counter" else name
+        rows.append((f"`{shown}`", family["type"], labels_of(family), cell(family["help"])))
+    yield from table(("metric", "type", "labels and their values", "help"), rows)
+
+
+def labels_of(family: dict[str, Any]) -> str:
+    """Return the labels of a metric, each with its values where they are a closed set of states."""
+    known = {code.value for code in errors.Code}
+    shown = []
+    for label, values in family["labels"].items():
+        if label == "le":
+            continue
+        states = [value for value in values if value not in known]
+        closed = len(values) > 1 and states == values
+        shown.append(f"`{label}`" + (f": {', '.join(values)}" if closed else ""))
+    return "; ".join(shown)
+
+
+def buckets() -> Iterator[str]:
+    """Yield a table of the upper bounds of the histograms' buckets."""
+    rows = []
+    for name, family in recorded("metrics")["daemon"].items():
+        if "le" in family["labels"]:
+            bounds = sorted(float(bound) for bound in family["labels"]["le"] if bound != "+Inf")
+            rows.append((f"`{name}`", ", ".join(f"{bound:g}" for bound in bounds)))
+    yield from table(("histogram", "upper bounds of its buckets"), rows)
+
+
+def connector_metrics() -> Iterator[str]:
+    """Yield a table of the metrics that vLLM shows for the connector."""
+    rows = [(f"`{name}`", cell(text)) for name, text in recorded("metrics")["connector"].items()]
+    yield from table(("metric", "help"), rows)
+
+
+# --- log lines
+
+
+def records() -> Iterator[str]:
+    """Yield a table of the lines of records, one for each thing that ended."""
+    lines: dict[str, dict[str, dict[str, str]]] = {}
+    for name, fields in recorded("log_lines")["records"].items():
+        event, level = name.split(", ")
+        lines.setdefault(event, {})[level] = fields
+    rows = []
+    for event, levels in lines.items():
+        for level, fields in levels.items():
+            # The sample of a record has a phase of this name; a pull's line has one for each phase.
+            names = [f"`{field}`" for field in fields if field != "key-1_s"]
+            rows.append((f"`{event}`", level, ", ".join(names)))
+    yield from table(("event", "level", "fields"), rows)
+
+
+def events() -> Iterator[str]:
+    """Yield a table of every other line of the daemon's."""
+    rows = []
+    for event, lines in recorded("log_lines")["events"].items():
+        if event == "(computed)":
+            continue
+        for line in lines:
+            fields = [f"`{field}`" for field in line["fields"] if field != "**"]
+            if "**" in line["fields"]:
+                fields.append("others")
+            rows.append((f"`{cell(event)}`", level_of(line["level"]), ", ".join(fields)))
+    yield from table(("event", "level", "fields"), rows)
+
+
+def sentences() -> Iterator[str]:
+    """Yield a table of the lines that movers and workers log as sentences."""
+    rows = []
+    for line in recorded("log_lines")["lines of movers and workers"]:
+        level, _, text = line.partition(": ")
+        if re.search(r"[a-z]{2}", text):  # a line may be nothing but placeholders
+            rows.append((f"`{cell(text)}`", level_of(level)))
+    yield from table(("line", "level"), rows)
+
+
+def level_of(method: str) -> str:
+    """Return the level of a line that a method of a logger writes."""
+    return "error, with a traceback" if method == "exception" else method
+
+
+# --- HTTP
+
+
+def routes() -> Iterator[str]:
+    """Yield a table of the routes."""
+    who = {"anyone": "anyone", "admin": "operators"}
+    rows = [
+        (
+            route.method,
+            f"`{route.path}`",
+            who[route.access.value],
+            "yes" if route.shared else "",
+            cell(first_sentence(route.handler)),
+        )
+        for route in ROUTES
+    ]
+    yield from table(("method", "path", "for", "shared", "what"), rows)
+
+
+# --- the command line
+
+
+def verbs() -> Iterator[str]:
+    """Yield each verb's `--help`. Of `serve` without the options that are settings."""
+    for name in VERBS:
+        command = root.get_command(click.Context(root), name)
+        assert command is not None
+        flags = {flag_name(key) for key in SETTINGS}
+        command.params = [param for param in command.params if not flags & set(param.opts)]
+        context = click.Context(
+            command,
+            info_name=f"kvxferd {name}",
+            terminal_width=WIDTH,
+            max_content_width=WIDTH,
+            help_option_names=["-h", "--help"],
+        )
+        help_text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+        yield from (f"## `kvxferd {name}`", "", "```text", help_text, "```", "")
+
+
+# ---
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    head = list(head)
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield re.sub(r"\|  +\|", "| |", f"| {' | '.join(row)} |")
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "settings": settings,
+    "codes": codes,
+    "exceptions": exceptions,
+    "metrics": metrics,
+    "buckets": buckets,
+    "connector metrics": connector_metrics,
+    "records": records,
+    "events": events,
+    "sentences": sentences,
+    "routes": routes,
+    "verbs": verbs,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

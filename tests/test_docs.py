@@ -1,0 +1,119 @@
+"""The documents: links lead somewhere, lines wrap, and pages that are made from the code are not stale."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 100
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+AT_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCUMENTS = [*PAGES, *(path for path in AT_THE_ROOT if path.exists())]
+# Written before lines were wrapped, and about to be cut up.
+WIDE = {
+    "README.md",
+    "docs/decisions.md",
+    "docs/evidence/benchmarks.md",
+    "docs/operations.md",
+    "docs/vllm.md",
+}
+
+_FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+_IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\ssrc=\"([^\"]+)\"")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def prose_of(path: Path) -> str:
+    """Return the page with empty lines in place of its code blocks."""
+    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), path.read_text())
+
+
+@cache
+def anchors_of(path: Path) -> frozenset[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    seen: Counter[str] = Counter()
+    anchors = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", prose_of(path), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        text = unicodedata.normalize("NFKC", text).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        anchors.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return frozenset(anchors)
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    text = prose_of(path)
+    targets = _LINK.findall(text) + [a or b for a, b in _IMAGE.findall(text)]
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        other = (path.parent / name).resolve() if name else path
+        if not other.exists():
+            yield f"{name_of(path)}: {target}: there is no such file"
+        elif anchor and anchor not in anchors_of(other):
+            yield f"{name_of(path)}: {target}: {name_of(other)} has no such heading"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    assert list(broken_links(path)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `page.md`, twice\n\n[a](#a-pagemd-twice) [b](#b) [c](none.md)\n\n```\n[d](#d)\n```\n"
+        "![e](e.svg) [f](https://example.org/f.md)\n"
+    )
+    assert list(broken_links(page)) == [
+        "page.md: #b: page.md has no such heading",
+        "page.md: none.md: there is no such file",
+        "page.md: e.svg: there is no such file",
+    ]
+
+
+def is_wide(line: str) -> bool:
+    """Whether the line is wider than it has to be: a table's, or one long word, may be."""
+    if len(line) <= WIDTH or line.lstrip().startswith("|"):
+        return False
+    # A list's or a quote's marks, and then a link or a code span without a place to break it.
+    return " " in re.sub(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`", "x", re.sub(r"^[\s>*-]*", "", line)).strip()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_lines_wrap(path: Path) -> None:
+    wide = [number for number, line in enumerate(prose_of(path).splitlines(), 1) if is_wide(line)]
+    if name_of(path) not in WIDE:
+        assert not wide, f"{name_of(path)}: more than {WIDTH} columns in lines {wide}"
+
+
+def test_pages_made_from_the_code_are_not_stale() -> None:
+    """The script's own output names the pages, both sides and the command to run."""
+    script = ROOT / "docs" / "tools" / "reference_pages.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
