@@ -72,7 +72,7 @@ soak: $(STAMP)
 		$(if $(SEED),--seed $(SEED))
 
 # Real vLLM engines in an environment of their own, some 4 GB of downloads; not part of `make test`. Whoever has vLLM
-# elsewhere names its interpreter: make test-vllm VLLM_PYTHON=/path/to/python. docs/vllm.md says what runs.
+# elsewhere names its interpreter: make test-vllm VLLM_PYTHON=/path/to/python. docs/how-to/vllm-tests.md says what runs.
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PYTHON ?= $(VLLM_VENV)/bin/python

@@ -21,11 +21,9 @@ AT_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURIT
 DOCUMENTS = [*PAGES, *(path for path in AT_THE_ROOT if path.exists())]
 # Written before lines were wrapped, and about to be cut up.
 WIDE = {
-    "README.md",
     "docs/decisions.md",
     "docs/evidence/benchmarks.md",
     "docs/operations.md",
-    "docs/vllm.md",
 }
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)

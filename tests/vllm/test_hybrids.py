@@ -13,8 +13,9 @@ from engines import Engine
 from site_under_test import Nodes, Site, num_external_tokens, through, wait_until_settled
 
 NewPrompt = Callable[[int], list[int]]
-# What vLLM's CPU backend asks of each, found out by trying; docs/vllm.md has it in words. A prompt and a
-# single token go through different kernels for latents and states, whose roundings choose other tokens.
+# What vLLM's CPU backend asks of each, found out by trying; docs/how-to/vllm-tests.md has it in words. A
+# prompt and a single token go through different kernels for latents and states, whose roundings choose
+# other tokens.
 EXACT = "--dtype=float32"
 KINDS: dict[str, dict[str, Any]] = {
     "mamba": {"flags": (EXACT, "--no-enable-prefix-caching")},

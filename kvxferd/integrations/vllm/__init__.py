@@ -1,6 +1,6 @@
 """vLLM's KV connector: ``"kv_connector_module_path": "kvxferd.integrations.vllm"``.
 
-Needs vLLM 0.32 or 0.33 in the engine's environment; docs/vllm.md says how it is used.
+Needs vLLM 0.32 or 0.33 in the engine's environment; docs/how-to/vllm.md says how it is used.
 """
 
 from __future__ import annotations
