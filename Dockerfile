@@ -26,7 +26,7 @@ COPY --from=build /opt/kvxferd /opt/kvxferd
 ENV PATH=/opt/kvxferd/bin:$PATH
 # Metrics and probes come from outside the container. Nothing there changes state.
 ENV KVXFERD_HTTP_BIND=0.0.0.0:9440
-# Other nodes need KVXFERD_PEER_BIND and KVXFERD_PEER_ADVERTISE too: see docs/operations.md.
+# Other nodes need KVXFERD_PEER_BIND and KVXFERD_PEER_ADVERTISE too: see docs/how-to/configure.md.
 EXPOSE 9440 9441
 USER kvxferd
 # What engines' containers mount; locks and the control socket are none of theirs.

@@ -23,7 +23,6 @@ DOCUMENTS = [*PAGES, *(path for path in AT_THE_ROOT if path.exists())]
 WIDE = {
     "docs/decisions.md",
     "docs/evidence/benchmarks.md",
-    "docs/operations.md",
 }
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)

@@ -22,7 +22,7 @@ PER_EVENT = 100
 # lines again; PER_EVENT holds all the same.
 MAX_SOURCES = 1_024
 MAX_KEY_CHARS = 128
-# One line for each is promised (docs/operations.md). Only who has registered a rank can cause them.
+# One line for each is promised (docs/how-to/monitoring.md). Only who has registered a rank can cause them.
 RECORDS = frozenset({"pull", "handshake", "release", "topology", "placement", "connected"})
 
 _Key = tuple[str, str]

@@ -27,4 +27,4 @@ def check(node: Node) -> Iterator[Finding]:
         yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
     for warning in answer["warnings"]:
         found, _, todo = warning.partition("; ")
-        yield warn("daemon's warning", found, todo or "see docs/operations.md")
+        yield warn("daemon's warning", found, todo or "see docs/how-to/troubleshoot.md")

@@ -39,7 +39,7 @@ def check(node: Node) -> Iterator[Finding]:
         if EXPORT in able or node.environment.get(DRIVER_VARIABLE) == "fake":
             yield ok("gpu", f"{found}: {able or 'fake'}", **facts)
         else:
-            todo = "its memory cannot go to a mover: resident movers are what is left (docs/operations.md)"
+            todo = "its memory cannot go to a mover: use resident movers (docs/how-to/gpu-nodes.md)"
             yield warn("gpu", f"{found}: {able}", todo, **facts)
     if not outcome.value["devices"]:
         yield no("gpu", f"driver {name} shows none", "unset CUDA_VISIBLE_DEVICES, or give the container GPUs")
