@@ -1,4 +1,4 @@
-# make demo | test | check | clean: each works alone on a fresh clone; the first makes .venv.
+# make demo | test | check | docs | clean: each works alone on a fresh clone; the first makes .venv.
 
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
 VENV := .venv
@@ -32,6 +32,18 @@ SECONDS ?= 600
 fuzz: $(STAMP)
 	-$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --seconds $(SECONDS)
+
+# The site of docs/, in build/site: `python -m http.server --directory build/site` shows it.
+DOCS_STAMP := $(VENV)/.installed-docs
+.PHONY: docs
+docs: $(DOCS_STAMP)
+	$(VENV)/bin/python docs/tools/reference_pages.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	$(VENV)/bin/python docs/tools/check_site.py build/site
+
+$(DOCS_STAMP): $(STAMP)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

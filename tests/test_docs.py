@@ -114,3 +114,24 @@ def test_pages_made_from_the_code_are_not_stale() -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ('<script src="assets/a.js"></script><a href="https://example.org">x</a>', 0),
+        ('<script src="https://example.org/a.js"></script>', 1),
+        ('<link rel="stylesheet" href="//example.org/a.css">', 1),
+        ('<img alt="" src="http://example.org/a.png">', 1),
+        ("<style>@import 'https://example.org/a.css'; b { background: url(//example.org/c) }</style>", 2),
+        ('<pre class="mermaid">graph</pre>', 1),  # for this the theme loads a script
+    ],
+)
+def test_what_the_site_loads_from_outside_is_found(tmp_path: Path, page: str, found: int) -> None:
+    (tmp_path / "index.html").write_text(page)
+    script = ROOT / "docs" / "tools" / "check_site.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert len(done.stdout.splitlines()) == found + 1
+    assert done.returncode == (1 if found else 0)

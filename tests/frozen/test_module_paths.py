@@ -38,7 +38,7 @@ _FILE = re.compile(
     r"yaml|txt|json|c))\b"
 )
 # What `-m` names beside modules of this repository: others' modules, and marks of pytest.
-FOREIGN = {"venv", "pip", "pytest", "vllm", "gpu", "netns", "slow", "sh", "module"}
+FOREIGN = {"http", "venv", "pip", "pytest", "vllm", "gpu", "netns", "slow", "sh", "module"}
 # Named by a test because it is not there.
 ABSENT = {"tests/there_is_no_such_test.py"}
 

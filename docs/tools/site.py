@@ -1,0 +1,72 @@
+"""Hooks of mkdocs: the order of the pages, pictures, and links that lead out of docs/."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1]
+
+# Title, and the pages below it; a pattern stands for all pages that match and have no place of their own.
+ORDER = (
+    ("Tutorials", ("tutorial/hello.md", "tutorial/*.md")),
+    ("How to", ("how-to/index.md", "how-to/*.md")),
+    ("Understand", ("concepts.md", "architecture.md")),
+    ("Reference", ("reference/cli.md", "reference/configuration.md", "reference/*.md")),
+    ("Evidence", ("evidence/*.md",)),
+    ("Decisions", ("decisions.md", "adr/*.md")),
+)
+# Pages that only point on: what linked to them finds them, and the menu does not show them.
+POINTERS = ("protocol.md", "operations.md", "vllm.md")
+
+
+def on_config(config: Any) -> Any:
+    """Set the menu, and draw pictures where a page has a block of mermaid."""
+    config.nav = [{"kvxferd": "index.md"}]
+    for title, patterns in ORDER:
+        found = [page for pattern in patterns for page in sorted(DOCS.glob(pattern))]
+        if found:
+            config.nav.append({title: [page.relative_to(DOCS).as_posix() for page in dict.fromkeys(found)]})
+    config.not_in_nav = config.not_in_nav or _spec(POINTERS)
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {}).setdefault("custom_fences", [])
+    fences.append({"name": "mermaid", "class": "diagram", "format": _picture})
+    return config
+
+
+def _spec(names: tuple[str, ...]) -> Any:
+    from pathspec import PathSpec
+
+    return PathSpec.from_lines("gitwildmatch", [f"/{name}" for name in names])
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leave only the text of links to files that are not of the site: sources, settings, folders."""
+    here = DOCS / Path(page.file.src_uri).parent
+
+    def kept(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        name = target.partition("#")[0]
+        if not name or re.match(r"[a-z]+:", name):
+            return match[0]
+        path = (here / name).resolve()
+        # A page that should be there and is not stays a link: mkdocs refuses it.
+        return match[0] if DOCS in path.parents and not path.is_dir() else text
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", kept, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Write a docstring's `::` before a block of code as one colon."""
+    return html.replace("::</p>", ":</p>")
+
+
+def _picture(source: str, *_: Any, **__: Any) -> str:
+    """Return a diagram as SVG. The theme would load mermaid from outside and draw it in the browser."""
+    import mermaidx
+
+    svg = mermaidx.render('%%{init: {"theme": "neutral"}}%%\n' + source).svg()
+    # Ids are the page's, which may have several diagrams.
+    svg = svg.replace("my-svg", f"diagram-{hashlib.sha256(source.encode()).hexdigest()[:8]}")
+    return f'<div class="diagram" style="background: white; padding: 1em">{svg}</div>'
