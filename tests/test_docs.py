@@ -21,7 +21,6 @@ AT_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURIT
 DOCUMENTS = [*PAGES, *(path for path in AT_THE_ROOT if path.exists())]
 # Written before lines were wrapped, and about to be cut up.
 WIDE = {
-    "docs/decisions.md",
     "docs/evidence/benchmarks.md",
 }
 
