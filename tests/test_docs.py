@@ -134,3 +134,14 @@ def test_what_the_site_loads_from_outside_is_found(tmp_path: Path, page: str, fo
     )
     assert len(done.stdout.splitlines()) == found + 1
     assert done.returncode == (1 if found else 0)
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/architecture.md"])
+def test_paths_in_code_spans_are_there(name: str) -> None:
+    """Files and folders of this repository, as a reader of the page would open them."""
+    spans = re.findall(r"`([^`\s]+)`", prose_of(ROOT / name))
+    paths = [
+        span for span in spans if re.match(r"(kvxferd|tests|docs|deploy|benchmarks|examples|config)/", span)
+    ]
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
