@@ -19,10 +19,6 @@ WIDTH = 100
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 AT_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 DOCUMENTS = [*PAGES, *(path for path in AT_THE_ROOT if path.exists())]
-# Written before lines were wrapped, and about to be cut up.
-WIDE = {
-    "docs/evidence/benchmarks.md",
-}
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -97,8 +93,7 @@ def is_wide(line: str) -> bool:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_lines_wrap(path: Path) -> None:
     wide = [number for number, line in enumerate(prose_of(path).splitlines(), 1) if is_wide(line)]
-    if name_of(path) not in WIDE:
-        assert not wide, f"{name_of(path)}: more than {WIDTH} columns in lines {wide}"
+    assert not wide, f"{name_of(path)}: more than {WIDTH} columns in lines {wide}"
 
 
 def test_pages_made_from_the_code_are_not_stale() -> None:
