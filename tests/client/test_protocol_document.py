@@ -19,7 +19,7 @@ SECTIONS = sections()
 UNIONS = {
     "Client to daemon": get_args(worker.ClientMessage),
     "Daemon to client": get_args(worker.DaemonMessage),
-    "Questions and answers": get_args(peer.PeerMessage),
+    "Requests and replies": get_args(peer.PeerMessage),
     "Daemon to mover": get_args(mover.ToMover),
     "Mover to daemon": get_args(mover.FromMover),
     "Notes between movers": get_args(notes.Note),
