@@ -7,6 +7,7 @@ of 32. Nothing here says how one is turned into the other: the daemon works it o
 """
 
 import array
+import secrets
 import select
 import sys
 
@@ -24,7 +25,10 @@ def join(
 ) -> tuple[client.RankHandle, SealedMemory]:
     """Register one rank with memory of its own."""
     spec = EngineSpec(
-        engine_id=EngineId(name), generation=Generation("1"), num_layers=LAYERS, num_kv_heads=HEADS
+        engine_id=EngineId(name),
+        generation=Generation(secrets.token_hex(4)),
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
     )
     layout = attention_layout(
         spec=spec,
