@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -140,3 +142,49 @@ def test_paths_in_code_spans_are_there(name: str) -> None:
     ]
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+# Pages for operators: what they name has to be there.
+GUIDES = [
+    *(path for path in DOCUMENTS if path.parent.name in ("how-to", "tutorial")),
+    *(
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "docs/architecture.md", "docs/reference/limits.md")
+    ),
+]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """Return a surface as `tests/frozen` has recorded it."""
+    return json.loads((ROOT / "tests" / "frozen" / "recorded" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_settings_and_metrics_of_a_guide_are_there(path: Path) -> None:
+    sections = "node|worker|control|http|peer|transfer|mover|drain|limits|log"
+    text = path.read_text()
+    settings = set(re.findall(rf"`((?:{sections})\.\w+)`", text)) - {"worker.sock", "control.sock"}
+    assert settings <= set(recorded("settings")["keys"])
+    metrics = recorded("metrics")
+    there = {series for one in metrics["daemon"].values() for series in one["series"]} | set(
+        metrics["daemon"]
+    )
+    there |= {name.removeprefix("vllm:") for name in metrics["connector"]}
+    named = set(re.findall(r"`(?:vllm:)?(kvxferd_\w+)`", text))
+    assert named <= there
+
+
+def test_events_and_codes_of_the_guides_are_there() -> None:
+    lines = recorded("log_lines")
+    events = {*lines["events"], *(name.partition(",")[0] for name in lines["records"])}
+    assert named_in_first_column("monitoring.md", "| event | meaning |") <= events
+    codes = set(recorded("codes")["codes"])
+    assert named_in_first_column("troubleshoot.md", "| code of a failed pull |") <= codes
+
+
+def named_in_first_column(guide: str, head: str) -> set[str]:
+    """Return the code spans in the first cells of the table with that head."""
+    table = (ROOT / "docs" / "how-to" / guide).read_text().partition(head)[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert cells
+    return {name for cell in cells for name in re.findall("`(.+?)`", cell)}
