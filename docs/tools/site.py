@@ -18,8 +18,6 @@ ORDER = (
     ("Evidence", ("evidence/*.md",)),
     ("Decisions", ("decisions.md", "adr/*.md")),
 )
-# Pages that only point on: what linked to them finds them, and the menu does not show them.
-POINTERS = ("protocol.md", "operations.md", "vllm.md")
 
 
 def on_config(config: Any) -> Any:
@@ -28,17 +26,19 @@ def on_config(config: Any) -> Any:
     for title, patterns in ORDER:
         found = [page for pattern in patterns for page in sorted(DOCS.glob(pattern))]
         if found:
-            config.nav.append({title: [page.relative_to(DOCS).as_posix() for page in dict.fromkeys(found)]})
-    config.not_in_nav = config.not_in_nav or _spec(POINTERS)
+            config.nav.append({title: [_entry(page) for page in dict.fromkeys(found)]})
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {}).setdefault("custom_fences", [])
     fences.append({"name": "mermaid", "class": "diagram", "format": _picture})
     return config
 
 
-def _spec(names: tuple[str, ...]) -> Any:
-    from pathspec import PathSpec
-
-    return PathSpec.from_lines("gitwildmatch", [f"/{name}" for name in names])
+def _entry(page: Path) -> Any:
+    """Return a page's entry of the menu: the number of a decision stands before its title."""
+    name = page.relative_to(DOCS).as_posix()
+    if page.parent.name != "adr":
+        return name
+    heading = page.read_text().partition("\n")[0].removeprefix("# ")
+    return {f"{page.name[:4]} {heading}": name}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
