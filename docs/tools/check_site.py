@@ -24,6 +24,8 @@ LOADED = {
     "video": "src",
 }
 OUTSIDE = re.compile(r"^(https?:)?//")
+# Hosts from which scripts load scripts; other addresses in them are remarks and licences.
+IN_SCRIPTS = re.compile(r"https?://[\w.]*(?:unpkg|jsdelivr|cloudflare|googleapis|gstatic)[\w./@-]*")
 IN_STYLES = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s;]+)")
 
 
@@ -49,6 +51,8 @@ class Loads(HTMLParser):
 def loads_of(path: Path) -> list[str]:
     """Return what a file of the site loads from outside."""
     text = path.read_text("utf-8", "replace")
+    if path.suffix == ".js":
+        return IN_SCRIPTS.findall(text)
     if path.suffix == ".css":
         return IN_STYLES.findall(text)
     page = Loads()
@@ -59,11 +63,11 @@ def loads_of(path: Path) -> list[str]:
 
 def main(site: Path) -> int:
     """Print what is found. Returns the exit status."""
-    files = [path for path in sorted(site.rglob("*")) if path.suffix in (".html", ".css")]
+    files = [path for path in sorted(site.rglob("*")) if path.suffix in (".html", ".css", ".js")]
     found = [f"{path.relative_to(site)}: {load}" for path in files for load in loads_of(path)]
     for line in found:
         print(line)
-    print(f"{len(files)} pages and styles, {len(found)} things loaded from outside")
+    print(f"{len(files)} pages, styles and scripts, {len(found)} things loaded from outside")
     return 1 if found or not files else 0
 
 

@@ -62,6 +62,17 @@ def on_page_content(html: str, **_: Any) -> str:
     return html.replace("::</p>", ":</p>")
 
 
+def on_post_build(config: Any) -> None:
+    """Take the theme's two fallbacks from its script: it would load them from outside.
+
+    One draws diagrams, which are drawn already; the other is for browsers of before 2020.
+    """
+    for script in Path(config.site_dir, "assets", "javascripts").glob("*.js"):
+        script.write_text(
+            re.sub(r"https://unpkg\.com/[\w@./-]*", "data:text/javascript,", script.read_text())
+        )
+
+
 def _picture(source: str, *_: Any, **__: Any) -> str:
     """Return a diagram as SVG. The theme would load mermaid from outside and draw it in the browser."""
     import mermaidx
