@@ -22,7 +22,7 @@ ORDER = (
 
 def on_config(config: Any) -> Any:
     """Set the menu, and draw pictures where a page has a block of mermaid."""
-    config.nav = [{"kvxferd": "index.md"}]
+    config.nav = [{"Start": "index.md"}]
     for title, patterns in ORDER:
         found = [page for pattern in patterns for page in sorted(DOCS.glob(pattern))]
         if found:
