@@ -211,15 +211,15 @@ def metrics() -> Iterator[str]:
 
 
 def labels_of(family: dict[str, Any]) -> str:
-    """Return the labels of a metric, each with its values where they are a closed set of states."""
-    known = {code.value for code in errors.Code}
+    """Return the labels of a metric, with their values where all of them are there from the start.
+
+    The recorded values of a counter are those of a sample alone; the phases of a pull are complete.
+    """
     shown = []
     for label, values in family["labels"].items():
-        if label == "le":
-            continue
-        states = [value for value in values if value not in known]
-        closed = len(values) > 1 and states == values
-        shown.append(f"`{label}`" + (f": {', '.join(values)}" if closed else ""))
+        if label != "le":
+            complete = values and (family["type"] == "gauge" or label == "phase")
+            shown.append(f"`{label}`" + (f": {', '.join(values)}" if complete else ""))
     return "; ".join(shown)
 
 
