@@ -112,7 +112,7 @@ def settings() -> Iterator[str]:
             ("value", "default", "flag", "variable", "takes effect"),
             [
                 (
-                    cell(setting.wanted),
+                    cell(value_of(setting)),
                     f"`{default_of(setting)}`",
                     f"`{flag_name(key)}`",
                     f"`{setting.variable}`",
@@ -121,6 +121,11 @@ def settings() -> Iterator[str]:
             ],
         )
         yield ""
+
+
+def value_of(setting: Setting) -> str:
+    """Return what a right value looks like: the title of the setting's type."""
+    return next(meta.title for meta in setting.type.__metadata__ if getattr(meta, "title", None))
 
 
 def default_of(setting: Setting) -> str:
@@ -290,18 +295,15 @@ def level_of(method: str) -> str:
 
 
 def routes() -> Iterator[str]:
-    """Yield a table of the routes."""
+    """Yield a table of the routes: as recorded, with the first paragraph of the handler's docstring."""
     who = {"anyone": "anyone", "admin": "operators"}
-    rows = [
-        (
-            route.method,
-            f"`{route.path}`",
-            who[route.access.value],
-            "yes" if route.shared else "",
-            cell(first_sentence(route.handler)),
-        )
-        for route in ROUTES
-    ]
+    handlers = {f"{route.method} {route.path}": route.handler for route in ROUTES}
+    rows = []
+    for route in recorded("http")["routes"]:
+        method, path = route["name"].split()
+        shared = "yes" if route["shared"] else ""
+        what = cell(first_sentence(handlers[route["name"]]))
+        rows.append((method, f"`{path}`", who[route["access"]], shared, what))
     yield from table(("method", "path", "for", "shared", "what"), rows)
 
 
