@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvxferd import client
-from kvxferd.cli.asking import Daemon
-from kvxferd.cli.bench.accounts import cpu_s, private_bytes, process_tree, resident_bytes
+from kvxferd.cli.asking import ControlClient
+from kvxferd.cli.bench.accounts import cpu_seconds, private_bytes, process_tree, resident_bytes
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
@@ -20,20 +20,20 @@ from kvxferd.memory import SealedMemory
 
 NUM_RANKS = 8
 MIB = 1 << 20
-FACTS = {"num_kv_heads": 8, "head_dim": 128, "block_tokens": 16, "num_blocks": 64, "layout": "HND"}
+LAYOUT_OPTIONS = {"num_kv_heads": 8, "head_dim": 128, "block_tokens": 16, "num_blocks": 64, "layout": "HND"}
 
 
-def start(stack: ExitStack, directory: Path) -> tuple[subprocess.Popen[bytes], Daemon]:
+def start_daemon(stack: ExitStack, directory: Path) -> tuple[subprocess.Popen[bytes], ControlClient]:
     """A daemon that is ready."""
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
     process = subprocess.Popen(command)
     stack.callback(process.wait)
     stack.callback(process.terminate)
-    control = Daemon(str(directory / "control.sock"))
+    control = ControlClient(str(directory / "control.sock"))
     while True:
         with suppress(KvxferdError):
-            if control.ask("GET", "/readyz")[0] == 200:
+            if control.request("GET", "/readyz")[0] == 200:
                 return process, control
         time.sleep(0.05)
 
@@ -43,7 +43,7 @@ def register(stack: ExitStack, socket: str, name: str, tp_size: int) -> list[cli
     ranks = []
     for tp_rank in range(tp_size):
         spec = EngineSpec(name, "g", num_layers=4, tp_size=tp_size, tp_rank=tp_rank, num_kv_heads=8)
-        layout = attention_layout(spec=spec, **FACTS)
+        layout = attention_layout(spec=spec, **LAYOUT_OPTIONS)
         memory = stack.enter_context(SealedMemory.create(layout.regions[0].size_bytes, name))
         connected = stack.enter_context(client.connect(socket))
         ranks.append(
@@ -73,17 +73,17 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name in ("a", "b"):
             (directory / name).mkdir()
-        daemon, _ = start(stack, directory / "a")
-        start(stack, directory / "b")
+        daemon, _ = start_daemon(stack, directory / "a")
+        start_daemon(stack, directory / "b")
         sinks = register(stack, str(directory / "a" / "worker" / "worker.sock"), "decode", NUM_RANKS)
         (source,) = register(stack, str(directory / "b" / "worker" / "worker.sock"), "prefill", 1)
         pull_once(source, sinks)
         time.sleep(5)  # past the lingering attention
         pids = process_tree(daemon.pid)
-        before, began = {pid: cpu_s(pid) for pid in pids}, time.monotonic()
+        before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
         time.sleep(options.seconds)
         elapsed = time.monotonic() - began
-        used = {pid: cpu_s(pid) - before[pid] for pid in pids}
+        used = {pid: cpu_seconds(pid) - before[pid] for pid in pids}
         print(
             f"{NUM_RANKS} ranks registered, one peer known, idle for {elapsed:.0f} s, {len(pids)} processes"
         )

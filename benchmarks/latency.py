@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from kvxferd import client
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
@@ -31,7 +31,7 @@ from kvxferd.memory import SealedMemory
 MARKS = Path(__file__).parent / "hops"
 
 
-def start(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str:
+def start_daemon(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str:
     """Start a daemon and wait until it is ready; return its worker socket."""
     directory.mkdir()
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
@@ -39,18 +39,18 @@ def start(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str
     process = subprocess.Popen(command, env={**os.environ, **environment})
     stack.callback(process.wait)
     stack.callback(process.terminate)
-    control = Daemon(str(directory / "control.sock"))
+    control = ControlClient(str(directory / "control.sock"))
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with suppress(KvxferdError):
-            if control.ask("GET", "/readyz")[0] == 200:
+            if control.request("GET", "/readyz")[0] == 200:
                 own = directory / "worker" / "worker.sock"
                 return str(own if own.exists() else directory / "worker.sock")  # of an older checkout
         time.sleep(0.05)
     raise TimeoutError("the daemon is not ready")
 
 
-def join(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.RankHandle:
+def register_rank(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.RankHandle:
     """Register a rank whose blocks are of 8 KiB a layer and component."""
     spec = EngineSpec(name, "g", num_layers=1, num_kv_heads=2)
     layout = attention_layout(
@@ -61,13 +61,13 @@ def join(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.Ra
     return connected.register(engine=spec, layout=layout, regions={layout.regions[0].region: memory})
 
 
-class Measured:
+class PullTimer:
     """Pulls made one at a time, each prepared and published beforehand."""
 
     def __init__(self, source: client.RankHandle, sink: client.RankHandle, num_blocks: int) -> None:
         self._source, self._sink = source, sink
         self._ids = np.arange(num_blocks, dtype=np.int32)
-        self._tokens = num_blocks * 16
+        self._num_tokens = num_blocks * 16
         self._number = 0
         self.spans: list[tuple[float, float, float]] = []  # pull called, returned, delivered
 
@@ -80,7 +80,7 @@ class Measured:
         refs = []
         for _ in range(count):
             self._number += 1
-            ref = self._source.publish(f"t{self._number}", self.blocks(), self._tokens)
+            ref = self._source.publish(f"t{self._number}", self.blocks(), self._num_tokens)
             self._sink.prepare(ref)
             refs.append(ref)
         time.sleep(0.3)  # nothing says that a prepare has been done
@@ -89,7 +89,7 @@ class Measured:
     def pull(self, ref: client.TransferRef) -> None:
         """Pull one and wait as an engine does: on the descriptor."""
         began = time.perf_counter()
-        self._sink.pull(ref, self.blocks(), self._tokens, deadline_s=30)
+        self._sink.pull(ref, self.blocks(), self._num_tokens, deadline_s=30)
         returned = time.perf_counter()
         while not (events := self._sink.poll()):
             select.select([self._sink.fileno()], [], [], 30)
@@ -99,23 +99,23 @@ class Measured:
 
 
 @contextmanager
-def stage(
+def daemon_pair(
     fill: int, environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[client.RankHandle, Measured]]:
+) -> Iterator[tuple[client.RankHandle, PullTimer]]:
     """Two daemons with a rank each, and some pulls behind them: the source, and what pulls from it."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         more = dict(environment or {})
-        source = join(stack, start(stack, directory / "p", more), "prefill", fill)
-        sink = join(stack, start(stack, directory / "d", more), "decode", fill)
-        measured = Measured(source, sink, fill)
+        source = register_rank(stack, start_daemon(stack, directory / "p", more), "prefill", fill)
+        sink = register_rank(stack, start_daemon(stack, directory / "d", more), "decode", fill)
+        measured = PullTimer(source, sink, fill)
         for ref in measured.prepare(20):
             measured.pull(ref)
         measured.spans.clear()
         yield source, measured
 
 
-def relay(heard: socket.socket, told: socket.socket) -> None:
+def forward_packets(heard: socket.socket, told: socket.socket) -> None:
     """Pass packets on until there are none, as a process that has nothing else to do."""
     arrivals = select.poll()
     arrivals.register(heard.fileno(), select.POLLIN)
@@ -123,7 +123,7 @@ def relay(heard: socket.socket, told: socket.socket) -> None:
         told.send(packet)
 
 
-def hand_over(count: int, pause_s: float, num_relays: int) -> list[float]:
+def measure_forwarding(count: int, pause_s: float, num_relays: int) -> list[float]:
     """Return how long packets took through so many processes that only pass them on, and back here."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_relays + 1)]
     children = []
@@ -133,7 +133,7 @@ def hand_over(count: int, pause_s: float, num_relays: int) -> list[float]:
                 for end in (one, other):
                     if end not in (pairs[number][1], pairs[number + 1][0]):
                         end.close()
-            relay(pairs[number][1], pairs[number + 1][0])
+            forward_packets(pairs[number][1], pairs[number + 1][0])
             os._exit(0)
         children.append(child)
     out, back = pairs[0][0], pairs[-1][1]
@@ -156,14 +156,14 @@ def hand_over(count: int, pause_s: float, num_relays: int) -> list[float]:
     return times
 
 
-def say(name: str, values: list[float]) -> None:
+def print_times(name: str, values: list[float]) -> None:
     """Print the middle and the tail, in microseconds."""
     ordered = sorted(1e6 * value for value in values)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     print(f"{name:44} p50 {statistics.median(ordered):8.1f}  p99 {p99:8.1f}  least {ordered[0]:8.1f} us")
 
 
-def say_hops(directory: Path, spans: list[tuple[float, float, float]]) -> None:
+def print_hops(directory: Path, spans: list[tuple[float, float, float]]) -> None:
     """Print the median time from each mark of a pull to the next."""
     marks = sorted(
         (float(when), name)
@@ -187,7 +187,7 @@ def say_hops(directory: Path, spans: list[tuple[float, float, float]]) -> None:
         steps.setdefault("the engine has the event", []).append(delivered - last)
     for name, values in steps.items():
         if len(values) > len(spans) // 4:
-            say(f"  until {name}", values)
+            print_times(f"  until {name}", values)
 
 
 def main() -> None:
@@ -199,14 +199,14 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two pulls")
     options = parser.parse_args()
     for pause_s in (0.0, options.pause):
-        took = hand_over(options.pulls, pause_s, num_relays=2)
-        say(f"two processes that only pass it on, {1e3 * pause_s:g} ms apart", took)
+        took = measure_forwarding(options.measure_forwarding, pause_s, num_relays=2)
+        print_times(f"two processes that only pass it on, {1e3 * pause_s:g} ms apart", took)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = {}
         if options.hops:
             environment = {"PYTHONPATH": str(MARKS), "BENCH_HOPS": str(directory)}
-        source, measured = stack.enter_context(stage(options.fill, environment))
+        source, measured = stack.enter_context(daemon_pair(options.fill, environment))
         left = options.pulls
         while left:
             batch = min(left, 50)
@@ -215,10 +215,10 @@ def main() -> None:
                 time.sleep(options.pause)
             left -= batch
         source.poll()
-        say("inside pull()", [returned - began for began, returned, _ in measured.spans])
-        say("pull() to Delivered", [delivered - began for began, _, delivered in measured.spans])
+        print_times("inside pull()", [returned - began for began, returned, _ in measured.spans])
+        print_times("pull() to Delivered", [delivered - began for began, _, delivered in measured.spans])
         if options.hops:
-            say_hops(directory, measured.spans)
+            print_hops(directory, measured.spans)
 
 
 if __name__ == "__main__":

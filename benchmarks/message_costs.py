@@ -15,7 +15,7 @@ from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import MAX_TENSORS, validate_layout
-from kvxferd.plan.requests import _repeated
+from kvxferd.plan.requests import duplicate_id
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from kvxferd.wire.worker import Publish
@@ -64,7 +64,9 @@ def main() -> None:
     print(f"layout of {len(layout.tensors)} tensors: {took / 1000:.0f} ms to check")
     ids = np.random.default_rng(0).permutation(MAX_REQUEST_IDS_BYTES // 4).astype(np.int32)
     listed = PackedBlocks(ids.tobytes())
-    print(f"{len(ids)} block ids: {least_us(lambda: _repeated(listed), 1) / 1000:.0f} ms to look for repeats")
+    print(
+        f"{len(ids)} block ids: {least_us(lambda: duplicate_id(listed), 1) / 1000:.0f} ms to look for repeats"
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from checkout_process import CheckoutProcess
 
-PULLS = 40  # of a batch: longer than a scheduler's whims, shorter than a neighbour's
+PULLS_PER_BATCH = 40  # of a batch: longer than a scheduler's whims, shorter than a neighbour's
 
 
 def pull_batches(checkout: Path, pause_s: float, fill: int) -> None:
@@ -27,11 +27,11 @@ def pull_batches(checkout: Path, pause_s: float, fill: int) -> None:
     sys.path.insert(0, str(checkout))
     import latency  # this one's, over the checkout's kvxferd
 
-    with latency.stage(fill) as (source, measured):
+    with latency.daemon_pair(fill) as (source, measured):
         print("ready", flush=True)
         for _ in sys.stdin:
             measured.spans.clear()
-            for ref in measured.prepare(PULLS):
+            for ref in measured.prepare(PULLS_PER_BATCH):
                 measured.pull(ref)
                 time.sleep(pause_s)
             source.poll()
@@ -57,7 +57,7 @@ class Checkout(CheckoutProcess):
         self.medians.append(statistics.median(delivered))
 
 
-def centile(values: list[float], percent: int) -> float:
+def percentile(values: list[float], percent: int) -> float:
     """Return a percentile."""
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
 
@@ -88,7 +88,7 @@ def main() -> None:
         ratios = [mine / theirs for mine, theirs in zip(checkout.medians, first.medians, strict=True)]
         print(checkout.path)
         for name, times in (("delivered", checkout.delivered_us), ("inside pull()", checkout.called_us)):
-            print(f"  {name:14} p50 {centile(times, 50):6.0f}  p99 {centile(times, 99):6.0f} us")
+            print(f"  {name:14} p50 {percentile(times, 50):6.0f}  p99 {percentile(times, 99):6.0f} us")
         less = sum(ratio < 1 for ratio in ratios)
         print(f"  {statistics.median(ratios):.2f} of the first; less in {less} of {options.rounds} batches")
 

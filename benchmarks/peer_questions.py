@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from checkout_process import CheckoutProcess
 
-QUESTIONS = 1000  # of a batch
+REQUESTS_PER_BATCH = 1000  # of a batch
 WINDOWS = (1, 64)  # questions that wait for their answers
 
 
@@ -54,37 +54,37 @@ class Peer:
 
         self._peer, self._encode, self._decode = peer, encode, PEER_MESSAGES.decode
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        rank = latency.join(stack, latency.start(stack, directory, {}), "prefill", 4)
-        self._ref = rank.publish("t1", latency.Measured(rank, rank, 4).blocks(), 64)
-        self._pid = serving_from(directory)
+        rank = latency.register_rank(stack, latency.start_daemon(stack, directory, {}), "prefill", 4)
+        self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
+        self._pid = daemon_pid(directory)
         context = stack.enter_context(zmq.Context())
         self._dealer = stack.enter_context(context.socket(zmq.DEALER))
         self._dealer.linger = 0
         self._dealer.connect(self._ref.endpoint)
         self._number = 2
-        greet = peer.Greet(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")
-        self.ask(greet)
+        greet = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")
+        self.request(greet)
         engine, generation = self._ref.engine_id, self._ref.generation
         fetch = peer.FetchEngine(request=2, engine_id=engine, generation=generation, wait_s=5.0)
-        manifest = self.ask(fetch).ranks[0]
+        manifest = self.request(fetch).ranks[0]
         self._reads = ((manifest.spec.rank, manifest.binding.agent),)
         self._consumer = peer.Consumer("decode", "g", manifest.spec.rank, 1)
 
-    def ask(self, question: Any) -> Any:
+    def request(self, question: Any) -> Any:
         """Send one question; return its answer."""
         self._dealer.send(self._encode(question))
         return self._decode(self._dealer.recv())
 
     def renewals(self) -> list[Any]:
         """Questions that cost the core next to nothing: what is left is the way to it and back."""
-        self._number += QUESTIONS
-        numbers = range(self._number - QUESTIONS, self._number)
+        self._number += REQUESTS_PER_BATCH
+        numbers = range(self._number - REQUESTS_PER_BATCH, self._number)
         return [self._peer.RenewGrants(request=number, grants=(f"g{number}",)) for number in numbers]
 
     def grants(self) -> list[Any]:
         """Grants asked for, and given back."""
         questions: list[Any] = []
-        for _ in range(QUESTIONS // 2):
+        for _ in range(REQUESTS_PER_BATCH // 2):
             self._number += 2
             number = self._number
             questions.append(
@@ -130,7 +130,7 @@ class Peer:
         }
 
 
-def serving_from(directory: Path) -> int:
+def daemon_pid(directory: Path) -> int:
     """Return the pid of the daemon of that run directory."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -142,7 +142,7 @@ def serving_from(directory: Path) -> int:
     raise RuntimeError(f"no daemon serves from {directory}")
 
 
-class Measure(Protocol):
+class BatchMeasure(Protocol):
     """What is measured of a checkout."""
 
     def batches(self) -> dict[str, Cost]:
@@ -150,7 +150,7 @@ class Measure(Protocol):
         ...
 
 
-def answer_batches(checkout: Path, made: Callable[[ExitStack], Measure]) -> None:
+def run_batches(checkout: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
     """Be one checkout: set up, then measure a batch of each kind for each line on standard input."""
     sys.path.insert(0, str(checkout))
     with ExitStack() as stack:
@@ -188,7 +188,7 @@ def show(kind: str, checkouts: Sequence[Checkout]) -> None:
         print(f"    {by_first:.2f} of the first, paired {paired:.2f}; at most {rate:.0f} a second")
 
 
-def compare(text: str | None, script: Path, made: Callable[[ExitStack], Measure]) -> None:
+def compare(text: str | None, script: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
     """Measure the checkouts that are named, and print."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path)
@@ -196,7 +196,7 @@ def compare(text: str | None, script: Path, made: Callable[[ExitStack], Measure]
     parser.add_argument("--be", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be is not None:
-        answer_batches(options.be, made)
+        run_batches(options.be, made)
         return
     if not options.checkouts:
         parser.error("name a checkout or more")

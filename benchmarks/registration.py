@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvxferd import client
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
@@ -27,7 +27,7 @@ FILL_S = 0.6  # the pool waits 0.25 s before it makes another mover
 LIMIT_S = 5.0
 
 
-def proved_after(control: Daemon, began: float) -> float:
+def wait_until_probed(control: ControlClient, began: float) -> float:
     """Return how long after `began` the rank's memory was proved; nan where this daemon proves nothing."""
     while time.perf_counter() < began + LIMIT_S:
         ((rank,),) = [engine["ranks"] for engine in control.get("/v1/engines")["engines"]]
@@ -39,7 +39,7 @@ def proved_after(control: Daemon, began: float) -> float:
 
 
 @contextmanager
-def daemon(directory: Path) -> Iterator[None]:
+def running_daemon(directory: Path) -> Iterator[None]:
     """One that goes with the block."""
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
@@ -53,7 +53,7 @@ def daemon(directory: Path) -> Iterator[None]:
 
 def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
     """Return the seconds of `register`, and those until the proof."""
-    control = Daemon(str(directory / "control.sock"))
+    control = ControlClient(str(directory / "control.sock"))
     worker_socket = directory / "worker" / "worker.sock"
     while not worker_socket.exists():
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], 
         began = time.perf_counter()
         rank = connection.register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
         registered.append(time.perf_counter() - began)
-        proved.append(proved_after(control, began))
+        proved.append(wait_until_probed(control, began))
         rank.close()
     return registered, proved
 
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--mebibytes", type=int, default=64)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory)):
+    with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory)):
         results = measure(Path(directory), options.rounds, options.mebibytes)
     for what, values in zip(("register returns", "proved"), results, strict=True):
         ms = [value * 1e3 for value in values]

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from idle_cpu import register
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 
 
-def start(directory: Path) -> subprocess.Popen[bytes]:
+def start_daemon(directory: Path) -> subprocess.Popen[bytes]:
     """Start the daemon; it need not be ready."""
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
     return subprocess.Popen(command)
 
 
-def wait_for(control: Daemon, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
+def wait_for_engines(control: ControlClient, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
     """Return when the daemon first answered, and when that many engines were complete."""
     answered = None
     until = time.monotonic() + limit_s
@@ -49,9 +49,9 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        daemon = start(directory)
-        control = Daemon(str(directory / "control.sock"))
-        wait_for(control, 0)
+        daemon = start_daemon(directory)
+        control = ControlClient(str(directory / "control.sock"))
+        wait_for_engines(control, 0)
         socket = str(directory / "worker" / "worker.sock")
         for name in ("prefill", "decode"):
             register(stack, socket, name, 1)
@@ -59,9 +59,9 @@ def main() -> None:
         for _ in range(options.rounds):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
-            daemon = start(directory)
+            daemon = start_daemon(directory)
             began = time.monotonic()
-            answered, back = wait_for(control, 2)
+            answered, back = wait_for_engines(control, 2)
             from_start.append(back - began)
             from_answer.append(back - answered)
         stack.close()

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from registration import daemon
+from registration import running_daemon
 
 from kvxferd import client, resident
 from kvxferd.ids import AgentName, EngineId, Generation, RegionId
@@ -38,7 +38,7 @@ LIMIT_S = 60.0
 LEAST_S = 10e-6  # shorter than any turn of another thread
 
 
-def described(name: str) -> tuple[EngineSpec, RankLayout]:
+def engine_of(name: str) -> tuple[EngineSpec, RankLayout]:
     """Return an engine of one rank."""
     spec = EngineSpec(EngineId(name), Generation("1"), num_layers=8, num_kv_heads=8)
     layout = attention_layout(
@@ -52,7 +52,7 @@ def blocks() -> dict[str, client.BlockList]:
     return {"full": client.BlockList(ids=array("i", reversed(range(NUM_BLOCKS))))}
 
 
-class Metered(NixlTransport):
+class MeteredTransport(NixlTransport):
     """Notes what its thread does between two copies."""
 
     between: ClassVar[list[float]] = []  # seconds of the thread's own
@@ -73,7 +73,7 @@ class Metered(NixlTransport):
         self._nixl.transfer = transfer
 
 
-def finished(rank: client.RankHandle) -> bool:
+def has_ended(rank: client.RankHandle) -> bool:
     """Whether a pull has ended. Raises RuntimeError where it failed."""
     for event in rank.poll():
         if isinstance(event, client.Failed):
@@ -85,7 +85,7 @@ def finished(rank: client.RankHandle) -> bool:
 
 def other_side(socket: str, link: Connection) -> None:
     """The rank of another process, with a child mover: publishes, and pulls what it is told to."""
-    spec, layout = described("other")
+    spec, layout = engine_of("other")
     memory = SealedMemory.create(layout.regions[0].size_bytes)
     rank = client.connect(socket).register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
     link.send("ready")
@@ -95,12 +95,12 @@ def other_side(socket: str, link: Connection) -> None:
             link.send(rank.publish(name, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS).to_json())
             continue
         rank.pull(ref, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS, deadline_s=LIMIT_S)
-        while not finished(rank):
+        while not has_ended(rank):
             time.sleep(0.001)
         link.send("done")
 
 
-def waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
+def count_lock_waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
     """Count until something is so; return the seconds, and those of each wait for the lock."""
     found: list[float] = []
     began = last = time.perf_counter()
@@ -121,7 +121,7 @@ def waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
             switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def spread(found: list[float]) -> str:
+def format_distribution(found: list[float]) -> str:
     """Return the distribution of some seconds."""
     us = sorted(value * 1e6 for value in found) or [0.0]
     p99 = us[min(len(us) - 1, len(us) * 99 // 100)]
@@ -130,19 +130,20 @@ def spread(found: list[float]) -> str:
 
 def show(what: str, seconds: float, found: list[float]) -> None:
     """Print one line, and another of what the mover did between its copies."""
-    often = f"{len(found) / seconds:6.0f} waits/s   {spread(found)}"
+    often = f"{len(found) / seconds:6.0f} waits/s   {format_distribution(found)}"
     print(f"{what:18} {seconds:6.2f} s {often}   {sum(found) / seconds:6.2%} of it")
-    if Metered.between:
-        often = f"{len(Metered.between):6} turns between copies  {spread(Metered.between)}"
+    if MeteredTransport.between:
+        between = MeteredTransport.between
+        often = f"{len(between):6} turns between copies  {format_distribution(between)}"
         print(f"{'':18} {often}   of processor time")
-        Metered.between.clear()
+        MeteredTransport.between.clear()
 
 
-def aside(work: Callable[[], None]) -> tuple[float, list[float]]:
+def count_during(work: Callable[[], None]) -> tuple[float, list[float]]:
     """Do something that blocks on another thread, and count meanwhile."""
     thread = threading.Thread(target=work)
     thread.start()
-    counted = waits(lambda: not thread.is_alive())
+    counted = count_lock_waits(lambda: not thread.is_alive())
     thread.join()
     return counted
 
@@ -150,7 +151,7 @@ def aside(work: Callable[[], None]) -> tuple[float, list[float]]:
 def measure(socket: str, seconds: float, pulls: int) -> None:
     """Print a line for each thing that a mover does."""
     # Imported and made once before: what is measured is an engine that runs.
-    spec, layout = described("mine")
+    spec, layout = engine_of("mine")
     page = mmap.mmap(-1, layout.regions[0].size_bytes)
     place = (addressof(c_char.from_buffer(page)), len(page))
     link, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -165,28 +166,28 @@ def measure(socket: str, seconds: float, pulls: int) -> None:
         end = time.perf_counter() + seconds
         return lambda: time.perf_counter() > end
 
-    show("no mover", *waits(for_a_while()))
+    show("no mover", *count_lock_waits(for_a_while()))
     ranks: list[client.RankHandle] = []
 
     def register() -> None:
         connection = client.connect(socket)
         place_of = {RegionId("kv"): place}
-        ranks.append(resident.register(connection, spec, layout, place_of, make_transport=Metered))
+        ranks.append(resident.register(connection, spec, layout, place_of, make_transport=MeteredTransport))
 
-    show("registered", *aside(register))
+    show("registered", *count_during(register))
     rank = ranks[0]
-    show("idle", *waits(for_a_while()))
+    show("idle", *count_lock_waits(for_a_while()))
     for number in range(pulls):
         link.send((f"theirs-{number}", None))
         ref = link.recv()
         rank.pull(ref, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS, deadline_s=LIMIT_S)
-        show("pulls 256 MiB", *waits(lambda: finished(rank)))
+        show("pulls 256 MiB", *count_lock_waits(lambda: has_ended(rank)))
     for number in range(pulls):
         mine = rank.publish(f"mine-{number}", blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS).to_json()
         link.send((f"mine-{number}", mine))
-        show("is read, 256 MiB", *waits(link.poll))
+        show("is read, 256 MiB", *count_lock_waits(link.poll))
         assert link.recv() == "done"
-    show("closed", *aside(rank.close))
+    show("closed", *count_during(rank.close))
     link.send(None)
     other.join()
 
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of counting, where nothing ends it")
     parser.add_argument("--pulls", type=int, default=3)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory)):
+    with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory)):
         while not (socket := Path(directory) / "worker" / "worker.sock").exists():
             time.sleep(0.05)
         time.sleep(2.0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from scaling import control_plane, fleet, handshake
-from scaling.control_plane import Load, Measured
+from scaling.control_plane import Load, LoadResult
 from scaling.fits import exponent
 from scaling.report import growth, show_fleet, show_handshake, show_sweep, totals
 
@@ -46,7 +46,7 @@ def sweeps(quick: bool) -> list[Sweep]:
     ]
 
 
-def run(loads: Sequence[Load]) -> list[Measured]:
+def run(loads: Sequence[Load]) -> list[LoadResult]:
     """Measure each load in a process of its own: memory is what that one took."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         return pool.map(control_plane.measure, loads, chunksize=1)
@@ -72,7 +72,7 @@ def main() -> None:
         said["control_plane"] = [*said["control_plane"], point]  # type: ignore[misc]
     met = handshake.measure()
     show_handshake(console, met)
-    size = fleet.Fleet(20, 40, 40.0, seconds=4.0) if options.quick else fleet.Fleet()
+    size = fleet.FleetConfig(20, 40, 40.0, seconds=4.0) if options.quick else fleet.FleetConfig()
     fleet_said = fleet.measure(size)
     show_fleet(console, fleet_said)
     if options.json:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peer_questions import Cost, compare, processor_us, serving_from
+from peer_questions import Cost, compare, daemon_pid, processor_us
 
 PUBLISHES, PULLS, REGISTRATIONS = 400, 60, 6
 
@@ -33,10 +33,12 @@ class Worker:
 
         self._client = client
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        self._socket = latency.start(stack, directory, {})
-        self._pid = serving_from(directory)
-        self._source = latency.join(stack, self._socket, "prefill", 4)
-        self._measured = latency.Measured(self._source, latency.join(stack, self._socket, "decode", 4), 4)
+        self._socket = latency.start_daemon(stack, directory, {})
+        self._pid = daemon_pid(directory)
+        self._source = latency.register_rank(stack, self._socket, "prefill", 4)
+        self._measured = latency.PullTimer(
+            self._source, latency.register_rank(stack, self._socket, "decode", 4), 4
+        )
         self._number = 0
         self._spec = EngineSpec("large", "g", num_layers=80, num_kv_heads=2)
         self._layout = attention_layout(

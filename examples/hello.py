@@ -20,7 +20,7 @@ from kvxferd.memory import SealedMemory
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 8, 64, 96
 
 
-def join(
+def register_rank(
     socket: str, name: str, layout_name: str, block_tokens: int
 ) -> tuple[client.RankHandle, SealedMemory]:
     """Register one rank with memory of its own."""
@@ -61,8 +61,8 @@ def main() -> None:
     """Publish six blocks, pull them as three, and wait until they are released."""
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/hello.py WORKER_SOCKET")
-    source, source_memory = join(sys.argv[1], "hello-prefill", "HND", block_tokens=16)
-    sink, sink_memory = join(sys.argv[1], "hello-decode", "NHD", block_tokens=32)
+    source, source_memory = register_rank(sys.argv[1], "hello-prefill", "HND", block_tokens=16)
+    sink, sink_memory = register_rank(sys.argv[1], "hello-decode", "NHD", block_tokens=32)
 
     source_memory.buffer[:] = b"k" * source_memory.size_bytes  # the prefill computes
     blocks = {"full": client.BlockList(ids=array.array("i", [9, 2, 7, 0, 4, 11]))}

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 # A producer computes the cache and keeps it for whoever gets the answer's parameters.
-ASK_FOR_PREFILL: dict[str, Any] = {
+PREFILL_ONLY: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -26,7 +26,7 @@ ASK_FOR_PREFILL: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-ANSWER_LIMIT = aiohttp.ClientTimeout(total=600)
+ENGINE_TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
 class Router:
@@ -36,34 +36,34 @@ class Router:
         self._prefill: Iterator[str] = itertools.cycle(prefill)
         self._decode: Iterator[str] = itertools.cycle(decode)
 
-    async def connected(self, _: web.Application) -> Any:
+    async def session_context(self, _: web.Application) -> Any:
         """The session with the engines, for as long as the application runs."""
         unlimited = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=ANSWER_LIMIT, connector=unlimited) as self._session:
+        async with aiohttp.ClientSession(timeout=ENGINE_TIMEOUT, connector=unlimited) as self._session:
             yield
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
+    async def handle_completion(self, request: web.Request) -> web.StreamResponse:
         """Answer one completion, streamed or not, as the decode engine does."""
         asked = await request.json()
         try:
-            status, prefilled = await self._have_prefilled(request.path, asked)
+            status, prefilled = await self._request_prefill(request.path, asked)
             if status != 200:
                 return web.json_response(prefilled, status=status)
             asked["kv_transfer_params"] = prefilled.get("kv_transfer_params")
-            return await self._pass_on(request, asked)
+            return await self._stream_decode(request, asked)
         except aiohttp.ClientError as error:
             said = f"an engine cannot be reached: {type(error).__name__}: {error}"
             return web.json_response({"error": {"message": said, "code": 502}}, status=502)
 
-    async def _have_prefilled(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
-        wanted = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_FOR_PREFILL}
+    async def _request_prefill(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+        wanted = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_ONLY}
         wanted.pop("stream_options", None)
         if "max_completion_tokens" in asked:
             wanted["max_completion_tokens"] = 1
         async with self._session.post(next(self._prefill) + path, json=wanted) as answer:
             return answer.status, await answer.json()
 
-    async def _pass_on(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+    async def _stream_decode(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         async with self._session.post(next(self._decode) + request.path, json=asked) as answer:
             passed = web.StreamResponse(status=answer.status)
             passed.content_type = answer.content_type
@@ -74,13 +74,13 @@ class Router:
             return passed
 
 
-def application(prefill: list[str], decode: list[str]) -> web.Application:
+def make_app(prefill: list[str], decode: list[str]) -> web.Application:
     """The routes."""
     router = Router(prefill, decode)
     app = web.Application(client_max_size=64 << 20)
-    app.cleanup_ctx.append(router.connected)
-    app.router.add_post("/v1/completions", router.complete)
-    app.router.add_post("/v1/chat/completions", router.complete)
+    app.cleanup_ctx.append(router.session_context)
+    app.router.add_post("/v1/completions", router.handle_completion)
+    app.router.add_post("/v1/chat/completions", router.handle_completion)
     return app
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    app = application(options.prefill, options.decode)
+    app = make_app(options.prefill, options.decode)
     # A handler is cancelled when its client leaves: that is how the engines learn of it.
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
 

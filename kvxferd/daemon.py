@@ -18,52 +18,52 @@ import msgspec
 import structlog
 import uvloop
 
-from kvxferd.config import Config, Merged, merge_reloaded, split_endpoint
+from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
 from kvxferd.control.descriptor_budget import (
-    descriptor_warnings,
-    http_descriptors,
-    memory_descriptors,
-    raise_descriptor_limit,
-    release_reserved_descriptors,
+    fd_warnings,
+    max_http_connections,
+    max_memory_fds_of,
+    raise_fd_limit,
+    release_reserved_fds,
 )
-from kvxferd.control.desk import Desk
+from kvxferd.control.desk import NodeAdmin
 from kvxferd.control.http import HttpServer
-from kvxferd.control.keys import read_key, trust_of
+from kvxferd.control.keys import allowlist_of, read_key
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.settings import settings_of
-from kvxferd.control.view import Reloaded
+from kvxferd.control.view import ReloadResult
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
-    AdoptRegions,
     BindMover,
-    CloseWorker,
+    ClosePeerConnection,
+    CloseWorkerConnection,
+    CommitRegionFds,
+    CreateFencePage,
     Effect,
-    ForgetPeer,
+    EmitRecord,
     KillMover,
-    MakeFence,
-    NeedMover,
-    Observed,
-    OverwriteFence,
+    OverwriteFenceWord,
+    ReplyToPeer,
+    RequestMover,
     SaveOwnerships,
-    ShareFence,
-    ToMover,
-    ToPeer,
-    ToRoute,
-    ToWorker,
+    SendToMover,
+    SendToPeer,
+    SendToWorker,
+    ShareFencePage,
 )
 from kvxferd.core.events import (
-    DrainAsked,
+    AllowlistChanged,
+    DrainRequested,
     Event,
-    LanesSeen,
+    MoverAssigned,
     MoverDied,
-    MoverSaid,
-    MoverTaken,
+    MoverMessage,
     MoverUnavailable,
-    OwnershipsRead,
+    OwnershipsLoaded,
     PidfdNotSent,
     Tick,
-    TrustChanged,
+    TransportsSeen,
 )
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -73,8 +73,8 @@ from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.mover.resident_handle import ResidentHandle
-from kvxferd.mover.residents import Residents
-from kvxferd.notify import Notifier
+from kvxferd.mover.residents import ResidentPool
+from kvxferd.notify import SdNotifier
 from kvxferd.observe.history import History
 from kvxferd.observe.logs import log_record, operator_log, set_log_level
 from kvxferd.observe.metrics import Metrics
@@ -88,8 +88,8 @@ from kvxferd.wire.worker import Farewell
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
-PREDECESSOR_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
-TAKE_AGAIN_S = 1.0  # descriptors are given back when sessions end
+PREDECESSOR_WAIT_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
+MOVER_RETRY_AFTER_S = 1.0  # descriptors are given back when sessions end
 
 
 class Daemon:
@@ -105,31 +105,33 @@ class Daemon:
         self._config = config
         self._read_config = read_config or (lambda: config)
         self._early_hangups = early_hangups
-        self._has_hung_up = False  # before it was serving
+        self._is_reload_pending = False  # before it was serving
         self._has_node = False
         self._is_serving = False
         self._boot = BootId(secrets.token_hex(4))
         self._events: deque[Event] = deque()
-        self._pumping = False
+        self._is_processing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._handles: dict[MoverId, MoverHandle] = {}
-        self._exited: set[MoverId] = set()  # gone before the core heard that they were taken
+        self._mover_handles: dict[MoverId, MoverHandle] = {}
+        self._exited_early: set[MoverId] = set()  # gone before the core heard that they were taken
         self._tasks: set[asyncio.Task[None]] = set()
-        self._notifier = Notifier(os.environ)
+        self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
         self._history = History()
         self._metrics = Metrics(self.snapshot)
         limits = config.limits
-        self._workers = WorkerSocket(
-            config.worker, self._on_event, limits.max_sessions, memory_descriptors(limits)
+        self._worker_socket = WorkerSocket(
+            config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
         )
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
         self._key = key
-        self._trust = trust_of(config.peer, key)
-        self._peers = PeerSocket(config.peer.bind, self._on_event, self._trust, key, lambda: self._node)
+        self._allowlist = allowlist_of(config.peer, key)
+        self._peer_socket = PeerSocket(
+            config.peer.bind, self._on_event, self._allowlist, key, lambda: self._node
+        )
 
     # --- life
 
@@ -139,99 +141,107 @@ class Daemon:
         async with AsyncExitStack() as closing:
             run_directory = RunDirectory(Path(self._config.node.run_dir), self._config.worker.socket)
             closing.callback(run_directory.close)
-            await run_directory.wait_for_movers(PREDECESSOR_S, self._stopping)
+            await run_directory.wait_for_movers(PREDECESSOR_WAIT_S, self._stopping)
             if self._stopping.is_set():
                 operator_log.info("stopped", boot=self._boot)
                 return 0
-            self._peers.start()
-            closing.callback(self._peers.stop)
+            self._peer_socket.start()
+            closing.callback(self._peer_socket.stop)
             self._node = Node(
                 boot=self._boot,
-                endpoint=self._advertised(),
-                settings=settings_of(self._config, self._trust),
+                endpoint=self._advertised_endpoint(),
+                settings=settings_of(self._config, self._allowlist),
                 new_token=lambda: secrets.token_hex(16),
             )
             self._has_node = True
-            self._ownership_file = OwnershipFile(run_directory.owners, self._node.ownerships.kept)
+            self._ownership_file = OwnershipFile(
+                run_directory.ownership_path, self._node.ownerships.saved_state
+            )
             closing.push_async_callback(self._ownership_file.close)
-            self._make_movers(run_directory.movers_fds)
-            self._desk = Desk(
-                self._config, self._node, self._pool, self._history, self._on_event, self.drain, self.reload
+            self._make_mover_pools(run_directory.mover_lock_fds)
+            self._admin = NodeAdmin(
+                self._config,
+                self._node,
+                self._mover_pool,
+                self._history,
+                self._on_event,
+                self.drain,
+                self.reload,
             )
             closing.push_async_callback(self._stop_movers)
-            await self._pool.start()
-            descriptors = raise_descriptor_limit()
-            http = HttpServer(self._config, self._desk, self._metrics, http_descriptors(descriptors))
+            await self._mover_pool.start()
+            descriptors = raise_fd_limit()
+            http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(descriptors))
             closing.push_async_callback(http.stop)
             await http.start()
             # Before the first session: whoever comes first must not have what is another's.
-            self._on_event(OwnershipsRead(*self._ownership_file.read()))
-            self._workers.start()
+            self._on_event(OwnershipsLoaded(*self._ownership_file.read()))
+            self._worker_socket.start()
             closing.push_async_callback(self._stop_workers)
-            for warning in (*self._desk.warnings(), *descriptor_warnings(self._config.limits, descriptors)):
+            for warning in (*self._admin.warnings(), *fd_warnings(self._config.limits, descriptors)):
                 log.warning(warning)
             log.info(
                 "serving",
                 boot=self._boot,
-                endpoint=self._node.moment.endpoint,
+                endpoint=self._node.context.endpoint,
                 worker_socket=self._config.worker.socket,
                 pid=os.getpid(),
             )
-            self._notifier.say("READY=1", f"STATUS=serving {self._node.moment.endpoint}")
+            self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")
             # The first steps of the end: a daemon that has no descriptor left ends in order too.
-            closing.callback(release_reserved_descriptors)
-            closing.callback(self._peers.stop_listening)
+            closing.callback(release_reserved_fds)
+            closing.callback(self._peer_socket.stop_listening)
             self._is_serving = True
-            if self._early_hangups or self._has_hung_up:
+            if self._early_hangups or self._is_reload_pending:
                 self._on_hangup()
             await self._stopping.wait()
-            await self._drained()
+            await self._wait_drained()
         operator_log.info("stopped", boot=self._boot)
         return 0
 
-    def _advertised(self) -> Endpoint:
+    def _advertised_endpoint(self) -> Endpoint:
         if self._config.peer.advertise:
             host, port = split_endpoint(self._config.peer.advertise)
-            _, bound = split_endpoint(self._peers.bound)
+            _, bound = split_endpoint(self._peer_socket.bound_endpoint)
             address = Endpoint(f"tcp://{host.lower()}:{port or bound}")
         else:
-            address = Endpoint(self._peers.bound)
-        return with_key(address, self._trust.key)
+            address = Endpoint(self._peer_socket.bound_endpoint)
+        return with_key(address, self._allowlist.own_key)
 
-    def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
+    def _make_mover_pools(self, lock_fds: tuple[int, ...]) -> None:
         mover, numbers = self._config.mover, itertools.count(1)
-        self._residents = Residents(
+        self._resident_pool = ResidentPool(
             boot=self._boot,
-            numbers=numbers,
-            is_known=lambda agent: self._node.movers.of_agent(agent) is not None,
+            mover_ids=numbers,
+            is_name_used=lambda agent: self._node.movers.get_by_agent(agent) is not None,
             on_message=self._on_mover_message,
             on_exit=self._on_mover_exit,
         )
-        self._pool = MoverPool(
-            numbers=numbers,
+        self._mover_pool = MoverPool(
+            mover_ids=numbers,
             boot=self._boot,
             size=mover.pool_size,
             on_message=self._on_mover_message,
             on_exit=self._on_mover_exit,
-            on_lanes=lambda mover, lanes: self._on_event(LanesSeen(mover, lanes)),
+            on_transports=lambda mover, lanes: self._on_event(TransportsSeen(mover, lanes)),
             lock_fds=lock_fds,
             environment={**mover.environment, PLACEMENT_VARIABLE: mover.placement},
-            use=mover.library,
+            library=mover.library,
         )
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._on_signal)
-        loop.add_signal_handler(signal.SIGQUIT, self._stop_at_once)
+        loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         # Their default is to end the process; a log rotation may send them.
         for name in (signal.SIGUSR1, signal.SIGUSR2):
-            loop.add_signal_handler(name, _ignore, name)
+            loop.add_signal_handler(name, _log_ignored_signal, name)
 
     def _on_hangup(self) -> None:
         if not self._is_serving:
-            self._has_hung_up = True
+            self._is_reload_pending = True
             return
         try:
             self.reload()
@@ -240,7 +250,7 @@ class Daemon:
         except Exception:
             log.exception("configuration not reloaded whole: reload it again")
 
-    def _stop_at_once(self) -> None:
+    def _on_quit(self) -> None:
         operator_log.warning("told to stop at once: not waiting for what runs")
         self._idle.set()
         self.drain()
@@ -251,26 +261,26 @@ class Daemon:
             self._idle.set()
         self.drain()
 
-    async def _drained(self) -> None:
+    async def _wait_drained(self) -> None:
         """Wait until nothing runs, or as long as a drain may take."""
         operator_log.info(
-            "draining", pulls=len(self._node.pulls), transfers=len(self._node.source.transfers.live)
+            "draining", pulls=len(self._node.pulls), transfers=len(self._node.published.table.live)
         )
         patience_us = int((self._config.drain.limit_s + STOP_S) * 1e6)
-        self._notifier.say("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
+        self._sd_notifier.send("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={patience_us}")
         try:
             async with asyncio.timeout(self._config.drain.limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            pulls, transfers = len(self._node.pulls), len(self._node.source.transfers.live)
+            pulls, transfers = len(self._node.pulls), len(self._node.published.table.live)
             log.warning("drain limit reached", pulls=pulls, transfers=transfers)
-        self._desk.drain_over()
+        self._admin.set_drained()
 
     async def _stop_workers(self) -> None:
         farewell = Farewell(code=Code.DRAINING, message="this daemon stops; it may be back soon")
         for session in list(self._node.sessions):
-            self._workers.send(session, farewell)
-        self._workers.stop()
+            self._worker_socket.send(session, farewell)
+        self._worker_socket.stop()
         # Sessions are released on the loop's next turn.
         await asyncio.sleep(0)
 
@@ -280,21 +290,21 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        self._residents.stop()
-        await self._pool.stop()
+        self._resident_pool.close()
+        await self._mover_pool.stop()
 
     # --- events in
 
     def _on_event(self, event: Event) -> None:
         """Feed the core, one event at a time, and do what it says before the next."""
         self._events.append(event)
-        if self._pumping:
+        if self._is_processing:
             return
-        self._pumping = True
+        self._is_processing = True
         while self._events:
             for effect in self._feed(self._events.popleft()):
-                self._try(effect)
-        self._pumping = False
+                self._try_effect(effect)
+        self._is_processing = False
         self._after_events()
 
     def _feed(self, event: Event) -> list[Effect]:
@@ -304,12 +314,12 @@ class Daemon:
             return self._node.feed(event, time.monotonic())
         except Exception:
             log.exception("cannot deal with an event", kind=type(event).__name__)
-            return self._node.moment.take_effects()
+            return self._node.context.pop_effects()
 
-    def _try(self, effect: Effect) -> None:
+    def _try_effect(self, effect: Effect) -> None:
         """One effect that cannot be done keeps no other from being done, least of all a fence's."""
         try:
-            self._do(effect)
+            self._apply_effect(effect)
         except Exception:
             log.exception("cannot do what was decided", kind=type(effect).__name__)
 
@@ -322,7 +332,7 @@ class Daemon:
             delay_s = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
             self._timer_at = deadline
-        self._pool.set_busy(len(self._node.pulls) > 0)
+        self._mover_pool.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
 
@@ -331,27 +341,32 @@ class Daemon:
         self._on_event(Tick())
 
     def _on_mover_message(self, mover: MoverId, message: FromMover) -> None:
-        self._on_event(MoverSaid(mover, message))
+        self._on_event(MoverMessage(mover, message))
 
     def _on_mover_exit(self, mover: MoverId) -> None:
-        handle = self._handles.pop(mover, None)
+        handle = self._mover_handles.pop(mover, None)
         if handle is None:
-            self._exited.add(mover)
+            self._exited_early.add(mover)
         else:
-            self._log_death(handle)
+            self._log_mover_death(handle)
         self._on_event(MoverDied(mover))
 
-    def _log_death(self, handle: MoverHandle) -> None:
+    def _log_mover_death(self, handle: MoverHandle) -> None:
         """Log a mover that nobody had end. It exits with its worker too, so a dead worker's is not logged."""
         mover = self._node.movers.get(handle.mover_id)
-        if mover is None or mover.dying or mover.resident or not self._workers.is_alive(mover.session):
+        if (
+            mover is None
+            or mover.dying
+            or mover.resident
+            or not self._worker_socket.is_worker_alive(mover.session)
+        ):
             return
         engine = mover.engine.engine_id if mover.engine is not None else ""
         log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
 
-    async def _take_mover(self, session: SessionId, taking: Coroutine[None, None, MoverHandle]) -> None:
+    async def _assign_mover(self, session: SessionId, assigning: Coroutine[None, None, MoverHandle]) -> None:
         try:
-            handle = await taking
+            handle = await assigning
         except KvxferdError as error:
             log.warning("no mover", session=session, code=error.code, reason=error.message)
             self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
@@ -362,76 +377,76 @@ class Daemon:
                 MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
             )
             return
-        self._handles[handle.mover_id] = handle
+        self._mover_handles[handle.mover_id] = handle
         resident = isinstance(handle, ResidentHandle)
-        self._on_event(MoverTaken(session, handle.mover_id, handle.agent, handle.library, resident))
-        for lanes in list(handle.lanes):
-            self._on_event(LanesSeen(handle.mover_id, lanes))
-        if handle.mover_id in self._exited:
-            self._exited.discard(handle.mover_id)
+        self._on_event(MoverAssigned(session, handle.mover_id, handle.agent, handle.library, resident))
+        for lanes in list(handle.transports_used):
+            self._on_event(TransportsSeen(handle.mover_id, lanes))
+        if handle.mover_id in self._exited_early:
+            self._exited_early.discard(handle.mover_id)
             self._on_mover_exit(handle.mover_id)
 
     # --- effects out
 
-    def _do(self, effect: Effect) -> None:
+    def _apply_effect(self, effect: Effect) -> None:
         match effect:
-            case ToWorker():
-                self._to_worker(effect)
-            case CloseWorker():
-                self._workers.close(effect.session)
-            case AdoptRegions():
-                self._workers.adopt_regions(effect.session)
-            case MakeFence():
-                self._workers.make_fence(effect.session)
-            case OverwriteFence():
-                self._workers.overwrite_fence(effect.session, effect.slot)
-            case NeedMover():
-                self._need_mover(effect)
+            case SendToWorker():
+                self._send_to_worker(effect)
+            case CloseWorkerConnection():
+                self._worker_socket.close(effect.session)
+            case CommitRegionFds():
+                self._worker_socket.commit_region_fds(effect.session)
+            case CreateFencePage():
+                self._worker_socket.make_fence_page(effect.session)
+            case OverwriteFenceWord():
+                self._worker_socket.overwrite_fence_word(effect.session, effect.slot)
+            case RequestMover():
+                self._acquire_mover(effect)
             case KillMover():
-                if handle := self._handles.get(effect.mover):
+                if handle := self._mover_handles.get(effect.mover):
                     handle.kill()
-            case ToMover():
-                self._to_mover(effect.mover, effect.message)
+            case SendToMover():
+                self._send_to_mover(effect.mover, effect.message)
             case BindMover():
                 self._bind_mover(effect)
-            case ShareFence():
-                self._share_fence(effect)
-            case ToPeer():
-                self._peers.send(effect.endpoint, effect.message, effect.uid)
-            case ToRoute():
-                self._peers.answer(effect.route, effect.message)
-            case ForgetPeer():
-                self._peers.forget(effect.endpoint)
+            case ShareFencePage():
+                self._share_fence_page(effect)
+            case SendToPeer():
+                self._peer_socket.send(effect.endpoint, effect.message, effect.uid)
+            case ReplyToPeer():
+                self._peer_socket.reply(effect.route, effect.message)
+            case ClosePeerConnection():
+                self._peer_socket.disconnect(effect.endpoint)
             case SaveOwnerships():
                 self._ownership_file.save_soon()
-            case Observed():
-                self._observe(effect.record)
+            case EmitRecord():
+                self._emit_record(effect.record)
             case _:
                 assert_never(effect)
 
-    def _need_mover(self, effect: NeedMover) -> None:
+    def _acquire_mover(self, effect: RequestMover) -> None:
         try:
-            brought = self._workers.take_mover(effect.session) if effect.resident else None
+            resident = self._worker_socket.detach_mover(effect.session) if effect.resident else None
         except OSError as error:
             log.warning("cannot take a resident mover", session=effect.session, reason=error.strerror)
             text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
-            refusal = Refusal(Code.BUSY, text, TAKE_AGAIN_S)
+            refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
             self._on_event(MoverUnavailable(effect.session, refusal))
             return
-        if effect.resident and brought is None:
+        if effect.resident and resident is None:
             refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
             self._on_event(MoverUnavailable(effect.session, refusal))
             return
-        taking = self._residents.adopt(*brought) if brought is not None else self._pool.take()
-        task = asyncio.get_running_loop().create_task(self._take_mover(effect.session, taking))
+        taking = self._resident_pool.accept(*resident) if resident is not None else self._mover_pool.acquire()
+        task = asyncio.get_running_loop().create_task(self._assign_mover(effect.session, taking))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _to_worker(self, effect: ToWorker) -> None:
-        if effect.with_fence:
-            self._workers.send_with_fence(effect.session, effect.message)
+    def _send_to_worker(self, effect: SendToWorker) -> None:
+        if effect.with_fence_page:
+            self._worker_socket.send_with_fence_page(effect.session, effect.message)
             return
-        handle = self._handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
+        handle = self._mover_handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
         try:
             fds = (os.dup(handle.pidfd),) if handle is not None else ()
         except OSError as error:
@@ -439,34 +454,34 @@ class Daemon:
             log.warning("cannot send a mover's pidfd", session=effect.session, reason=error.strerror)
             self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
             return
-        self._workers.send(effect.session, effect.message, fds)
+        self._worker_socket.send(effect.session, effect.message, fds)
 
-    def _to_mover(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:
-        if handle := self._handles.get(mover):
+    def _send_to_mover(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if handle := self._mover_handles.get(mover):
             handle.send(message, fds)
 
     def _bind_mover(self, effect: BindMover) -> None:
         """A mover that cannot have the regions is killed: its rank is bound again when it is dead."""
         try:
-            self._to_mover(effect.mover, effect.message, self._workers.region_fds(effect.session))
+            self._send_to_mover(effect.mover, effect.message, self._worker_socket.bind_fds(effect.session))
         except OSError as error:
             log.warning("cannot bind a mover", session=effect.session, reason=error.strerror)
-            self._handles[effect.mover].kill()
+            self._mover_handles[effect.mover].kill()
 
-    def _share_fence(self, effect: ShareFence) -> None:
-        fd = self._workers.fence_fd(effect.session)
+    def _share_fence_page(self, effect: ShareFencePage) -> None:
+        fd = self._worker_socket.fence_page_fd(effect.session)
         if fd < 0:
             return
         try:
             message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
-            self._to_mover(effect.mover, message, (fd,))
+            self._send_to_mover(effect.mover, message, (fd,))
         except OSError as error:
             log.warning("cannot share a fence page", session=effect.session, reason=error.strerror)
             text = f"cannot hand the page to its mover: {error.strerror}; try again later"
             refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
-            self._on_event(MoverSaid(effect.mover, refused))
+            self._on_event(MoverMessage(effect.mover, refused))
 
-    def _observe(self, record: Record) -> None:
+    def _emit_record(self, record: Record) -> None:
         self._history.add(record)
         self._metrics.record(record)
         log_record(record)
@@ -476,41 +491,41 @@ class Daemon:
         self._on_event(Tick())
         return self._node.snapshot()
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
-        self._notifier.say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._sd_notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             merged = merge_reloaded(self._config, self._read_config())
-            reloaded = self._apply(merged)
+            reloaded = self._apply_config(merged)
         finally:
-            self._notifier.say("READY=1")
+            self._sd_notifier.send("READY=1")
         operator_log.info("configuration reloaded", **msgspec.structs.asdict(reloaded))
         return reloaded
 
-    def _apply(self, merged: Merged) -> Reloaded:
+    def _apply_config(self, merged: MergedConfig) -> ReloadResult:
         config = merged.config
-        trust = trust_of(config.peer, self._key)
+        trust = allowlist_of(config.peer, self._key)
         # Each part compares with what it holds itself: where one raises, the next reload does the rest.
-        closed = self._workers.set_allowed(config.worker)
+        closed = self._worker_socket.set_allowed(config.worker)
         dropped: list[Endpoint] = []
         anew = False
-        if trust != self._trust:
+        if trust != self._allowlist:
             before = self._node.peers.endpoints()
-            anew = not trust.admits_all_of(self._trust)
-            self._peers.set_trust(trust)
-            self._trust = trust
-            self._on_event(TrustChanged(trust))
+            anew = not trust.allows_all_of(self._allowlist)
+            self._peer_socket.set_allowlist(trust)
+            self._allowlist = trust
+            self._on_event(AllowlistChanged(trust))
             dropped = sorted(before - self._node.peers.endpoints())
         if "log.level" in merged.changed:
             set_log_level(config.log.level)
-        self._desk.set_config(config)
+        self._admin.set_config(config)
         self._config = config
-        return Reloaded(
+        return ReloadResult(
             changed=merged.changed,
             ignored=merged.ignored,
             dropped_peers=dropped,
             closed_sessions=closed,
-            closed_connections=self._peers.admit_anew() if anew else 0,
+            closed_connections=self._peer_socket.shut_connections() if anew else 0,
         )
 
     def drain(self) -> None:
@@ -518,11 +533,11 @@ class Daemon:
         self._stopping.set()
         if not self._has_node:
             return  # it waits for its predecessor's movers, and nothing is open yet
-        self._on_event(DrainAsked())
+        self._on_event(DrainRequested())
         self._after_events()
 
 
-def _ignore(number: signal.Signals) -> None:
+def _log_ignored_signal(number: signal.Signals) -> None:
     operator_log.info("signal ignored", signal=number.name)
 
 
@@ -531,12 +546,12 @@ def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequ
 
     `early_hangups` grows while SIGHUP comes before the daemon has handlers of its own.
     """
-    raise_descriptor_limit()
+    raise_fd_limit()
 
     async def run() -> int:
         try:
             return await Daemon(config, read_config, early_hangups).run()
         finally:
-            release_reserved_descriptors()  # the loop opens a pair of sockets to close itself
+            release_reserved_fds()  # the loop opens a pair of sockets to close itself
 
     return uvloop.run(run())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def hidden(name: str) -> Iterator[None]:
+def block_import(name: str) -> Iterator[None]:
     """Have `import name` fail inside. A module that is loaded already stays visible."""
     if name in sys.modules:
         yield

@@ -18,31 +18,31 @@ from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire.framing import Frame, FrameDecoder, encode_header
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
-RECEIVE_BYTES = 256 << 10
+READ_BUFFER_BYTES = 256 << 10
 # Below, a copy behind the header costs less than a second call of the kernel.
-JOINED_BYTES = 16 << 10
+MAX_COALESCED_BYTES = 16 << 10
 # What a frame has instead of a descriptor for which there was no room. Closing it does nothing.
-NO_DESCRIPTOR = -1
+LOST_FD = -1
 # One `receive` reads this often at most, so that a talkative peer does not starve the caller.
 MAX_READS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
 
 
 @dataclass(slots=True)
-class _Unsent:
+class _UnsentChunk:
     view: memoryview
     fds: tuple[int, ...]  # go with the first byte
 
 
-def new_room() -> memoryview:
+def new_read_buffer() -> memoryview:
     """Return what a link reads into."""
-    return memoryview(bytearray(RECEIVE_BYTES))
+    return memoryview(bytearray(READ_BUFFER_BYTES))
 
 
-class Link:
+class FrameSocket:
     """Frames out, frames in. After anything raised, only `close` is left."""
 
-    def __init__(self, connected: socket.socket, room: memoryview | None = None) -> None:
+    def __init__(self, connected: socket.socket, read_buffer: memoryview | None = None) -> None:
         """Take over a connected stream socket; it must not share its flags with anybody's.
 
         `room`: what is read into, and empty between two calls: links of one thread may share it.
@@ -50,12 +50,14 @@ class Link:
         connected.setblocking(False)
         self._socket = connected
         self._decoder = FrameDecoder()
-        self._room = new_room() if room is None else room  # a new one for each read costs more than the read
-        self._unsent: deque[_Unsent] = deque()
-        self._received: set[int] = set()  # descriptors that no frame has handed on yet
-        self._takes_cut = False
-        self._broken = False
-        self._ended = False
+        self._read_buffer = (
+            new_read_buffer() if read_buffer is None else read_buffer
+        )  # a new one for each read costs more than the read
+        self._unsent: deque[_UnsentChunk] = deque()
+        self._unclaimed_fds: set[int] = set()  # descriptors that no frame has handed on yet
+        self._accepts_lost_fds = False
+        self._is_write_shut = False
+        self._is_eof = False
         self.queued_bytes = 0  # given to `send` and not yet with the kernel
 
     def fileno(self) -> int:
@@ -63,7 +65,7 @@ class Link:
         return self._socket.fileno()
 
     @property
-    def idle(self) -> bool:
+    def is_flushed(self) -> bool:
         """Whether everything given to `send` is with the kernel."""
         return not self._unsent
 
@@ -71,35 +73,35 @@ class Link:
         """Take no larger frames from here on."""
         self._decoder.max_payload_bytes, self._decoder.max_fds = max_bytes, max_fds
 
-    def take_cut_frames(self) -> None:
+    def accept_lost_fds(self) -> None:
         """Take also a frame whose descriptor was lost because this process has too many open: NO_DESCRIPTOR.
 
         For two that trust each other and send no more than one with a frame.
         """
-        self._takes_cut = True
+        self._accepts_lost_fds = True
 
     @property
-    def kept(self) -> tuple[int, int]:
+    def buffered(self) -> tuple[int, int]:
         """Bytes of frames that were not handed on, and their descriptors."""
-        return self._decoder.num_kept_bytes, len(self._received)
+        return self._decoder.num_buffered_bytes, len(self._unclaimed_fds)
 
     def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
         """Queue a frame. The link owns `fds` from here on and closes them when they are sent.
 
         Raises ProtocolError for a frame beyond the limits; then they are closed too.
         """
-        if self._broken:
-            close_all(fds)
+        if self._is_write_shut:
+            close_fds(fds)
             return
         try:
             header = encode_header(len(payload), len(fds))
         except ProtocolError:
-            close_all(fds)
+            close_fds(fds)
             raise
-        if len(payload) < JOINED_BYTES:
-            self._unsent.append(_Unsent(memoryview(header + payload), fds))
+        if len(payload) < MAX_COALESCED_BYTES:
+            self._unsent.append(_UnsentChunk(memoryview(header + payload), fds))
         else:
-            self._unsent += (_Unsent(memoryview(header), fds), _Unsent(memoryview(payload), ()))
+            self._unsent += (_UnsentChunk(memoryview(header), fds), _UnsentChunk(memoryview(payload), ()))
         self.queued_bytes += len(header) + len(payload)
 
     def flush(self) -> None:
@@ -107,49 +109,49 @@ class Link:
         while self._unsent:
             first = self._unsent[0]
             try:
-                sent = self._socket.sendmsg([first.view], _rights(first.fds), socket.MSG_NOSIGNAL)
+                sent = self._socket.sendmsg([first.view], _scm_rights(first.fds), socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:
                     return  # as many descriptors are under way as the kernel allows: some must be taken first
                 # What the other side said before it closed is still to be read, then the end.
-                self.end_sending()
+                self.shutdown_write()
                 return
-            close_all(first.fds)
+            close_fds(first.fds)
             first.fds = ()
             first.view = first.view[sent:]
             self.queued_bytes -= sent
             if not first.view:
                 self._unsent.popleft()
 
-    def end_sending(self) -> None:
+    def shutdown_write(self) -> None:
         """Send nothing more, what is queued included; the other side reads the end, and is still heard."""
-        self._broken = True
+        self._is_write_shut = True
         self._drop_unsent()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def discard(self) -> bool:
+    def discard_received(self) -> bool:
         """Throw away what has arrived, whatever it is; return whether that was the end."""
         for _ in range(MAX_READS):
             try:
                 chunk, ancillary, _, _ = self._socket.recvmsg(
-                    RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                    READ_BUFFER_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError:
                 return True
-            close_all(_descriptors(ancillary))
+            close_fds(_fds_in(ancillary))
             if not chunk:
                 return True
         return False
 
     @property
-    def holds_frames(self) -> bool:
+    def has_buffered_frames(self) -> bool:
         """Whether frames may be left that were read and not returned: the socket does not tell of them."""
-        return self._decoder.is_cut
+        return self._decoder.has_more_frames
 
     def receive(self, max_reads: int = MAX_READS, max_frames: int = 1 << 30) -> list[Frame] | None:
         """Return the frames that have arrived, None at the end. Raises ProtocolError.
@@ -158,46 +160,46 @@ class Link:
         the next call.
         """
         frames: list[Frame] = []
-        if self._decoder.is_cut:
+        if self._decoder.has_more_frames:
             frames = self._decoder.feed(b"", (), max_frames)
         for _ in range(max_reads):
-            if self._ended or len(frames) >= max_frames:
+            if self._is_eof or len(frames) >= max_frames:
                 break
-            if not self._read(frames, max_frames - len(frames)):
+            if not self._read_once(frames, max_frames - len(frames)):
                 break
-        if self._ended and not frames:
-            self._decoder.end()
+        if self._is_eof and not frames:
+            self._decoder.check_complete()
             return None
         for frame in frames:
-            self._received.difference_update(frame.fds)
+            self._unclaimed_fds.difference_update(frame.fds)
         return frames
 
-    def _read(self, frames: list[Frame], max_frames: int) -> bool:
+    def _read_once(self, frames: list[Frame], max_frames: int) -> bool:
         """Add what one read completes; return whether there may be more."""
         try:
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
-                [self._room], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                [self._read_buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            self._ended = True
+            self._is_eof = True
             return False
-        fds = _descriptors(ancillary)
-        self._received.update(fds)
-        if flags & socket.MSG_CTRUNC and self._takes_cut and not fds:
-            fds = [NO_DESCRIPTOR]
+        fds = _fds_in(ancillary)
+        self._unclaimed_fds.update(fds)
+        if flags & socket.MSG_CTRUNC and self._accepts_lost_fds and not fds:
+            fds = [LOST_FD]
         elif flags & socket.MSG_CTRUNC:
             raise ProtocolError(
                 "cannot take a frame whose descriptors were cut off: this process has too many open",
                 Code.BUSY,
             )
         if not num_bytes:
-            self._ended = True
+            self._is_eof = True
             return False
-        frames += self._decoder.feed(self._room[:num_bytes], fds, max_frames)
+        frames += self._decoder.feed(self._read_buffer[:num_bytes], fds, max_frames)
         # Less than was asked for is all there was, unless the kernel stopped behind descriptors.
-        return num_bytes == len(self._room) or bool(fds)
+        return num_bytes == len(self._read_buffer) or bool(fds)
 
     def close(self) -> None:
         """Close the socket, and every descriptor that was not handed on. Idempotent.
@@ -208,21 +210,21 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._drop_unsent()
-        close_all(self._received)
-        self._received.clear()
+        close_fds(self._unclaimed_fds)
+        self._unclaimed_fds.clear()
 
     def _drop_unsent(self) -> None:
         for unsent in self._unsent:
-            close_all(unsent.fds)
+            close_fds(unsent.fds)
         self._unsent.clear()
         self.queued_bytes = 0
 
 
-def _rights(fds: tuple[int, ...]) -> list[tuple[int, int, array.array[int]]]:
+def _scm_rights(fds: tuple[int, ...]) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+def _fds_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -230,25 +232,25 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
-def duplicates(fds: Iterable[int]) -> tuple[int, ...]:
+def dup_fds(fds: Iterable[int]) -> tuple[int, ...]:
     """Return copies of descriptors, for `Link.send` to own. Raises OSError, and then keeps none."""
     copies: list[int] = []
     try:
         for fd in fds:
             copies.append(os.dup(fd))
     except OSError:
-        close_all(copies)
+        close_fds(copies)
         raise
     return tuple(copies)
 
 
-def close_frames(frames: Iterable[Frame]) -> None:
+def close_frame_fds(frames: Iterable[Frame]) -> None:
     """Close the descriptors of frames that nobody takes."""
     for frame in frames:
-        close_all(frame.fds)
+        close_fds(frame.fds)
 
 
-def close_all(fds: Iterable[int]) -> None:
+def close_fds(fds: Iterable[int]) -> None:
     """Close descriptors; one that is gone already does not keep the others open."""
     for fd in fds:
         with contextlib.suppress(OSError):

@@ -6,19 +6,19 @@ import socket
 from collections.abc import MutableMapping
 from contextlib import suppress
 
-VARIABLE = "NOTIFY_SOCKET"
+SOCKET_VARIABLE = "NOTIFY_SOCKET"
 
 
-class Notifier:
+class SdNotifier:
     """Speaks to whoever started the daemon with `Type=notify`; to nobody where there is no such."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         """Take the socket's name out of the environment: movers are not to speak for the daemon."""
-        name = environ.pop(VARIABLE, "")
+        name = environ.pop(SOCKET_VARIABLE, "")
         # A leading @ stands for the zero byte of a name that is in no file system.
         self._address = "\0" + name[1:] if name.startswith("@") else name
 
-    def say(self, *lines: str) -> None:
+    def send(self, *lines: str) -> None:
         """Send lines such as ``READY=1``. A manager that does not listen is no error of ours."""
         if not self._address:
             return

@@ -23,18 +23,18 @@ class OldLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fd = os.open(path, _FLAGS, 0o600)
-        self._former = -1
+        self._former_fd = -1
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Return whether the lock is held here now; then nobody else can open its file any more.
 
         The file is a new one by then: who had opened the old one cannot lock what the next start meets.
         """
-        if not lock(self.fd):
+        if not try_lock(self.fd):
             return False
         try:
             # Both are held: an older daemon may have opened the old one, and not asked for its lock yet.
-            self.fd, self._former = self._put_new(), self.fd
+            self.fd, self._former_fd = self._install_new_file(), self.fd
         except PermissionError:  # a directory of root's, where a daemon of another user makes no files
             with suppress(PermissionError):
                 os.fchmod(self.fd, 0o600)
@@ -43,26 +43,26 @@ class OldLock:
     def is_held_by_own_user(self) -> bool:
         """Whether a process of this user, or of root, holds it, as far as this process may look."""
         status = os.fstat(self.fd)
-        return any(_holds(Path("/proc", name), status) for name in os.listdir("/proc") if name.isdigit())
+        return any(_holds_lock(Path("/proc", name), status) for name in os.listdir("/proc") if name.isdigit())
 
     def replace(self) -> None:
         """Put a file that nobody else can open in its place, and take that one."""
-        former, self.fd = self.fd, self._put_new()
+        former, self.fd = self.fd, self._install_new_file()
         os.close(former)
 
     def close(self) -> None:
         """Let go of it. Movers that inherited it keep it."""
-        for fd in {self.fd, self._former} - {-1}:
+        for fd in {self.fd, self._former_fd} - {-1}:
             os.close(fd)
-        self.fd = self._former = -1
+        self.fd = self._former_fd = -1
 
-    def _put_new(self) -> int:
+    def _install_new_file(self) -> int:
         """It is locked before it is in its place: whoever opens the path meets the lock, at any moment."""
         fresh = self.path.with_name(f"{self.path.name}.new")
         fresh.unlink(missing_ok=True)
         fd = os.open(fresh, _FLAGS | os.O_EXCL, 0o600)
         try:
-            lock(fd)
+            try_lock(fd)
             fresh.replace(self.path)
         except BaseException:
             os.close(fd)
@@ -70,16 +70,16 @@ class OldLock:
         return fd
 
 
-class OldSocket:
+class OldSocketLink:
     """Where version 0.1 had the worker socket: now a symbolic link."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._made = False
+        self._is_made_here = False
 
     def point_to(self, target: Path) -> None:
         """Make the link. Raises ConfigError(already-running) where a daemon answers there."""
-        if is_answered(self._path):
+        if is_listening(self._path):
             raise ConfigError(
                 f"cannot start: another daemon answers at {self._path}; stop it", Code.ALREADY_RUNNING
             )
@@ -87,21 +87,21 @@ class OldSocket:
             self._path.unlink()
         with suppress(FileExistsError):  # whatever it is, it is not this daemon's to remove
             self._path.symlink_to(target)
-            self._made = True
+            self._is_made_here = True
 
-    def remove_dead(self, target: Path) -> None:
+    def remove_stale(self, target: Path) -> None:
         """Remove the link of a daemon that was killed; since then the socket has another place."""
-        if self._path.is_symlink() and self._path.readlink() == target and not is_answered(self._path):
+        if self._path.is_symlink() and self._path.readlink() == target and not is_listening(self._path):
             self._path.unlink()
 
     def remove(self) -> None:
         """Remove the link that was made here."""
-        if self._made and self._path.is_symlink():
+        if self._is_made_here and self._path.is_symlink():
             self._path.unlink()
-        self._made = False
+        self._is_made_here = False
 
 
-def is_answered(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether somebody listens there; a dead daemon's file is left behind and refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
@@ -117,7 +117,7 @@ def is_answered(path: Path) -> bool:
         return True
 
 
-def lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
     """Return whether the file is locked by this descriptor now; never waits."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,9 +126,9 @@ def lock(fd: int) -> bool:
     return True
 
 
-def _holds(process: Path, file: os.stat_result) -> bool:
+def _holds_lock(process: Path, file: os.stat_result) -> bool:
     with suppress(OSError):
-        if not _users(process) <= {0, os.geteuid()}:
+        if not _uids_of(process) <= {0, os.geteuid()}:
             return False
         for fd in (process / "fd").iterdir():
             with suppress(OSError):
@@ -141,7 +141,7 @@ def _holds(process: Path, file: os.stat_result) -> bool:
     return False
 
 
-def _users(process: Path) -> set[int]:
+def _uids_of(process: Path) -> set[int]:
     """Its real, effective, saved and file system users. A set-uid program keeps its caller's as real."""
     lines = (process / "status").read_text().splitlines()
     return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}

@@ -33,24 +33,24 @@ _LIBC.ppoll.argtypes = [
 ]
 
 
-class FinePoll:
+class PreciseWait:
     """Waits for one descriptor, to the microsecond: `ppoll`, for which Python has no name."""
 
     def __init__(self, fd: int) -> None:
-        self._entry = _PollFd(fd, 0, 0)
-        self._limit = _TimeSpec()
+        self._pollfd = _PollFd(fd, 0, 0)
+        self._timeout = _TimeSpec()
 
     def wait(self, timeout_s: float | None, *, writable: bool = False) -> bool:
         """Return whether there is something to read, or the end; `writable`: room to write ends the wait too.
 
         May return early, with False.
         """
-        entry, limit = self._entry, None
+        entry, limit = self._pollfd, None
         entry.events = select.POLLIN | (select.POLLOUT if writable else 0)
         if timeout_s is not None:
             whole = int(timeout_s)
-            self._limit.seconds, self._limit.nanoseconds = whole, int((timeout_s - whole) * 1e9)
-            limit = ctypes.byref(self._limit)
+            self._timeout.seconds, self._timeout.nanoseconds = whole, int((timeout_s - whole) * 1e9)
+            limit = ctypes.byref(self._timeout)
         if _LIBC.ppoll(ctypes.byref(entry), 1, limit, None) < 0:
             number = ctypes.get_errno()
             if number != errno.EINTR:
@@ -59,7 +59,7 @@ class FinePoll:
         return bool(entry.revents & ~select.POLLOUT)
 
 
-def readable_of(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
+def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
     """Return the descriptors that can be read, or have ended; none after the time."""
     poller = select.poll()
     for fd in fds:

@@ -14,11 +14,11 @@ from pathlib import Path
 import structlog
 
 from kvxferd.errors import Code, ConfigError
-from kvxferd.old_places import OldLock, OldSocket, is_answered, lock
+from kvxferd.old_places import OldLock, OldSocketLink, is_listening, try_lock
 
 log = structlog.get_logger()
 
-POLL_S = 0.02
+LOCK_POLL_S = 0.02
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WORKER_DIRECTORY = "worker"  # pods mount this one, and neither locks nor control.sock
 
@@ -36,46 +36,46 @@ class RunDirectory:
         """Make the directory and take the daemon's lock. Raises ConfigError(already-running)."""
         self._path = path
         private = path / "private"
-        self.owners = private / "owners.json"  # whose engine ids are
-        self._old_socket = OldSocket(path / "worker.sock")
-        self._fds: list[int] = []
+        self.ownership_path = private / "owners.json"  # whose engine ids are
+        self._old_socket = OldSocketLink(path / "worker.sock")
+        self._lock_fds: list[int] = []
         self._old_locks: list[OldLock] = []
         try:
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
-            _check_own(path, "node.run_dir")
+            _check_owner(path, "node.run_dir")
             _make_directory(private, 0o700)
-            self._daemon_fd = self._open(private / "daemon.lock")
-            self._movers_fd = self._open(private / "movers.lock")
+            self._daemon_fd = self._open_lock(private / "daemon.lock")
+            self._movers_fd = self._open_lock(private / "movers.lock")
         except OSError as error:
             self.close()
-            raise ConfigError(_why_not(path, error)) from error
+            raise ConfigError(_describe_os_error(path, error)) from error
         except BaseException:
             self.close()
             raise
-        if not lock(self._daemon_fd):
-            raise self._already_running(self._daemon_fd)
+        if not try_lock(self._daemon_fd):
+            raise self._already_running_error(self._daemon_fd)
         try:
-            self._take_over(worker_socket)
+            self._take_over_v0_1(worker_socket)
             for fd in (self._daemon_fd, self._old_daemon.fd):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             self.close()
-            raise ConfigError(_why_not(path, error)) from error
+            raise ConfigError(_describe_os_error(path, error)) from error
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self, worker_socket: str) -> None:
+    def _take_over_v0_1(self, worker_socket: str) -> None:
         """Take the places of version 0.1, and make the worker socket's directory."""
         path = self._path
         self._old_daemon = OldLock(path / "daemon.lock")
         self._old_locks.append(self._old_daemon)
-        if not self._old_daemon.take():
+        if not self._old_daemon.acquire():
             sockets = (path / "worker.sock", path / "control.sock")
-            if self._old_daemon.is_held_by_own_user() or any(map(is_answered, sockets)):
-                raise self._already_running(self._old_daemon.fd)
-            self._replace(self._old_daemon)
+            if self._old_daemon.is_held_by_own_user() or any(map(is_listening, sockets)):
+                raise self._already_running_error(self._old_daemon.fd)
+            self._replace_old_lock(self._old_daemon)
         self._old_movers = OldLock(path / "movers.lock")
         self._old_locks.append(self._old_movers)
         link_to = Path(WORKER_DIRECTORY) / "worker.sock"
@@ -83,20 +83,20 @@ class RunDirectory:
             _make_directory(path / WORKER_DIRECTORY, 0o755)
             self._old_socket.point_to(link_to)
         else:
-            self._old_socket.remove_dead(link_to)
+            self._old_socket.remove_stale(link_to)
 
-    def _open(self, path: Path) -> int:
+    def _open_lock(self, path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._fds.append(fd)
+        self._lock_fds.append(fd)
         return fd
 
-    def _replace(self, old: OldLock) -> None:
+    def _replace_old_lock(self, old: OldLock) -> None:
         log.warning(
             "an old lock is held by somebody who is no daemon of this user: replaced", path=str(old.path)
         )
         old.replace()
 
-    def _already_running(self, lock_fd: int) -> ConfigError:
+    def _already_running_error(self, lock_fd: int) -> ConfigError:
         holder = os.pread(lock_fd, 64, 0).decode(errors="replace").strip() or "unknown"
         self.close()
         return ConfigError(
@@ -106,7 +106,7 @@ class RunDirectory:
         )
 
     @property
-    def movers_fds(self) -> tuple[int, ...]:
+    def mover_lock_fds(self) -> tuple[int, ...]:
         """The locks that every mover inherits. After `wait_for_movers`."""
         return (self._movers_fd, self._old_movers.fd)
 
@@ -120,23 +120,23 @@ class RunDirectory:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
-        while not lock(self._movers_fd):
+        while not try_lock(self._movers_fd):
             if stopping is not None and stopping.is_set():
                 return
             if loop.time() > deadline:
-                raise self._movers_left(self._path / "private" / "movers.lock")
-            await asyncio.sleep(POLL_S)
-        while not self._old_movers.take():
+                raise self._movers_running_error(self._path / "private" / "movers.lock")
+            await asyncio.sleep(LOCK_POLL_S)
+        while not self._old_movers.acquire():
             if stopping is not None and stopping.is_set():
                 return
             if loop.time() > deadline:
                 if self._old_movers.is_held_by_own_user():
-                    raise self._movers_left(self._old_movers.path)
-                self._replace(self._old_movers)
+                    raise self._movers_running_error(self._old_movers.path)
+                self._replace_old_lock(self._old_movers)
                 return
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(LOCK_POLL_S)
 
-    def _movers_left(self, path: Path) -> ConfigError:
+    def _movers_running_error(self, path: Path) -> ConfigError:
         return ConfigError(
             f"cannot start on {self._path}: movers of an earlier daemon still run; "
             f"`fuser {path}` names them: kill them",
@@ -148,11 +148,11 @@ class RunDirectory:
         self._old_socket.remove()
         while self._old_locks:
             self._old_locks.pop().close()
-        while self._fds:
-            os.close(self._fds.pop())
+        while self._lock_fds:
+            os.close(self._lock_fds.pop())
 
 
-def _why_not(path: Path, error: OSError) -> str:
+def _describe_os_error(path: Path, error: OSError) -> str:
     """What is wrong with the directory, and what to do about it."""
     match error.errno:
         case errno.EACCES | errno.EPERM:
@@ -174,7 +174,7 @@ def _why_not(path: Path, error: OSError) -> str:
     return f"cannot use node.run_dir = {path}: {error.strerror}{at}; {todo}"
 
 
-def _check_own(path: Path, setting: str) -> None:
+def _check_owner(path: Path, setting: str) -> None:
     """Raise ConfigError where another user could put their own in the place of what lies there."""
     what = f"cannot use {setting} = {path}"
     own = (0, os.geteuid())

@@ -77,7 +77,7 @@ class Segment:
         self._grown: list[tuple[int, int]] = []
         for size in sizes:
             self._grow(size)
-        driver.allow(uuid, self.address, self.size_bytes)
+        driver.set_access(uuid, self.address, self.size_bytes)
 
     def _grow(self, size: int) -> None:
         address = self.address + sum(grown for _, grown in self._grown)

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-from kvxferd.control.view import Reloaded
+from kvxferd.control.view import ReloadResult
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     HandshakeRecord,
-    LanesRecord,
-    LanesSnapshot,
     NodeSnapshot,
     OwnershipSnapshot,
     PeerSnapshot,
@@ -22,6 +20,8 @@ from kvxferd.core.snapshot import (
     RemoteEngineSnapshot,
     RetiredMoverSnapshot,
     TransferSnapshot,
+    TransportsRecord,
+    TransportsSnapshot,
 )
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import (
@@ -63,8 +63,8 @@ def rank_snapshot(rank: Rank, state: str = "ready") -> RankSnapshot:
     )
 
 
-def _lanes(reach: str, transport: str) -> LanesSnapshot:
-    return LanesSnapshot(
+def _lanes(reach: str, transport: str) -> TransportsSnapshot:
+    return TransportsSnapshot(
         reach=reach, transports=(transport,), lanes=transport.partition("/")[0], slow=reach == "node"
     )
 
@@ -194,7 +194,7 @@ def records() -> list[Record]:
             lanes="cma",
             gigabytes_per_s=4.75,
         ),
-        LanesRecord(engine_id=SINK, rank=Rank(0, 1), reach="node", lanes="tcp", slow=True),
+        TransportsRecord(engine_id=SINK, rank=Rank(0, 1), reach="node", lanes="tcp", slow=True),
     ]
 
 
@@ -242,7 +242,7 @@ class StillNode:
         """The one that runs."""
         return number in [pull.pull for pull in node_snapshot().pulls]
 
-    async def drained(self) -> NodeSnapshot:
+    async def wait_drained(self) -> NodeSnapshot:
         """At once, with everything left."""
         return self.snapshot()
 
@@ -254,9 +254,9 @@ class StillNode:
         """A tiny prefill engine, whole."""
         return list(deploy("tiny-dense", tp=2, engine_id=SOURCE).values()) if engine_id == SOURCE else []
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """One of each."""
-        return Reloaded(
+        return ReloadResult(
             changed=["log.level"],
             ignored=["http.bind"],
             dropped_peers=[PEER],

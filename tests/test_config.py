@@ -168,7 +168,7 @@ def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
 def test_every_setting_has_its_own_flag_and_variable() -> None:
     assert len({flag_name(key) for key in SETTINGS}) == len(SETTINGS)
     assert len({setting.variable for setting in SETTINGS.values()}) == len(SETTINGS)
-    assert all(setting.wanted for setting in SETTINGS.values())
+    assert all(setting.expected for setting in SETTINGS.values())
 
 
 def test_nothing_of_it_can_be_changed() -> None:

@@ -42,13 +42,13 @@ class Core:
 
 
 class Workers:
-    def region_fds(self, session: SessionId) -> tuple[int, ...]:
+    def bind_fds(self, session: SessionId) -> tuple[int, ...]:
         return (0, 1)
 
-    def fence_fd(self, session: SessionId) -> int:
+    def fence_page_fd(self, session: SessionId) -> int:
         return 0
 
-    def take_mover(self, session: SessionId) -> None:
+    def detach_mover(self, session: SessionId) -> None:
         raise none_left()
 
     def set_busy(self, busy: bool) -> None:
@@ -71,8 +71,8 @@ def do(effect: fx.Effect) -> tuple[list[Any], Handle]:
     """Have a daemon without descriptors do it; return what the core is fed then, and the mover."""
     daemon, core, handle = Daemon(Config()), Core(effect), Handle()
     daemon._node = core  # type: ignore[assignment]
-    daemon._workers = daemon._pool = Workers()  # type: ignore[assignment]
-    daemon._handles[MOVER] = handle  # type: ignore[assignment]
+    daemon._worker_socket = daemon._mover_pool = Workers()  # type: ignore[assignment]
+    daemon._mover_handles[MOVER] = handle  # type: ignore[assignment]
     daemon._on_event(ev.Tick())
     return core.fed[1:], handle
 
@@ -83,7 +83,7 @@ async def test_a_mover_that_cannot_be_bound_is_killed() -> None:
 
 
 async def test_a_fence_page_that_cannot_be_shared_is_refused() -> None:
-    ((said,), handle) = do(fx.ShareFence(MOVER, SESSION))
+    ((said,), handle) = do(fx.ShareFencePage(MOVER, SESSION))
     assert (said.mover, said.message.session, said.message.code) == (MOVER, SESSION, Code.BUSY)
     assert isinstance(said.message, FenceRefused)
     assert "Too many open files" in said.message.message
@@ -91,7 +91,7 @@ async def test_a_fence_page_that_cannot_be_shared_is_refused() -> None:
 
 
 async def test_a_resident_mover_that_cannot_be_taken_is_unavailable() -> None:
-    ((told,), _) = do(fx.NeedMover(SESSION, resident=True))
+    ((told,), _) = do(fx.RequestMover(SESSION, resident=True))
     assert isinstance(told, ev.MoverUnavailable)
     assert (told.session, told.refusal.code) == (SESSION, Code.BUSY)
     assert "Too many open files" in told.refusal.message

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.link import Link, duplicates
+from kvxferd.link import FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Link]]:
-    left, right = (Link(end) for end in socket.socketpair())
+def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
+    left, right = (FrameSocket(end) for end in socket.socketpair())
     yield left, right
     left.close()
     right.close()
@@ -29,14 +29,14 @@ def identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[Link, Link]) -> None:
+def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     pipe = os.pipe()
     payload = os.urandom(MAX_FRAME_BYTES)
-    left.send(payload, duplicates(pipe))
-    left.send(b"after", duplicates(pipe[:1]))
+    left.send(payload, dup_fds(pipe))
+    left.send(b"after", dup_fds(pipe[:1]))
     left.flush()
-    assert not left.idle
+    assert not left.is_flushed
     frames = []
     while not frames or frames[-1].payload != b"after":
         left.flush()
@@ -44,17 +44,17 @@ def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[Link, Link]
     assert frames[0].payload == payload
     assert [identity(fd) for fd in frames[0].fds] == [identity(fd) for fd in pipe]
     assert [identity(fd) for fd in frames[1].fds] == [identity(pipe[0])]
-    assert left.idle
+    assert left.is_flushed
     assert left.queued_bytes == 0
     for fd in (*pipe, *frames[0].fds, *frames[1].fds):
         os.close(fd)
 
 
-def test_duplicates_outlive_the_originals(ends: tuple[Link, Link]) -> None:
+def test_duplicates_outlive_the_originals(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     reader, writer = os.pipe()
     known = identity(reader)
-    left.send(b"x", duplicates((reader,)))
+    left.send(b"x", dup_fds((reader,)))
     os.close(reader)
     os.close(writer)
     left.flush()
@@ -63,20 +63,20 @@ def test_duplicates_outlive_the_originals(ends: tuple[Link, Link]) -> None:
     os.close(received)
 
 
-def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[Link, Link]) -> None:
+def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     fds = [os.memfd_create(f"{n}") for n in range(MAX_FDS_PER_FRAME)]
-    left.send(b"many", duplicates(fds))
+    left.send(b"many", dup_fds(fds))
     left.flush()
     frames = right.receive()
     assert len(frames[0].fds) == MAX_FDS_PER_FRAME
     with pytest.raises(ProtocolError):
-        left.send(b"one more", duplicates((*fds, fds[0])))
+        left.send(b"one more", dup_fds((*fds, fds[0])))
     for fd in (*fds, *frames[0].fds):
         os.close(fd)
 
 
-def test_the_end_is_told_after_the_last_frame(ends: tuple[Link, Link]) -> None:
+def test_the_end_is_told_after_the_last_frame(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     left.send(b"last")
     left.flush()
@@ -85,20 +85,20 @@ def test_the_end_is_told_after_the_last_frame(ends: tuple[Link, Link]) -> None:
     assert right.receive() is None
 
 
-def test_a_peer_that_is_gone_is_found_out_by_receiving(ends: tuple[Link, Link]) -> None:
+def test_a_peer_that_is_gone_is_found_out_by_receiving(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     right.close()
     left.send(b"anyone?")
     left.flush()
-    assert left.idle
+    assert left.is_flushed
     assert left.receive() is None
 
 
 def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    left, right = (Link(end) for end in socket.socketpair())
+    left, right = (FrameSocket(end) for end in socket.socketpair())
     reader, writer = os.pipe()
-    left.send(b"sent", duplicates((reader,)))
+    left.send(b"sent", dup_fds((reader,)))
     left.flush()
     left.send(b"never sent", (reader, writer))
     left.close()
@@ -111,7 +111,7 @@ def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
 def test_descriptors_that_no_frame_takes_are_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     raw, end = socket.socketpair()
-    stream = Link(end)
+    stream = FrameSocket(end)
     pipe = os.pipe()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pipe))]
     raw.sendmsg([HEADER.pack(10, 2, 0)], rights)
@@ -129,7 +129,7 @@ def test_descriptors_that_no_frame_takes_are_closed() -> None:
 )
 def test_frames_that_no_correct_sender_sends(sent: bytes) -> None:
     raw, end = socket.socketpair()
-    stream = Link(end)
+    stream = FrameSocket(end)
     raw.sendall(sent)
     with pytest.raises(ProtocolError):
         stream.receive()
@@ -137,7 +137,7 @@ def test_frames_that_no_correct_sender_sends(sent: bytes) -> None:
     raw.close()
 
 
-def test_many_small_frames_arrive_in_order(ends: tuple[Link, Link]) -> None:
+def test_many_small_frames_arrive_in_order(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     sent = [bytes([n % 256]) for n in range(5000)]
     for payload in sent:
@@ -149,7 +149,9 @@ def test_many_small_frames_arrive_in_order(ends: tuple[Link, Link]) -> None:
     assert got == sent
 
 
-def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(ends: tuple[Link, Link]) -> None:
+def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(
+    ends: tuple[FrameSocket, FrameSocket],
+) -> None:
     left, right = ends
     inherited = os.dup(left.fileno())
     left.send(b"last words")
@@ -162,7 +164,7 @@ def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(ends: 
     os.close(inherited)
 
 
-def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[Link, Link]) -> None:
+def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[FrameSocket, FrameSocket]) -> None:
     """A read of 256 KiB may be 32,768 frames: 130 ms, and 4 MB of objects."""
     left, right = ends
     for number in range(10):
@@ -177,14 +179,14 @@ def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[Link, 
         assert frames is not None
         sizes.append(len(frames))
         payloads += [frame.payload for frame in frames]
-        assert right.holds_frames or len(payloads) >= 8
+        assert right.has_buffered_frames or len(payloads) >= 8
     assert max(sizes) <= 4
     assert payloads == [*(number.to_bytes(1, "little") for number in range(10)), b"last"]
     assert len(frames[-1].fds) == 1
     os.close(frames[-1].fds[0])
 
 
-def test_what_was_read_before_the_end_is_returned_before_it(ends: tuple[Link, Link]) -> None:
+def test_what_was_read_before_the_end_is_returned_before_it(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     for _ in range(9):
         left.send(b"x")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.notify import Notifier
+from kvxferd.notify import SdNotifier
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -17,12 +17,12 @@ def test_it_speaks_to_the_socket_and_takes_it_out_of_the_environment(tmp_path: P
         manager.bind("\0" + name[1:] if abstract else name)
         manager.settimeout(5)
         environ = {"NOTIFY_SOCKET": name, "HOME": "/"}
-        notifier = Notifier(environ)
+        notifier = SdNotifier(environ)
         assert environ == {"HOME": "/"}
-        notifier.say("READY=1", "STATUS=serving")
+        notifier.send("READY=1", "STATUS=serving")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
 
 
 def test_nobody_listens_and_nothing_happens(tmp_path: Path) -> None:
-    Notifier({}).say("READY=1")
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).say("READY=1")
+    SdNotifier({}).send("READY=1")
+    SdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).send("READY=1")

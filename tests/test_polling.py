@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.polling import FinePoll, readable_of, wait_writable
+from kvxferd.polling import PreciseWait, wait_readable, wait_writable
 
 MANY = 1100
 PACKAGE = Path(__file__).parent.parent
@@ -26,25 +26,25 @@ def pipe():
 
 def test_what_is_there_is_found_and_what_is_not_is_waited_for(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
-    poll = FinePoll(ours)
+    poll = PreciseWait(ours)
     assert not poll.wait(0.0)
     assert not poll.wait(1e-4)
-    assert readable_of([ours], 0.0) == []
+    assert wait_readable([ours], 0.0) == []
     assert wait_writable(theirs, 0.0)
     os.write(theirs, b"x")
     assert poll.wait(None)
-    assert readable_of([ours]) == [ours]
+    assert wait_readable([ours]) == [ours]
 
 
 def test_room_to_write_ends_a_wait_and_is_nothing_to_read(pipe: tuple[int, int]) -> None:
-    assert FinePoll(pipe[1]).wait(None, writable=True) is False
+    assert PreciseWait(pipe[1]).wait(None, writable=True) is False
 
 
 def test_the_other_ends_end_is_something_to_read() -> None:
     ours, theirs = os.pipe()
     os.close(theirs)
-    assert FinePoll(ours).wait(None)
-    assert readable_of([ours]) == [ours]
+    assert PreciseWait(ours).wait(None)
+    assert wait_readable([ours]) == [ours]
     os.close(ours)
 
 
@@ -52,12 +52,12 @@ def test_descriptors_above_1023() -> None:
     code = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({2 * MANY}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from kvxferd.polling import FinePoll, readable_of, wait_writable
+from kvxferd.polling import PreciseWait, wait_readable, wait_writable
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range({MANY})]
 ours, theirs = os.pipe()
 assert ours > 1023
 os.write(theirs, b"x")
-print(FinePoll(ours).wait(1.0), readable_of([ours]) == [ours], wait_writable(theirs))
+print(PreciseWait(ours).wait(1.0), wait_readable([ours]) == [ours], wait_writable(theirs))
 """
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2 * MANY
     said = subprocess.run(

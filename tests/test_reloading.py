@@ -13,7 +13,7 @@ import pytest
 from other_user import NOBODY, needs_root, open_directory
 
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
-from kvxferd.control.desk import Desk
+from kvxferd.control.desk import NodeAdmin
 from kvxferd.control.settings import settings_of
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
@@ -64,27 +64,33 @@ def no_descriptor_left() -> Iterator[None]:
 async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daemon]:
     """The parts that a reload changes, with their sockets open."""
     daemon = Daemon(running, lambda: read)
-    daemon._peers.start()
+    daemon._peer_socket.start()
     daemon._node = Node(
         boot=BootId("b"),
-        endpoint=daemon._advertised(),
-        settings=settings_of(running, daemon._trust),
+        endpoint=daemon._advertised_endpoint(),
+        settings=settings_of(running, daemon._allowlist),
         new_token=lambda: "token",
     )
     daemon._has_node = daemon._is_serving = True
-    daemon._make_movers(())
-    daemon._desk = Desk(
-        running, daemon._node, daemon._pool, daemon._history, daemon._on_event, daemon.drain, daemon.reload
+    daemon._make_mover_pools(())
+    daemon._admin = NodeAdmin(
+        running,
+        daemon._node,
+        daemon._mover_pool,
+        daemon._history,
+        daemon._on_event,
+        daemon.drain,
+        daemon.reload,
     )
-    daemon._workers.start()
+    daemon._worker_socket.start()
     try:
         yield daemon
     finally:
-        daemon._workers.stop()
+        daemon._worker_socket.stop()
         await asyncio.sleep(0)
         if daemon._timer is not None:
             daemon._timer.cancel()
-        daemon._peers.stop()
+        daemon._peer_socket.stop()
 
 
 @needs_root
@@ -104,8 +110,10 @@ async def test_without_descriptors_a_user_who_is_removed_loses_their_session_all
                     os.seteuid(0)
                 for _ in range(2):
                     await asyncio.sleep(0)  # its connection waits already: the loop's next turn takes it
-                assert daemon._workers._connections
-                peer = socket.create_connection(daemon._peers.bound.removeprefix("tcp://").split(":"))
+                assert daemon._worker_socket._connections
+                peer = socket.create_connection(
+                    daemon._peer_socket.bound_endpoint.removeprefix("tcp://").split(":")
+                )
                 peer.setblocking(False)
                 assert await asyncio.wait_for(loop.sock_recv(peer, 1), 10)  # libzmq has accepted it
                 with no_descriptor_left():
@@ -127,8 +135,8 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
         )
         read = config(worker__socket=str(directory / "w"), worker__allowed_uids="2", log__level="debug")
         async with parts_of_a_daemon(running, read) as daemon:
-            desk = daemon._desk
-            del daemon._desk  # what comes on the way raises
+            desk = daemon._admin
+            del daemon._admin  # what comes on the way raises
             daemon._on_hangup()
-            daemon._desk = desk
+            daemon._admin = desk
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}

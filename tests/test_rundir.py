@@ -221,13 +221,13 @@ def test_a_dead_daemons_link_or_socket_is_replaced(directory: Path):
     for _ in range(2):
         made = RunDirectory(directory, str(directory / "worker" / "worker.sock"))
         assert (directory / "worker.sock").is_symlink()
-        made._old_socket._made = False  # it is killed
+        made._old_socket._is_made_here = False  # it is killed
         made.close()
 
 
 def test_a_dead_link_goes_where_the_socket_has_another_place_now(directory: Path):
     made = RunDirectory(directory, str(directory / "worker" / "worker.sock"))
-    made._old_socket._made = False  # it is killed
+    made._old_socket._is_made_here = False  # it is killed
     made.close()
     RunDirectory(directory, "/elsewhere/worker.sock").close()
     assert not (directory / "worker.sock").is_symlink()
@@ -291,7 +291,7 @@ def test_movers_inherit_both_locks(directory: Path):
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"],
         stdin=subprocess.PIPE,
-        pass_fds=made.movers_fds,
+        pass_fds=made.mover_lock_fds,
     )
     made.close()
     with pytest.raises(ConfigError, match="movers of an earlier daemon"):

@@ -11,12 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from scaling import control_plane, fleet, handshake
-from scaling.control_plane import Load, Measured
-from scaling.engines import Shape
+from scaling.control_plane import Load, LoadResult
+from scaling.engines import DeploymentShape
 from scaling.fits import exponent
 from scaling.report import totals
 
-SINK, SOURCE = Shape(tp=2, model="qwen3-8b"), Shape(tp=2, pp=2, model="qwen3-8b")
+SINK, SOURCE = DeploymentShape(tp=2, model="qwen3-8b"), DeploymentShape(tp=2, pp=2, model="qwen3-8b")
 # Of these there are many in every run. Ticks are not here: one does all that is due.
 KINDS = (
     "Publish",
@@ -51,7 +51,7 @@ class Calls:
         self.num += event in ("call", "c_call")
 
 
-def calls(**load: float) -> Measured:
+def calls(**load: float) -> LoadResult:
     with Calls() as meter:
         return control_plane.measure(Load(seconds=8.0, local=SINK, remote=SOURCE, **load), meter)
 
@@ -79,7 +79,7 @@ def test_no_event_costs_more_among_many(name: str, few: float, many: float) -> N
     assert at_many.learn_ms < 2 * at_few.learn_ms
 
 
-def ticks(measured: Measured) -> float:
+def ticks(measured: LoadResult) -> float:
     """What all ticks of a run cost."""
     return measured.us_per_event["Tick"] * measured.num_events["Tick"]
 
@@ -93,7 +93,7 @@ def test_few_events_that_each_do_more_are_reported() -> None:
 
 
 def test_the_fleet_says_what_the_formula_says() -> None:
-    found = fleet.measure(fleet.Fleet(2, 3, 10.0, num_tokens=64, seconds=2.0, shape=SINK))
+    found = fleet.measure(fleet.FleetConfig(2, 3, 10.0, num_tokens=64, seconds=2.0, shape=SINK))
     assert found.num_delivered == found.num_requests * SINK.num_ranks
     expected = [said for said in found.said if said.expected_per_s]
     assert {said.kind for said in expected} == {"AskGrant", "Granted", "Acknowledge", "Done"}

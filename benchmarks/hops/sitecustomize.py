@@ -46,16 +46,16 @@ def _write() -> None:
 
 
 def _mark_mover() -> None:
-    from kvxferd.mover.loop import Mover
+    from kvxferd.mover.loop import MoverLoop
     from kvxferd.mover.pulls import PullEngine
 
-    _before(Mover, "_take", "mover woke")
+    _before(MoverLoop, "_receive", "mover woke")
     _before(PullEngine, "start", "mover has the pull")
     _before(PullEngine, "_post_slice", "mover posts data")
     _before(PullEngine, "_post_fence", "mover looks for the fence")
     _before(PullEngine, "_report", "mover knows")
-    _before(Mover, "_notify", "mover tells the worker")
-    _after(Mover, "_notify", "mover told the worker")
+    _before(MoverLoop, "_notify_worker", "mover tells the worker")
+    _after(MoverLoop, "_notify_worker", "mover told the worker")
 
 
 def _mark_daemon() -> None:
@@ -64,7 +64,7 @@ def _mark_daemon() -> None:
     from kvxferd.mover.handle import MoverHandle
 
     _before(WorkerSocket, "_readable", "daemon woke for the worker")
-    _before(Daemon, "_feed", "daemon feeds its core", "WorkerSaid")
+    _before(Daemon, "_feed", "daemon feeds its core", "WorkerMessage")
     _before(MoverHandle, "send", "daemon sends to the mover", "StartPull")
     _after(MoverHandle, "send", "daemon sent to the mover", "StartPull")
     _before(MoverHandle, "_read", "daemon woke for the mover")

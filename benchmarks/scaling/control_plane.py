@@ -33,13 +33,13 @@ from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankManifest, TransferRef
-from scaling.engines import LARGE, NODE, Shape, blocks_of, manifest, renamed
-from scaling.station import FENCE_WORD, Clock, Cost, Meter, Station
+from scaling.engines import LARGE, NODE, DeploymentShape, blocks_of, manifest, renamed
+from scaling.station import FENCE_WORD, Clock, Cost, Meter, SimulatedNode
 
 NUM_TOKENS = 2048
 NETWORK_S = 0.0001
 WIRE_S = 0.05
-HELD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
+HOLD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
 FAR_READERS = 200  # connections by which readers ask here
 # The defaults are for a node of today's clusters; this one is to be looked at beyond them.
 LIMITS = Limits(max_peers=4096, max_transfers_per_engine=65_536, max_pulls_per_rank=65_536)
@@ -54,12 +54,12 @@ class Load:
     transfers_per_rank: float = 50.0  # a second: as many published as pulled
     num_waiting: int = 0  # readers that have asked for transfers which are not published yet
     seconds: float = 20.0
-    local: Shape = NODE
-    remote: Shape = LARGE
+    local: DeploymentShape = NODE
+    remote: DeploymentShape = LARGE
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadResult:
     """What that cost."""
 
     load: Load
@@ -74,7 +74,7 @@ class Measured:
     num_delivered: int
 
 
-class Far:
+class SimulatedPeers:
     """All other nodes: they answer at once, and read what is published here."""
 
     def __init__(self, clock: Clock, engines: dict[Endpoint, bytes]) -> None:
@@ -82,21 +82,21 @@ class Far:
         self._engines = engines
         self._numbers = itertools.count(1)
         self._blocks = blocks_of(NUM_TOKENS)
-        self._asked: dict[int, peer.AskGrant] = {}
+        self._pending: dict[int, peer.AskGrant] = {}
         self.num_granted = 0
 
-    def send(self, station: Station, message: Message, to: Endpoint | bytes) -> None:
+    def send(self, station: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
         """The core says something to another node."""
         if isinstance(to, bytes):
-            self._heard(station, message, to)
+            self._handle_reply(station, message, to)
             return
-        answer = self._answer(message, to)
-        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerSaid(to, answer)))
+        answer = self._reply_to(message, to)
+        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerReply(to, answer)))
 
-    def _answer(self, asked: Message, endpoint: Endpoint) -> peer.Answer:
+    def _reply_to(self, asked: Message, endpoint: Endpoint) -> peer.ReplyMessage:
         match asked:
-            case peer.Greet():
-                return peer.Greeting(request=asked.request, version=1, boot=BootId("far"))
+            case peer.PeerHello():
+                return peer.PeerWelcome(request=asked.request, version=1, boot=BootId("far"))
             case peer.FetchEngine():
                 said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in life
                 assert isinstance(said, peer.EngineManifest)
@@ -119,7 +119,7 @@ class Far:
                 return peer.Done(request=asked.request)
         raise AssertionError(f"nobody answers {asked}")
 
-    def read(self, station: Station, ref: TransferRef, reads: AgentName) -> None:
+    def request_grant(self, station: SimulatedNode, ref: TransferRef, reads: AgentName) -> None:
         """A rank of some far engine asks for a grant, holds it, and acknowledges."""
         number = next(self._numbers)
         reader = f"reader-{number % FAR_READERS}"
@@ -131,23 +131,23 @@ class Far:
             reads=((FIRST, reads),),
             wait_s=10.0,
         )
-        self._asked[number] = question
-        station.feed(ev.RouteSaid(reader.encode(), question))
+        self._pending[number] = question
+        station.feed(ev.PeerRequest(reader.encode(), question))
 
-    def _heard(self, station: Station, message: Message, route: bytes) -> None:
+    def _handle_reply(self, station: SimulatedNode, message: Message, route: bytes) -> None:
         if not isinstance(message, peer.Granted):
             return
         self.num_granted += 1
-        asked = self._asked.pop(message.request)
+        asked = self._pending.pop(message.request)
         renew = peer.RenewGrants(request=next(self._numbers), grants=(asked.grant,))
         done = peer.Acknowledge(
             request=next(self._numbers), grant=asked.grant, ref=asked.ref, consumer=asked.consumer
         )
-        self._clock.after(5.0, lambda: station.feed(ev.RouteSaid(route, renew)))
-        self._clock.after(HELD_S, lambda: station.feed(ev.RouteSaid(route, done)))
+        self._clock.after(5.0, lambda: station.feed(ev.PeerRequest(route, renew)))
+        self._clock.after(HOLD_S, lambda: station.feed(ev.PeerRequest(route, done)))
 
 
-def far_engines(shape: Shape, number: int) -> dict[Endpoint, bytes]:
+def far_engines(shape: DeploymentShape, number: int) -> dict[Endpoint, bytes]:
     """Encoded manifests of as many engines, each at a home of its own."""
     template = manifest(shape, "template")
     engines = {}
@@ -165,7 +165,7 @@ def _of_engine(one: RankManifest, name: str) -> RankManifest:
     )
 
 
-class ControlPlane:
+class ControlPlaneRun:
     """One run."""
 
     def __init__(self, load: Load, meter: Meter = time.thread_time) -> None:
@@ -173,18 +173,18 @@ class ControlPlane:
         self._clock = Clock()
         engines = far_engines(load.remote, load.num_engines)
         self._homes = list(engines)
-        self.far = Far(self._clock, engines)
-        self.station = Station("here", self._clock, self.far.send, Settings(limits=LIMITS), WIRE_S, meter)
+        self.far = SimulatedPeers(self._clock, engines)
+        self.node = SimulatedNode("here", self._clock, self.far.send, Settings(limits=LIMITS), WIRE_S, meter)
         self._numbers = itertools.count(1)
-        self._sinks = [self.station.register(*rank) for rank in load.local.ranks("local")]
+        self._sinks = [self.node.register(*rank) for rank in load.local.ranks("local")]
         # A source rank is an engine by itself: so there are as many transfers published as pulled.
-        alone = Shape(tp=1, model=load.local.model)
+        alone = DeploymentShape(tp=1, model=load.local.model)
         self._sources = [
-            self.station.register(*alone.ranks(f"source-{i}")[0]) for i in range(load.local.num_ranks)
+            self.node.register(*alone.ranks(f"source-{i}")[0]) for i in range(load.local.num_ranks)
         ]
         self._clock.run(1.0)
 
-    def meet_all(self) -> None:
+    def pull_from_all(self) -> None:
         """Every local rank pulls once from every far engine: learnt, planned, connected."""
         for index in range(len(self._homes)):
             for session in self._sinks:
@@ -198,10 +198,10 @@ class ControlPlane:
             source = self._sources[number % len(self._sources)]
             ref = msgspec.structs.replace(
                 self._ref(0),
-                endpoint=self.station.endpoint,
-                engine_id=self.station.key_of(source).engine_id,
+                endpoint=self.node.endpoint,
+                engine_id=self.node.key_of(source).engine_id,
             )
-            self.far.read(self.station, ref, self._agent_of(source))
+            self.far.request_grant(self.node, ref, self._agent_of(source))
 
     def run(self) -> None:
         """Let transfers come and go at their rates."""
@@ -222,30 +222,30 @@ class ControlPlane:
         return TransferRef(self._homes[home], engine, Generation("g1"), name, "0" * 32)
 
     def _pull_some(self, session: SessionId) -> None:
-        self._pull(session, self._ref(next(self._numbers) % len(self._homes)), HELD_S)
+        self._pull(session, self._ref(next(self._numbers) % len(self._homes)), HOLD_S)
 
     def _pull(self, session: SessionId, ref: TransferRef, held_s: float) -> None:
-        self.station.say(session, wk.Prepare(ref=ref))
+        self.node.send_as_worker(session, wk.Prepare(ref=ref))
         blocks = blocks_of(NUM_TOKENS, next(self._numbers))
-        self._clock.after(held_s, lambda: self.station.pull(session, ref, blocks, NUM_TOKENS))
+        self._clock.after(held_s, lambda: self.node.pull(session, ref, blocks, NUM_TOKENS))
 
     def _publish(self, session: SessionId) -> None:
         number = next(self._numbers)
-        ref = self.station.publish(session, f"p{number}", blocks_of(NUM_TOKENS, number), NUM_TOKENS)
-        self._clock.after(0.01, lambda: self.far.read(self.station, ref, self._agent_of(session)))
+        ref = self.node.publish(session, f"p{number}", blocks_of(NUM_TOKENS, number), NUM_TOKENS)
+        self._clock.after(0.01, lambda: self.far.request_grant(self.node, ref, self._agent_of(session)))
 
     def _agent_of(self, session: SessionId) -> AgentName:
-        return AgentName(f"here/{self.station.key_of(session).engine_id}/0-0")
+        return AgentName(f"here/{self.node.key_of(session).engine_id}/0-0")
 
 
-def measure(load: Load, meter: Meter = time.thread_time) -> Measured:
+def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
     """Run one load and say what it cost, in seconds unless another meter is given."""
-    plane = ControlPlane(load, meter)
-    station, num_ranks = plane.station, load.local.num_ranks
+    plane = ControlPlaneRun(load, meter)
+    station, num_ranks = plane.node, load.local.num_ranks
     gc.collect()
     before = _resident_kib()
     station.cost = Cost()
-    plane.meet_all()
+    plane.pull_from_all()
     gc.collect()
     met = _resident_kib()
     learn_s, station.cost = station.cost.total_s, Cost()
@@ -256,7 +256,7 @@ def measure(load: Load, meter: Meter = time.thread_time) -> Measured:
     station.cost = Cost()
     plane.run()
     cost = station.cost
-    return Measured(
+    return LoadResult(
         load=load,
         learn_ms=1e3 * learn_s / load.num_engines,
         learn_kib=(met - before) / load.num_engines,
@@ -264,7 +264,7 @@ def measure(load: Load, meter: Meter = time.thread_time) -> Measured:
         us_per_event={kind: 1e6 * cost.seconds[kind] / count for kind, count in cost.events.items()},
         num_events=dict(cost.events),
         run_mib=(_resident_kib() - met) / 1024,
-        num_grants_held=sum(station.node.holds.num_grants().values()),
+        num_grants_held=sum(station.core.grant_client.num_grants().values()),
         num_grants_given=plane.far.num_granted,
         num_delivered=station.outcomes["Delivered"] - num_met,
     )

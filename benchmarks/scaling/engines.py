@@ -19,7 +19,7 @@ METADATA_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Shape:
+class DeploymentShape:
     """How a model is deployed."""
 
     tp: int
@@ -48,8 +48,8 @@ class Shape:
         ]
 
 
-NODE = Shape(tp=8)  # an engine that fills a node
-LARGE = Shape(tp=16, pp=4)  # 80 layers on eight nodes
+NODE = DeploymentShape(tp=8)  # an engine that fills a node
+LARGE = DeploymentShape(tp=16, pp=4)  # 80 layers on eight nodes
 
 
 def renamed(spec: EngineSpec, engine_id: str, home: str = "") -> EngineSpec:
@@ -59,7 +59,7 @@ def renamed(spec: EngineSpec, engine_id: str, home: str = "") -> EngineSpec:
     )
 
 
-def manifest(shape: Shape, engine_id: str) -> tuple[RankManifest, ...]:
+def manifest(shape: DeploymentShape, engine_id: str) -> tuple[RankManifest, ...]:
     """What an engine's home tells of it."""
     return tuple(
         RankManifest(spec, layout, binding(engine_id, spec.rank, layout))

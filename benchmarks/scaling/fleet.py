@@ -21,8 +21,8 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.peer import Granted
-from scaling.engines import BLOCK_TOKENS, NODE, Shape, blocks_of
-from scaling.station import FENCE_WORD, Clock, Station
+from scaling.engines import BLOCK_TOKENS, NODE, DeploymentShape, blocks_of
+from scaling.station import FENCE_WORD, Clock, SimulatedNode
 
 NETWORK_S = 0.0002
 WIRE_S = 0.05
@@ -33,7 +33,7 @@ HANDSHAKE = frozenset({"Greet", "Greeting", "FetchEngine", "EngineManifest"})
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetConfig:
     """What is simulated."""
 
     num_prefill: int = 100
@@ -41,11 +41,11 @@ class Fleet:
     requests_per_s: float = 200.0  # of the whole fleet
     num_tokens: int = 8192
     seconds: float = 6.0
-    shape: Shape = NODE
+    shape: DeploymentShape = NODE
 
 
 @dataclass(frozen=True)
-class Said:
+class MessageRate:
     """One kind of message, per node and second."""
 
     kind: str
@@ -56,13 +56,13 @@ class Said:
 
 
 @dataclass(frozen=True)
-class FleetMeasured:
+class FleetResult:
     """What came of it. Handshakes are counted by themselves: a fleet that has met has none."""
 
-    fleet: Fleet
+    fleet: FleetConfig
     num_requests: int
     num_delivered: int
-    said: list[Said]
+    said: list[MessageRate]
     num_handshakes: int
     handshake_bytes: float  # of one
     core_ms_per_request: dict[str, float]  # processor time of the core, on a prefill and on a decode node
@@ -70,36 +70,36 @@ class FleetMeasured:
     limits: dict[str, float]  # requests a second of one node at which each thing is full
 
 
-class Simulation:
+class FleetSimulation:
     """One fleet."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: FleetConfig) -> None:
         self._fleet = fleet
         self._clock = Clock()
         self._rng = random.Random(1)
         self._numbers = itertools.count(1)
         self.sent: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
-        self._stations: dict[str, Station] = {}
-        self.prefill = [self._station(f"prefill-{i}") for i in range(fleet.num_prefill)]
-        self.decode = [self._station(f"decode-{i}") for i in range(fleet.num_decode)]
+        self._nodes: dict[str, SimulatedNode] = {}
+        self.prefill = [self._make_node(f"prefill-{i}") for i in range(fleet.num_prefill)]
+        self.decode = [self._make_node(f"decode-{i}") for i in range(fleet.num_decode)]
         self._clock.run(1.0)
 
-    def _station(self, name: str) -> tuple[Station, list[SessionId]]:
-        station = Station(name, self._clock, self._send, Settings(), WIRE_S)
-        self._stations[name] = station
+    def _make_node(self, name: str) -> tuple[SimulatedNode, list[SessionId]]:
+        station = SimulatedNode(name, self._clock, self._send, Settings(), WIRE_S)
+        self._nodes[name] = station
         return station, [station.register(*rank) for rank in self._fleet.shape.ranks(name)]
 
-    def _send(self, source: Station, message: Message, to: Endpoint | bytes) -> None:
+    def _send(self, source: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
         kind = (type(message).__name__, source.name.partition("-")[0])
         self.sent[kind] += 1
         self.bytes[kind] += len(encode(message))
         if isinstance(to, bytes):
-            name, event = to.decode(), ev.PeerSaid(source.endpoint, message)  # type: ignore[arg-type]
+            name, event = to.decode(), ev.PeerReply(source.endpoint, message)  # type: ignore[arg-type]
         else:
             name = to.removeprefix("tcp://").removesuffix(":9441")
-            event = ev.RouteSaid(source.name.encode(), message)  # type: ignore[assignment, arg-type]
-        target = self._stations[name]
+            event = ev.PeerRequest(source.name.encode(), message)  # type: ignore[assignment, arg-type]
+        target = self._nodes[name]
         self._clock.after(NETWORK_S, lambda: target.feed(event))
 
     def run(self) -> int:
@@ -122,11 +122,11 @@ class Simulation:
         for session in publishers[1:]:
             source.ready(session, ref)
         for session in readers:
-            sink.say(session, wk.Prepare(ref=ref))
+            sink.send_as_worker(session, wk.Prepare(ref=ref))
         held_s = PREPARED_EARLY_S if self._rng.random() < SHARE_EARLY else PREPARED_S
         self._clock.after(held_s, lambda: self._pull(sink, readers, ref))
 
-    def _pull(self, sink: Station, readers: list[SessionId], ref: TransferRef) -> None:
+    def _pull(self, sink: SimulatedNode, readers: list[SessionId], ref: TransferRef) -> None:
         blocks = blocks_of(self._fleet.num_tokens, next(self._numbers))
         for session in readers:
             sink.pull(session, ref, blocks, self._fleet.num_tokens)
@@ -136,9 +136,9 @@ class Simulation:
 PER_RANK = {"AskGrant": "decode", "Granted": "prefill", "Acknowledge": "decode", "Done": "prefill"}
 
 
-def measure(fleet: Fleet) -> FleetMeasured:
+def measure(fleet: FleetConfig) -> FleetResult:
     """Run a fleet and say what it said."""
-    simulation = Simulation(fleet)
+    simulation = FleetSimulation(fleet)
     for station, _ in (*simulation.prefill, *simulation.decode):
         station.cost.seconds.clear()
         station.cost.events.clear()
@@ -153,14 +153,14 @@ def measure(fleet: Fleet) -> FleetMeasured:
             continue
         share = nodes[sender] * fleet.seconds
         expected = count * fleet.shape.num_ranks / share if PER_RANK.get(kind) == sender else 0.0
-        said.append(Said(kind, sender, sent / share, simulation.bytes[kind, sender] / share, expected))
+        said.append(MessageRate(kind, sender, sent / share, simulation.bytes[kind, sender] / share, expected))
     shaken = simulation.sent["EngineManifest", "prefill"]
     core_ms = {
-        name: 1e3 * sum(_but_handshakes(station) for station, _ in group) / count
+        name: 1e3 * sum(_seconds_without_handshakes(station) for station, _ in group) / count
         for name, group in (("prefill", simulation.prefill), ("decode", simulation.decode))
     }
     codec = _codec_us(fleet.num_tokens)
-    return FleetMeasured(
+    return FleetResult(
         fleet=fleet,
         num_requests=count,
         num_delivered=delivered,
@@ -173,7 +173,7 @@ def measure(fleet: Fleet) -> FleetMeasured:
     )
 
 
-def _but_handshakes(station: Station) -> float:
+def _seconds_without_handshakes(station: SimulatedNode) -> float:
     seconds = station.cost.seconds
     return sum(spent for kind, spent in seconds.items() if kind not in HANDSHAKE)
 
@@ -219,7 +219,7 @@ LLAMA_70B_BYTES_PER_TOKEN = 80 * 2 * 8 * 128 * 2
 
 
 def _limits(
-    fleet: Fleet, core_ms: dict[str, float], said: list[Said], count: int, codec_us: float
+    fleet: FleetConfig, core_ms: dict[str, float], said: list[MessageRate], count: int, codec_us: float
 ) -> dict[str, float]:
     """Requests a second of one node at which its daemon, its network cards, its control traffic are full."""
     nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}

@@ -11,24 +11,24 @@ import zmq
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.layouts import Layouts
+from kvxferd.core.layouts import LayoutCache
 from kvxferd.core.manifests import check_manifests
 from kvxferd.core.node import Node
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.plan import Expander, PlanCache, check_engine, decode_plan, encode_plan, make_plan
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from scaling.engines import LARGE, METADATA_BYTES, NODE, Shape, manifest, renamed
+from scaling.engines import LARGE, METADATA_BYTES, NODE, DeploymentShape, manifest, renamed
 
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Handshake:
+class HandshakeResult:
     """Milliseconds unless named otherwise; of one engine."""
 
-    shape: Shape
-    reader: Shape
+    shape: DeploymentShape
+    reader: DeploymentShape
     num_ranks: int
     num_tensors: int
     manifest_bytes: int
@@ -47,14 +47,14 @@ class Handshake:
     num_sources: int  # remote ranks that one rank reads
 
 
-def measure(shape: Shape = LARGE, reader: Shape = NODE) -> Handshake:
+def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> HandshakeResult:
     """Meet one engine. Each time is the shortest of some rounds, the first check and plan excepted."""
     ranks = manifest(shape, "engine")
     answer = peer.EngineManifest(request=1, boot=BootId("far"), ranks=ranks)
     encoded = encode(answer)
     read = PEER_MESSAGES.decode(encoded)
     assert isinstance(read, peer.EngineManifest)
-    layouts, plans = Layouts(), PlanCache()
+    layouts, plans = LayoutCache(), PlanCache()
     check_ms = _once_ms(lambda: check_manifests(read.ranks, layouts))
     remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
     again = PEER_MESSAGES.decode(encoded)
@@ -68,7 +68,7 @@ def measure(shape: Shape = LARGE, reader: Shape = NODE) -> Handshake:
         found = check_manifests(again.ranks, layouts)
         check_engine({rank: (one.spec, one.layout) for rank, one in found.items()})
 
-    return Handshake(
+    return HandshakeResult(
         shape=shape,
         reader=reader,
         num_ranks=len(ranks),
@@ -90,12 +90,12 @@ def measure(shape: Shape = LARGE, reader: Shape = NODE) -> Handshake:
     )
 
 
-def _aggregate_ms(shape: Shape) -> float:
+def _aggregate_ms(shape: DeploymentShape) -> float:
     """Have every rank join an engine's home from other nodes, and a peer fetch the whole."""
     home = Endpoint("tcp://home:9441")
     node = Node(boot=BootId("home"), endpoint=home, new_token=lambda: "0" * 32)
     joins = [
-        ev.RouteSaid(
+        ev.PeerRequest(
             f"member-{number // 8}".encode(),
             peer.JoinRank(
                 request=number,
@@ -110,10 +110,10 @@ def _aggregate_ms(shape: Shape) -> float:
     began = time.thread_time()
     for join in joins:
         node.feed(join, 1.0)
-    effects = node.feed(ev.RouteSaid(b"reader", fetch), 1.0)
+    effects = node.feed(ev.PeerRequest(b"reader", fetch), 1.0)
     spent = time.thread_time() - began
     answered = [
-        e for e in effects if isinstance(e, fx.ToRoute) and isinstance(e.message, peer.EngineManifest)
+        e for e in effects if isinstance(e, fx.ReplyToPeer) and isinstance(e.message, peer.EngineManifest)
     ]
     if len(answered) != 1 or len(answered[0].message.ranks) != shape.num_ranks:  # type: ignore[attr-defined]
         raise AssertionError("the home did not hand the engine out")

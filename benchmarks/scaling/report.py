@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from scaling.control_plane import Measured
+from scaling.control_plane import LoadResult
 from scaling.fits import exponent
-from scaling.fleet import FleetMeasured
-from scaling.handshake import Handshake
+from scaling.fleet import FleetResult
+from scaling.handshake import HandshakeResult
 
 # A kind of event that comes less often is measured too coarsely to fit anything through.
 MIN_EVENTS = 100
 
 
-def growth(sizes: Sequence[float], runs: Sequence[Measured]) -> dict[str, float]:
+def growth(sizes: Sequence[float], runs: Sequence[LoadResult]) -> dict[str, float]:
     """Return, for each kind of event, the exponent with which one event's cost grows with the size."""
     kinds = set.intersection(*({k for k, n in run.num_events.items() if n >= MIN_EVENTS} for run in runs))
     return {kind: exponent(sizes, [run.us_per_event[kind] for run in runs]) for kind in sorted(kinds)}
 
 
-def totals(runs: Sequence[Measured]) -> dict[str, list[float]]:
+def totals(runs: Sequence[LoadResult]) -> dict[str, list[float]]:
     """Return, run by run, what no fit of single events shows: few of them, each doing more and more."""
     return {
         "% of a processor": [run.core_percent for run in runs],
@@ -31,7 +31,7 @@ def totals(runs: Sequence[Measured]) -> dict[str, list[float]]:
     }
 
 
-def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Sequence[Measured]) -> None:
+def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Sequence[LoadResult]) -> None:
     """One row per kind of event, one column per size, and the fit at the end."""
     names = [f"{size:g}" for size in sizes]
     table = Table("us of the core", *names, "~ size^", title=title)
@@ -46,7 +46,7 @@ def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Seque
     console.print(table)
 
 
-def show_handshake(console: Console, found: Handshake) -> None:
+def show_handshake(console: Console, found: HandshakeResult) -> None:
     """What meeting one engine takes, step by step."""
     title = (
         f"An engine of {found.num_ranks} ranks, {found.num_tensors} cache tensors, met by TP{found.reader.tp}"
@@ -71,7 +71,7 @@ def show_handshake(console: Console, found: Handshake) -> None:
     console.print(table)
 
 
-def show_fleet(console: Console, found: FleetMeasured) -> None:
+def show_fleet(console: Console, found: FleetResult) -> None:
     """Messages and bytes of a node, and what is full first."""
     fleet = found.fleet
     nodes = f"{fleet.num_prefill} prefill and {fleet.num_decode} decode nodes"

@@ -80,11 +80,11 @@ class Cost:
         return sum(self.events.values())
 
 
-Send = Callable[["Station", Message, Endpoint | bytes], None]
+Send = Callable[["SimulatedNode", Message, Endpoint | bytes], None]
 Meter = Callable[[], float]  # what a core has cost so far: seconds, or anything else that adds up
 
 
-class Station:
+class SimulatedNode:
     """A node. `send` gets what it says to other nodes: to an endpoint, or back along a route."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Station:
     ) -> None:
         self.name = name
         self.endpoint = Endpoint(f"tcp://{name}:9441")
-        self.node = Node(
+        self.core = Node(
             boot=BootId(name),
             endpoint=self.endpoint,
             settings=settings,
@@ -125,19 +125,19 @@ class Station:
         session = SessionId(next(self._numbers))
         self._specs[session], self._layouts[session] = spec, layout
         self._slots[session] = list(range(FENCE_SLOTS))
-        self.feed(ev.WorkerOpened(session, 1, 0))
-        self.say(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="simulated"))
+        self.feed(ev.WorkerConnected(session, 1, 0))
+        self.send_as_worker(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="simulated"))
         regions = tuple(wk.RegionExport(r.region, r.size_bytes, n) for n, r in enumerate(layout.regions))
         register = wk.Register(
             request=1, engine=spec, layout=layout, regions=regions, incarnation=INCARNATION
         )
-        self.say(session, register)
+        self.send_as_worker(session, register)
         return session
 
-    def say(self, session: SessionId, message: wk.ClientMessage) -> None:
+    def send_as_worker(self, session: SessionId, message: wk.ClientMessage) -> None:
         """A worker says something."""
         word = FENCE_WORD if isinstance(message, wk.Publish) else b""
-        self.feed(ev.WorkerSaid(session, message, fence_word=word))
+        self.feed(ev.WorkerMessage(session, message, fence_word=word))
 
     def publish(
         self, session: SessionId, name: str, blocks: dict[GroupName, PackedBlocks], num_tokens: int
@@ -146,7 +146,7 @@ class Station:
         spec, transfer = self._specs[session], TransferId(name)
         slot = self._slot_of[session, transfer] = self._slots[session].pop()
         nonce = secrets.token_hex(16)
-        self.say(
+        self.send_as_worker(
             session,
             wk.Publish(
                 transfer_id=transfer,
@@ -161,7 +161,7 @@ class Station:
 
     def ready(self, session: SessionId, ref: TransferRef) -> None:
         """A rank has written a transfer."""
-        self.say(session, wk.Ready(transfer_id=ref.transfer_id, incarnation=INCARNATION))
+        self.send_as_worker(session, wk.Ready(transfer_id=ref.transfer_id, incarnation=INCARNATION))
 
     def pull(
         self,
@@ -172,7 +172,7 @@ class Station:
     ) -> None:
         """Pull a transfer into a rank."""
         ticket = Ticket(next(self._numbers))
-        self.say(
+        self.send_as_worker(
             session, wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=30.0)
         )
 
@@ -185,13 +185,13 @@ class Station:
     def feed(self, event: ev.Event) -> None:
         """Give the core an event, count what that costs, and do what it says."""
         began = self._meter()
-        effects = self.node.feed(event, self._clock.now)
+        effects = self.core.feed(event, self._clock.now)
         spent = self._meter() - began
         said = getattr(event, "message", event)
         self.cost.add(type(said).__name__, spent)
         for effect in effects:
-            self._do(effect)
-        deadline = self.node.next_deadline()
+            self._apply_effect(effect)
+        deadline = self.core.next_deadline()
         if deadline is not None and deadline < self._tick_at:
             self._tick_at = deadline
             self._clock.after(max(0.0, deadline - self._clock.now), lambda: self._tick(deadline))
@@ -204,15 +204,15 @@ class Station:
     def _later(self, event: ev.Event, delay_s: float = 0.0) -> None:
         self._clock.after(delay_s, lambda: self.feed(event))
 
-    def _do(self, effect: fx.Effect) -> None:
+    def _apply_effect(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.ToPeer():
+            case fx.SendToPeer():
                 self._send(self, effect.message, effect.endpoint)
-            case fx.ToRoute():
+            case fx.ReplyToPeer():
                 self._send(self, effect.message, effect.route)
-            case fx.ToWorker():
-                self._hear(effect.session, effect.message)
-            case fx.NeedMover():
+            case fx.SendToWorker():
+                self._handle_worker_message(effect.session, effect.message)
+            case fx.RequestMover():
                 agent = binding(
                     self._specs[effect.session].engine_id,
                     self._specs[effect.session].rank,
@@ -220,33 +220,33 @@ class Station:
                 ).agent
                 mover = MoverId(int(effect.session))
                 self._later(
-                    ev.MoverTaken(effect.session, mover, AgentName(f"{self.name}/{agent}"), "simulated")
+                    ev.MoverAssigned(effect.session, mover, AgentName(f"{self.name}/{agent}"), "simulated")
                 )
             case fx.BindMover():
                 spec, layout = self._specs[effect.session], self._layouts[effect.session]
                 bound = binding(spec.engine_id, spec.rank, layout)
                 self._later(
-                    ev.MoverSaid(effect.mover, mv.Bound(regions=bound.regions, metadata=bound.metadata))
+                    ev.MoverMessage(effect.mover, mv.Bound(regions=bound.regions, metadata=bound.metadata))
                 )
-            case fx.ShareFence():
+            case fx.ShareFencePage():
                 said = mv.FenceMapped(session=effect.session, address=1 << 41, metadata=bytes(400))
-                self._later(ev.MoverSaid(effect.mover, said))
-            case fx.ToMover():
-                self._drive(effect.mover, effect.message)
+                self._later(ev.MoverMessage(effect.mover, said))
+            case fx.SendToMover():
+                self._handle_mover_message(effect.mover, effect.message)
             case _:
                 pass  # descriptors, fence words and records are not simulated
 
-    def _hear(self, session: SessionId, message: Message) -> None:
+    def _handle_worker_message(self, session: SessionId, message: Message) -> None:
         self.outcomes[type(message).__name__] += 1
         if isinstance(message, wk.MoverOffered):
-            self._later(ev.WorkerSaid(session, wk.MoverAcknowledged(number=message.number)))
+            self._later(ev.WorkerMessage(session, wk.MoverAcknowledged(number=message.number)))
         if isinstance(message, wk.Released) and (session, message.transfer_id) in self._slot_of:
             self._slots[session].append(self._slot_of.pop((session, message.transfer_id)))
         self.on_worker_message(session, message)
 
-    def _drive(self, mover: MoverId, message: Message) -> None:
-        if isinstance(message, mv.Attend) and message.on:
-            self._later(ev.MoverSaid(mover, mv.Attending(token=message.token)))
+    def _handle_mover_message(self, mover: MoverId, message: Message) -> None:
+        if isinstance(message, mv.SetPolling) and message.on:
+            self._later(ev.MoverMessage(mover, mv.Polling(token=message.token)))
         elif isinstance(message, mv.StartPull):
             outcome = mv.PullOutcome(delivered=True, bytes=1 << 20, runs=64)
-            self._later(ev.MoverSaid(mover, mv.PullDone(pull=message.pull, outcome=outcome)), self._wire_s)
+            self._later(ev.MoverMessage(mover, mv.PullDone(pull=message.pull, outcome=outcome)), self._wire_s)

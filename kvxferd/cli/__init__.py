@@ -11,7 +11,7 @@ def main() -> None:
         from kvxferd.cli.root import root
     except ModuleNotFoundError as error:
         # The client alone is installed: an engine's environment, say.
-        sys.stderr.write(f"kvxferd: {missing(error.name)}\n")
+        sys.stderr.write(f"kvxferd: {not_installed_message(error.name)}\n")
         raise SystemExit(2) from None
     from kvxferd.errors import KvxferdError
 
@@ -22,6 +22,6 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
-def missing(module: str | None) -> str:
+def not_installed_message(module: str | None) -> str:
     """Return what to say of a verb whose modules are not all there."""
     return f"cannot run: {module} is not installed; pip install 'kvxferd[daemon]'"

@@ -19,41 +19,41 @@ from kvxferd.errors import Code, KvxferdError
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The daemon answers from memory; one that does not is stuck.
-ANSWER_S = 10.0
+RESPONSE_TIMEOUT_S = 10.0
 
 
-class Daemon:
+class ControlClient:
     """The daemon behind one control socket."""
 
-    def __init__(self, socket_path: str, timeout_s: float = ANSWER_S) -> None:
+    def __init__(self, socket_path: str, timeout_s: float = RESPONSE_TIMEOUT_S) -> None:
         self.socket_path = socket_path
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> Any:
         """Return the answer, decoded. Raises KvxferdError where there is none or it is a refusal."""
-        status, value = self.ask("GET", path)
-        return _unless_refused(status, value)
+        status, value = self.request("GET", path)
+        return _value_or_raise(status, value)
 
-    def post(self, path: str, asked: Mapping[str, Any] | None = None, waits: bool = False) -> Any:
+    def post(self, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False) -> Any:
         """As `get`, for what changes something. `waits`: the answer may take as long as it takes."""
-        status, value = self.ask("POST", path, asked, waits)
-        return _unless_refused(status, value)
+        status, value = self.request("POST", path, body, wait_forever)
+        return _value_or_raise(status, value)
 
-    def ask(
-        self, method: str, path: str, asked: Mapping[str, Any] | None = None, waits: bool = False
+    def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
     ) -> tuple[int, Any]:
         """Return the answer's status and its JSON. Raises KvxferdError where there is none."""
-        connection = _UnixConnection(self.socket_path, None if waits else self._timeout_s)
+        connection = _UnixConnection(self.socket_path, None if wait_forever else self._timeout_s)
         try:
-            connection.request(method, path, body=None if asked is None else msgspec.json.encode(asked))
+            connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
             response = connection.getresponse()
             return response.status, msgspec.json.decode(response.read())
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-            raise self._unreachable(error) from error
+            raise self._connection_error(error) from error
         finally:
             connection.close()
 
-    def _unreachable(self, error: Exception) -> KvxferdError:
+    def _connection_error(self, error: Exception) -> KvxferdError:
         match error:
             case FileNotFoundError() | ConnectionRefusedError():
                 why = (
@@ -80,7 +80,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def asks_daemon(verb: F) -> F:
+def with_control_client(verb: F) -> F:
     """Give a verb the options that name a daemon, and that daemon as its first argument."""
 
     @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
@@ -95,12 +95,12 @@ def asks_daemon(verb: F) -> F:
     @functools.wraps(verb)
     def asking(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
         path = socket_path or load_config(config_path, os.environ, {}).control.socket
-        return verb(Daemon(path), **options)
+        return verb(ControlClient(path), **options)
 
     return asking  # type: ignore[return-value]
 
 
-def _unless_refused(status: int, value: Any) -> Any:
+def _value_or_raise(status: int, value: Any) -> Any:
     if status < 400:
         return value
     try:

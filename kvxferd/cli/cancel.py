@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json
 
 
@@ -13,8 +13,10 @@ from kvxferd.cli.showing import json_option, print_json
 @click.option("--engine", metavar="ID", help="Only that engine's transfer of this name.")
 @click.option("--pull", type=int, metavar="N", help="End this pull instead, by its number.")
 @json_option
-@asks_daemon
-def cancel(daemon: Daemon, transfer: str | None, engine: str | None, pull: int | None, as_json: bool) -> None:
+@with_control_client
+def cancel(
+    daemon: ControlClient, transfer: str | None, engine: str | None, pull: int | None, as_json: bool
+) -> None:
     """Release the published TRANSFER, or end pull N; `kvxferd transfers` shows both.
 
     The readers of a cancelled transfer fail, and its blocks are the engine's again. A cancelled

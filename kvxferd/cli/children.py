@@ -11,36 +11,36 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import Code, KvxferdError
 
-READY_S = 60.0  # a cold start on a machine that may be busy
+READY_TIMEOUT_S = 60.0  # a cold start on a machine that may be busy
 # A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
-NOT_READY_S = 15.0
-POLL_S = 0.05
+NOT_READY_TIMEOUT_S = 15.0
+READY_POLL_S = 0.05
 # A child keeps deadlines of its own and says so; this is for one that is stuck.
-ANSWER_S = 180.0
-STOP_S = 10.0
+REPLY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 10.0
 # A line carries references, samples or a report, never block ids.
-LINE_BYTES = 8 << 20
+MAX_LINE_BYTES = 8 << 20
 TAIL_LINES = 12
 
 
 class DaemonProcess:
     """A daemon in a directory of its own. `verb` is what it serves, for messages: "the demo"."""
 
-    def __init__(self, verb: str, name: str, directory: Path, process: Process) -> None:
+    def __init__(self, tool: str, name: str, directory: Path, process: Process) -> None:
         self.name = name
         self.worker_socket = str(directory / "worker" / "worker.sock")
-        self.control = Daemon(str(directory / "control.sock"))
-        self._verb = verb
+        self.control = ControlClient(str(directory / "control.sock"))
+        self._tool = tool
         self._log = directory / "daemon.log"
         self._process = process
 
     @classmethod
     async def start(
         cls,
-        verb: str,
+        tool: str,
         name: str,
         directory: Path,
         environment: Mapping[str, str] | None = None,
@@ -61,33 +61,33 @@ class DaemonProcess:
                 env=environ,
                 start_new_session=True,  # Ctrl-C is for the verb, which then stops this
             )
-        return cls(verb, name, directory, process)
+        return cls(tool, name, directory, process)
 
     @property
     def pid(self) -> int:
         """Its process; the movers' parent is a child of it."""
         return self._process.pid
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until it takes registrations. Raises KvxferdError if it ends, or is not ready in time."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + READY_S
+        deadline = loop.time() + READY_TIMEOUT_S
         why = ""
         while loop.time() < deadline:
             if self._process.returncode is not None:
                 raise KvxferdError(
-                    f"cannot run {self._verb}: the {self.name} daemon ended with {self._process.returncode}"
+                    f"cannot run {self._tool}: the {self.name} daemon ended with {self._process.returncode}"
                 )
             with suppress(KvxferdError):
-                status, answer = await asyncio.to_thread(self.control.ask, "GET", "/readyz")
+                status, answer = await asyncio.to_thread(self.control.request, "GET", "/readyz")
                 if status == 200:
                     return
                 if not why:
-                    deadline = min(deadline, loop.time() + NOT_READY_S)
+                    deadline = min(deadline, loop.time() + NOT_READY_TIMEOUT_S)
                 why = "; ".join(answer.get("reasons", [])) or f"it answers {status}"
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(READY_POLL_S)
         raise KvxferdError(
-            f"cannot run {self._verb}: the {self.name} daemon is not ready: {why or 'it does not answer'}",
+            f"cannot run {self._tool}: the {self.name} daemon is not ready: {why or 'it does not answer'}",
             Code.DEADLINE,
         )
 
@@ -95,30 +95,30 @@ class DaemonProcess:
         """Have it drain and end; kill it if it does not."""
         await _stop(self._process, signal.SIGTERM)
 
-    def tail(self) -> str:
+    def log_tail(self) -> str:
         """Return the last lines of its log."""
-        return _tail(self._log)
+        return _last_lines(self._log)
 
 
-class LineProcess:
+class CommandProcess:
     """A Python module that answers each line on standard input with one on standard output."""
 
-    def __init__(self, verb: str, name: str, log: Path, process: Process) -> None:
+    def __init__(self, tool: str, name: str, log: Path, process: Process) -> None:
         self.name = name
-        self._verb = verb
+        self._tool = tool
         self._log = log
         self._process = process
 
     @classmethod
     async def start(
         cls,
-        verb: str,
+        tool: str,
         module: str,
         name: str,
         directory: Path,
         environment: Mapping[str, str] | None = None,
         flags: tuple[str, ...] = (),
-    ) -> LineProcess:
+    ) -> CommandProcess:
         """Start it; it waits for its first line."""
         path = directory / f"{name}.log"
         with path.open("wb") as log:
@@ -127,18 +127,18 @@ class LineProcess:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
-                limit=LINE_BYTES,
+                limit=MAX_LINE_BYTES,
                 env=None if environment is None else {**os.environ, **environment},
                 start_new_session=True,
             )
-        return cls(verb, name, path, process)
+        return cls(tool, name, path, process)
 
     @property
     def pid(self) -> int:
         """The process."""
         return self._process.pid
 
-    async def ask(self, line: bytes) -> bytes:
+    async def request(self, line: bytes) -> bytes:
         """Return its answer to a line. Raises KvxferdError if it ends, or does not answer in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -146,17 +146,19 @@ class LineProcess:
             self._process.stdin.write(line)
             await self._process.stdin.drain()
         try:
-            answer = await asyncio.wait_for(self._process.stdout.readline(), ANSWER_S)
+            answer = await asyncio.wait_for(self._process.stdout.readline(), REPLY_TIMEOUT_S)
         except TimeoutError:
             raise KvxferdError(
-                f"cannot run {self._verb}: process {self.name} has not answered for {ANSWER_S:.0f} s",
+                f"cannot run {self._tool}: process {self.name} has not answered for {REPLY_TIMEOUT_S:.0f} s",
                 Code.DEADLINE,
             ) from None
         if not answer:
-            raise KvxferdError(f"cannot run {self._verb}: process {self.name} ended: {_tail(self._log)}")
+            raise KvxferdError(
+                f"cannot run {self._tool}: process {self.name} ended: {_last_lines(self._log)}"
+            )
         return answer
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; one that has ended hears nothing."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
@@ -168,16 +170,16 @@ class LineProcess:
         await _stop(self._process, None)
 
 
-async def _stop(process: Process, how: signal.Signals | None) -> None:
-    if process.returncode is None and how is not None:
-        process.send_signal(how)
+async def _stop(process: Process, signum: signal.Signals | None) -> None:
+    if process.returncode is None and signum is not None:
+        process.send_signal(signum)
     try:
-        await asyncio.wait_for(process.wait(), STOP_S)
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
     except TimeoutError:
         process.kill()
         await process.wait()
 
 
-def _tail(path: Path) -> str:
+def _last_lines(path: Path) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-TAIL_LINES:])

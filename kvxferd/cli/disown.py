@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json
 
 
 @click.command("disown")
 @click.argument("engine_id")
 @json_option
-@asks_daemon
-def disown(daemon: Daemon, engine_id: str, as_json: bool) -> None:
+@with_control_client
+def disown(daemon: ControlClient, engine_id: str, as_json: bool) -> None:
     """Forget whose ENGINE_ID was: whoever registers it next has it.
 
     An engine id is its user's while ranks of it are registered, and for worker.ownership_s after the

@@ -6,23 +6,23 @@ from typing import Any
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json
 
-LEFT = 1  # as an exit code: the daemon ended with work undone
+EXIT_WORK_LEFT = 1  # as an exit code: the daemon ended with work undone
 
 
 @click.command()
 @click.option("--wait", is_flag=True, help="Return when the drain is over, and say what it left.")
 @json_option
-@asks_daemon
-def drain(daemon: Daemon, wait: bool, as_json: bool) -> None:
+@with_control_client
+def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
     """Stop the daemon once its transfers have ended, at the latest after drain.limit_s.
 
     Returns at once, or with --wait when it is over: exit code 0 if nothing was left, 1 if something
     was. Only root and the user that runs the daemon may.
     """
-    answer = daemon.post("/v1/drain", {"wait": wait}, waits=wait)
+    answer = daemon.post("/v1/drain", {"wait": wait}, wait_forever=wait)
     if as_json:
         print_json(answer)
     elif not wait:
@@ -30,12 +30,12 @@ def drain(daemon: Daemon, wait: bool, as_json: bool) -> None:
     elif answer["drained"]:
         click.echo("drained: nothing was left")
     else:
-        _show_left(answer)
+        _print_unfinished(answer)
     if wait and not answer["drained"]:
-        click.get_current_context().exit(LEFT)
+        click.get_current_context().exit(EXIT_WORK_LEFT)
 
 
-def _show_left(answer: dict[str, Any]) -> None:
+def _print_unfinished(answer: dict[str, Any]) -> None:
     transfers, pulls = answer["transfers"], answer["pulls"]
     left = f"{len(transfers)} transfers and {len(pulls)} pulls left"
     click.echo(f"ended with {left}, at the limit or by a second signal:")

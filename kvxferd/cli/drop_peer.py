@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json
 
 
 @click.command("drop-peer")
 @click.argument("endpoint")
 @json_option
-@asks_daemon
-def drop_peer(daemon: Daemon, endpoint: str, as_json: bool) -> None:
+@with_control_client
+def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:
     """Forget the daemon at ENDPOINT, as `kvxferd peers` shows it; its #KEY may be left out.
 
     What waits for its answer fails, the connection is closed, and whoever needs it next greets it

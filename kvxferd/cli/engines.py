@@ -5,16 +5,16 @@ from __future__ import annotations
 import click
 import msgspec
 
-from kvxferd.cli.asking import Daemon, asks_daemon
-from kvxferd.cli.showing import in_bytes, in_time, json_option, print_json, print_table
+from kvxferd.cli.asking import ControlClient, with_control_client
+from kvxferd.cli.showing import format_bytes, format_duration, json_option, print_json, print_table
 from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
 @click.command()
 @json_option
-@asks_daemon
-def engines(daemon: Daemon, as_json: bool) -> None:
+@with_control_client
+def engines(daemon: ControlClient, as_json: bool) -> None:
     """Show local engines and their ranks, and to which user each engine id is recorded."""
     answer = daemon.get("/v1/engines")
     if as_json:
@@ -31,7 +31,7 @@ def engines(daemon: Daemon, as_json: bool) -> None:
                 f"{e.pp_size} x {e.tp_size}",
                 e.num_layers,
                 engine_state(e),
-                _trouble(e),
+                _missing_or_problem(e),
             )
             for e in local
         ),
@@ -40,8 +40,8 @@ def engines(daemon: Daemon, as_json: bool) -> None:
         "Ranks",
         ("engine", "rank", "state", "layers", "memory", "placement", "lanes", "GB/s", "library", "agent"),
         (
-            (e.engine_id, r.rank, r.state, f"{r.layers[0]}-{r.layers[1] - 1}", in_bytes(r.bytes),
-             _kind(r), _lanes(r), _speed(r), r.library, r.agent or "")
+            (e.engine_id, r.rank, r.state, f"{r.layers[0]}-{r.layers[1] - 1}", format_bytes(r.bytes),
+             _placement_kind(r), _transports(r), _speed(r), r.library, r.agent or "")
             for e in local
             for r in e.ranks
         ),
@@ -52,7 +52,7 @@ def engines(daemon: Daemon, as_json: bool) -> None:
             ("engine", "rank", "mover", "kept by", "pulls", "in doubt", "age"),
             (
                 (m.engine_id or "", m.rank or "", m.mover, m.kept_by, m.num_pulls, m.num_in_doubt,
-                 in_time(m.age_s))
+                 format_duration(m.age_s))
                 for m in retired
             ),
         )  # fmt: skip
@@ -69,17 +69,21 @@ def engines(daemon: Daemon, as_json: bool) -> None:
 def _kept_for(ownership: OwnershipSnapshot) -> str:
     if ownership.uid is None:
         return ""
-    return "as long as it has ranks" if ownership.expires_in_s is None else in_time(ownership.expires_in_s)
+    return (
+        "as long as it has ranks"
+        if ownership.expires_in_s is None
+        else format_duration(ownership.expires_in_s)
+    )
 
 
-def _kind(rank: RankSnapshot) -> str:
+def _placement_kind(rank: RankSnapshot) -> str:
     found = rank.placement
     if found is None:
         return ""
     return found.kind if found.proved else f"{found.kind}, not proved"
 
 
-def _lanes(rank: RankSnapshot) -> str:
+def _transports(rank: RankSnapshot) -> str:
     """By what the mover has connected: to itself, to others of its node, to other nodes."""
     return "; ".join(
         f"{lanes.reach}: {lanes.lanes}{' (slow)' if lanes.slow else ''}" for lanes in rank.lanes
@@ -90,7 +94,7 @@ def _speed(rank: RankSnapshot) -> str:
     return f"{rank.placement.gigabytes_per_s:.3g}" if rank.placement and rank.placement.proved else ""
 
 
-def _trouble(engine: EngineSnapshot) -> str:
+def _missing_or_problem(engine: EngineSnapshot) -> str:
     if engine.lacking:
         return "lacks " + ", ".join(map(str, engine.lacking))
     return engine.problem

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-DEFAULT_FILE = "kvxferd.key"
+DEFAULT_KEY_FILE = "kvxferd.key"
 
 
 @click.command()
@@ -14,8 +14,8 @@ DEFAULT_FILE = "kvxferd.key"
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    default=DEFAULT_FILE,
-    help=f"Where to write the secret key, mode 0600. Default: {DEFAULT_FILE}.",
+    default=DEFAULT_KEY_FILE,
+    help=f"Where to write the secret key, mode 0600. Default: {DEFAULT_KEY_FILE}.",
 )
 @click.option(
     "--public", "known", metavar="FILE", type=click.Path(path_type=Path),

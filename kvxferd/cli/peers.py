@@ -5,15 +5,15 @@ from __future__ import annotations
 import click
 import msgspec
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json, print_table
 from kvxferd.core.snapshot import PeerSnapshot
 
 
 @click.command()
 @json_option
-@asks_daemon
-def peers(daemon: Daemon, as_json: bool) -> None:
+@with_control_client
+def peers(daemon: ControlClient, as_json: bool) -> None:
     """Show other nodes' daemons."""
     answer = daemon.get("/v1/peers")
     if as_json:

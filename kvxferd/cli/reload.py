@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import json_option, print_json
 
 
 @click.command("reload")
 @json_option
-@asks_daemon
-def reload(daemon: Daemon, as_json: bool) -> None:
+@with_control_client
+def reload(daemon: ControlClient, as_json: bool) -> None:
     """Have the daemon read its configuration again: allow-lists and the log's level.
 
     As SIGHUP does, and says what changed, and what differs but needs a restart. A file that is wrong is

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 import kvxferd
-from kvxferd.cli import missing
+from kvxferd.cli import not_installed_message
 from kvxferd.errors import Code, KvxferdError
 
-REFUSED = 2  # as click's own usage errors
+EXIT_ERROR = 2  # as click's own usage errors
 
 # Where each verb is, in the order of the help. Only the one that is asked for is imported: a daemon
 # would carry the tables of the others for as long as it runs.
@@ -34,7 +34,7 @@ VERBS = {
 }
 
 
-class Verbs(click.Group):
+class VerbGroup(click.Group):
     """A group whose verbs may raise KvxferdError: one line, no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -48,7 +48,7 @@ class Verbs(click.Group):
         try:
             module = import_module(VERBS[cmd_name])
         except ModuleNotFoundError as error:
-            raise KvxferdError(missing(error.name), Code.CONFIG_INVALID) from error
+            raise KvxferdError(not_installed_message(error.name), Code.CONFIG_INVALID) from error
         verb = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(verb, click.Command)
         return verb
@@ -59,10 +59,12 @@ class Verbs(click.Group):
             return super().invoke(ctx)
         except KvxferdError as error:
             click.echo(f"kvxferd: {error.message} [{error.code.value}]", err=True)
-            ctx.exit(REFUSED)
+            ctx.exit(EXIT_ERROR)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(kvxferd.__version__, prog_name="kvxferd")
 def root() -> None:
     """Move KV cache between prefill and decode engines: one daemon per node."""

@@ -13,25 +13,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # sockaddr_un holds 107 bytes; below a longer one the sockets would not fit.
-MAX_TEMPORARY_PATH = 60
+MAX_TEMP_PATH = 60
 
 
-def make_directory(prefix: str) -> Path:
+def make_work_directory(prefix: str) -> Path:
     """Make a directory whose path is short enough for sockets; the caller removes it."""
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) < MAX_TEMPORARY_PATH else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) < MAX_TEMP_PATH else "/tmp"))
 
 
-async def together(*awaitables: Awaitable[T]) -> list[T]:
+async def gather_or_cancel(*awaitables: Awaitable[T]) -> list[T]:
     """Await all at once; the first that raises ends the others."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await _cancelled(tasks)
+        await _cancel_all(tasks)
 
 
-async def until_signal(work: Awaitable[T]) -> T:
+async def run_until_signal(work: Awaitable[T]) -> T:
     """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does: KeyboardInterrupt.
 
     Only the first signal counts: a second one (`timeout` sends two) would cut the clean-up short,
@@ -56,7 +56,7 @@ async def until_signal(work: Awaitable[T]) -> T:
         raise KeyboardInterrupt from None
 
 
-async def _cancelled(tasks: Iterable[asyncio.Future[T]]) -> None:
+async def _cancel_all(tasks: Iterable[asyncio.Future[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

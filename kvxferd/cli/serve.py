@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
-from kvxferd.hiding import hidden
+from kvxferd.hiding import block_import
 
-with hidden("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
+with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
     from kvxferd.observe.logs import configure_queued_logs
 
 
@@ -30,7 +30,7 @@ def open_standard_streams() -> None:
     os.close(fd)
 
 
-def set_imports_aside() -> None:
+def freeze_imports() -> None:
     """Take what was imported out of what the garbage collector looks at: it stays until the daemon ends.
 
     A full collection took 48 ms of the event loop for that alone.
@@ -39,7 +39,7 @@ def set_imports_aside() -> None:
     gc.freeze()
 
 
-def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
+def _settings_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     for setting in reversed(list(SETTINGS.values())):
         option = click.option(
             flag_name(setting.key), setting.key.replace(".", "__"), metavar="VALUE", help=_help(setting)
@@ -51,7 +51,7 @@ def _with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _help(setting: Setting) -> str:
     # File modes are the one number that nobody reads in decimal.
     default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
-    return f"{setting.wanted_as_text}. Default: {default if default else 'empty'}."
+    return f"{setting.expected_as_text}. Default: {default if default else 'empty'}."
 
 
 @click.command()
@@ -63,7 +63,7 @@ def _help(setting: Setting) -> str:
     envvar=CONFIG_PATH_VARIABLE,
     help="TOML; config/kvxferd.toml shows every setting.",
 )
-@_with_settings
+@_settings_options
 @click.pass_context
 def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) -> None:
     """Run the daemon until SIGTERM or `kvxferd drain`.
@@ -82,5 +82,5 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     # Here, not above: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 
-    set_imports_aside()
+    freeze_imports()
     ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early))

@@ -39,16 +39,16 @@ def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object
         numeric = all(isinstance(row[column], int | float) for row in rows)
         table.add_column(head, justify="right" if numeric else "left")
     for row in rows:
-        table.add_row(*(plain(cell) for cell in row))
+        table.add_row(*(plain_text(cell) for cell in row))
     console().print(table)
 
 
-def plain(value: object) -> Text:
+def plain_text(value: object) -> Text:
     """Return text that is shown as it is: no markup, and nothing that a terminal would obey."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a size: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
@@ -57,7 +57,7 @@ def in_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def in_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time with three digits: ``12.3 ms``."""
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:

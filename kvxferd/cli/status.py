@@ -9,16 +9,16 @@ import click
 import msgspec
 from rich.table import Table
 
-from kvxferd.cli.asking import Daemon, asks_daemon
-from kvxferd.cli.showing import console, in_bytes, json_option, plain, print_json
+from kvxferd.cli.asking import ControlClient, with_control_client
+from kvxferd.cli.showing import console, format_bytes, json_option, plain_text, print_json
 from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
 from kvxferd.observe.gauges import engine_state
 
 
 @click.command()
 @json_option
-@asks_daemon
-def status(daemon: Daemon, as_json: bool) -> None:
+@with_control_client
+def status(daemon: ControlClient, as_json: bool) -> None:
     """Show what the daemon on this node holds and does."""
     answer = daemon.get("/v1/status")
     if as_json:
@@ -27,7 +27,7 @@ def status(daemon: Daemon, as_json: bool) -> None:
     node = msgspec.convert(answer["node"], NodeSnapshot)
     grid = Table.grid(padding=(0, 2))
     for head, text in _lines(answer, node):
-        grid.add_row(f"[bold]{head}[/bold]", plain(text))
+        grid.add_row(f"[bold]{head}[/bold]", plain_text(text))
     console().print(grid)
 
 
@@ -39,7 +39,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
         ("state", _state(answer, node)),
         *(("warning", warning) for warning in answer["warnings"]),
         ("engines", f"{len(node.engines)}, {readable} readable"),
-        ("ranks", f"{len(ranks)}, {in_bytes(sum(rank.bytes for rank in ranks))}"),
+        ("ranks", f"{len(ranks)}, {format_bytes(sum(rank.bytes for rank in ranks))}"),
         ("placements", _placements(ranks)),
         ("sessions", str(node.num_sessions)),
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),

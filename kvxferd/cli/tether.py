@@ -10,11 +10,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def tether(how: signal.Signals = signal.SIGTERM) -> None:
+def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
     """Have this process sent a signal when its parent dies. Raises OSError."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot tie this process to its parent")
     if os.getppid() != parent:  # it died before the call
         raise SystemExit(0)
@@ -22,7 +22,7 @@ def tether(how: signal.Signals = signal.SIGTERM) -> None:
 
 def main() -> None:
     """Run the `kvxferd` command line, tethered: `python -m kvxferd.cli.tether serve ...`."""
-    tether()
+    die_with_parent()
     from kvxferd.cli import main as command_line
 
     sys.argv[0] = "kvxferd"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import click
 import msgspec
 
-from kvxferd.cli.asking import Daemon, asks_daemon
-from kvxferd.cli.showing import in_time, json_option, print_json, print_table
+from kvxferd.cli.asking import ControlClient, with_control_client
+from kvxferd.cli.showing import format_duration, json_option, print_json, print_table
 from kvxferd.core.snapshot import PullSnapshot, TransferSnapshot
 
 
 @click.command()
 @json_option
-@asks_daemon
-def transfers(daemon: Daemon, as_json: bool) -> None:
+@with_control_client
+def transfers(daemon: ControlClient, as_json: bool) -> None:
     """Show published transfers and running pulls."""
     answer = daemon.get("/v1/transfers")
     if as_json:
@@ -24,7 +24,7 @@ def transfers(daemon: Daemon, as_json: bool) -> None:
         ("transfer", "engine", "state", "tokens", "grants", "acks", "lease left", "age"),
         (
             (t.transfer_id, f"{t.engine_id}@{t.generation}", t.state, t.num_tokens, t.num_grants, t.num_acks,
-             in_time(t.lease_left_s), in_time(t.age_s))
+             format_duration(t.lease_left_s), format_duration(t.age_s))
             for t in msgspec.convert(answer["transfers"], list[TransferSnapshot])
         ),
     )  # fmt: skip
@@ -33,7 +33,7 @@ def transfers(daemon: Daemon, as_json: bool) -> None:
         ("pull", "transfer", "from", "to", "rank", "phase", "age", "deadline in"),
         (
             (p.pull, p.transfer_id, p.source, p.sink, p.rank, p.phase,
-             in_time(p.age_s), in_time(p.deadline_left_s))
+             format_duration(p.age_s), format_duration(p.deadline_left_s))
             for p in msgspec.convert(answer["pulls"], list[PullSnapshot])
         ),
     )  # fmt: skip

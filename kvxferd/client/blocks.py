@@ -16,7 +16,7 @@ from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Packed = dict[GroupName, PackedBlocks]
+PackedGroups = dict[GroupName, PackedBlocks]
 
 MAX_GROUPS = 256  # today's hybrid models have fewer than ten; a name of each still fits a frame
 
@@ -27,11 +27,11 @@ class BlockList:
 
     `ids` is an int32 buffer (a numpy array, `array.array("i")`, a memoryview), or a list, which is
     converted one element at a time and so is slow when long. It is copied before `publish` or
-    `pull` returns: the engine may change it at once. An int32 buffer that is `lent` is not copied, so
-    that the call takes as long for a million ids as for one: it must stay as it is for as long as
-    the blocks are the transfer's, until the pull's terminal event (`Quiesced`, after a Failed that is
-    not `safe_to_reuse`), or until `Released`. What is changed before may be read into the wrong
-    blocks. Block j holds the tokens from
+    `pull` returns: the engine may change it at once. An int32 buffer that is `borrowed` is not
+    copied, so that the call takes as long for a million ids as for one: it must stay as it is for
+    as long as the blocks are the transfer's, until the pull's terminal event (`Quiesced`, after a
+    Failed that is not `safe_to_reuse`), or until `Released`. What is changed before may be read
+    into the wrong blocks. Block j holds the tokens from
     ``first_token + j * block_tokens`` on. In a state group the last id is the request's state and
     `state_at` the token at which that state stands, which must equal `num_tokens`.
     """
@@ -39,21 +39,31 @@ class BlockList:
     ids: Buffer | Sequence[int]
     first_token: int = 0
     state_at: int = -1
-    lent: bool = False
+    borrowed: bool = False
+    lent: bool = False  # the former name of `borrowed`; both are equal
+
+    def __post_init__(self) -> None:
+        if self.borrowed != self.lent:
+            object.__setattr__(self, "borrowed", True)
+            object.__setattr__(self, "lent", True)
 
 
-def pack(blocks: Mapping[str, BlockList], known: Collection[str] | None, what: str) -> Packed:
-    """Return `blocks` ready for the wire: copied, unless they are lent. Raises EngineError(blocks-invalid).
+def pack_blocks(
+    blocks: Mapping[str, BlockList], known_groups: Collection[str] | None, what: str
+) -> PackedGroups:
+    """Return `blocks` ready for the wire, copied unless they are borrowed.
 
+    Raises EngineError(blocks-invalid).
     `known` are the groups of the rank's layout, None where there is no layout (a scheduler).
     """
-    packed: Packed = {}
+    packed: PackedGroups = {}
     if len(blocks) > MAX_GROUPS:
         raise EngineError(f"cannot {what}: {len(blocks)} groups, at most {MAX_GROUPS} go")
     for name, listed in blocks.items():
-        if known is not None and name not in known:
+        if known_groups is not None and name not in known_groups:
             raise EngineError(
-                f"cannot {what}: the layout has no group {name!r}, only {', '.join(map(repr, sorted(known)))}"
+                f"cannot {what}: the layout has no group {name!r}, only "
+                f"{', '.join(map(repr, sorted(known_groups)))}"
             )
         plain = check_name(name, "a group name", Code.BLOCKS_INVALID)
         packed[GroupName(plain)] = _pack_one(plain, listed, what)
@@ -66,7 +76,7 @@ def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
     try:
         first_token = as_int(listed.first_token, "first_token", -MAX_INT, what)
         state_at = as_int(listed.state_at, "state_at", -MAX_INT, what)
-        if listed.lent:
+        if listed.borrowed:
             packed = lend_ids(listed.ids)  # type: ignore[arg-type]
             return PackedBlocks(ids=packed, first_token=first_token, state_at=state_at)
         ids: memoryview | Sequence[int] = listed.ids  # type: ignore[assignment]
@@ -79,7 +89,7 @@ def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
         raise EngineError(f"cannot {what}: blocks of group {name!r}: {error}", Code.BLOCKS_INVALID) from error
 
 
-def unpack(packed: Packed) -> dict[str, BlockList]:
+def unpack_blocks(packed: PackedGroups) -> dict[str, BlockList]:
     """Return the lists as the engine knows them; `ids` is an int32 memoryview of what was packed."""
     return {
         str(name): BlockList(ids=unpack_ids(one.ids), first_token=one.first_token, state_at=one.state_at)

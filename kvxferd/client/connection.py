@@ -17,14 +17,14 @@ from pathlib import Path
 
 from kvxferd.client.events import Event
 from kvxferd.client.fence import FenceSlots
-from kvxferd.client.mailbox import Mailbox
-from kvxferd.client.movers import MoverWatch, all_quiet
-from kvxferd.client.notices import Notices
-from kvxferd.client.session import Session
-from kvxferd.client.standing import FINAL
+from kvxferd.client.mailbox import EventQueue
+from kvxferd.client.movers import MoverWatch, wait_all_quiesced
+from kvxferd.client.notices import DeliverySocketPair
+from kvxferd.client.session import ClientSession
+from kvxferd.client.standing import PERMANENT_REFUSALS
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket
-from kvxferd.link import Link, close_all
+from kvxferd.link import FrameSocket, close_fds
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
@@ -32,17 +32,17 @@ from kvxferd.wire.framing import Frame
 
 # Seconds between tries to reach a daemon: a restarted one is found within 2 s, and a missing one
 # costs next to nothing. Spread, so that a node's ranks do not come all at once.
-RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-CLOSE_S = 2.0  # a resident mover is gone within milliseconds, or is stuck in its library
+RECONNECT_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+RESIDENT_EXIT_S = 2.0  # a resident mover is gone within milliseconds, or is stuck in its library
 # Of a request that an engine's thread sends itself. A longer one waits for the other thread: encoding
 # 64 KiB of block ids and handing them to the kernel takes as long as waking it.
 DIRECT_BYTES = 32 << 10
 # For some seconds after a request the thread looks at the session each second: the next request's deadline
 # is later than that, so it need not be woken for each, beside the engine's thread that has just asked.
 BUSY_S = 5.0
-LOOK_S = 1.0
+BUSY_POLL_S = 1.0
 MAX_PAUSE_S = 3600.0
-LIVED_S = 2.0  # a connection that lasted this long starts the tries anew
+STABLE_S = 2.0  # a connection that lasted this long starts the tries anew
 
 
 class Connection:
@@ -50,78 +50,81 @@ class Connection:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
-        self._given_back = ExitStack()
+        self._resources = ExitStack()
         try:
             self._open(path, name)
         except BaseException:
-            self._given_back.close()
+            self._resources.close()
             raise
 
     def _open(self, path: Path, name: str) -> None:
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)  # the session's standing, or an answer
-        self.mailbox = Mailbox()
-        self._given_back.callback(self.mailbox.close)
+        self.state_changed = threading.Condition(self.lock)  # the session's standing, or an answer
+        self.events = EventQueue()
+        self._resources.callback(self.events.close)
         page = FencePage.create()
         fence = FenceSlots(page)
-        self._given_back.callback(fence.close)
-        self._notices = Notices()
-        self._given_back.callback(self._notices.close)
-        self._events = select.epoll()  # readable while the mailbox or the notices are
-        self._given_back.callback(self._events.close)
-        for source in (self.mailbox, self._notices):
-            self._events.register(source.fileno(), select.EPOLLIN)
-        hello = (page.fd, self._notices.far_end)
-        self.session = Session(name, fence, hello, self.mailbox.put)
-        self.trouble: OSError | None = None  # why the daemon was not reached just now
+        self._resources.callback(fence.close)
+        self._deliveries = DeliverySocketPair()
+        self._resources.callback(self._deliveries.close)
+        self._events_epoll = select.epoll()  # readable while the mailbox or the notices are
+        self._resources.callback(self._events_epoll.close)
+        for source in (self.events, self._deliveries):
+            self._events_epoll.register(source.fileno(), select.EPOLLIN)
+        hello = (page.fd, self._deliveries.mover_fd)
+        self.session = ClientSession(name, fence, hello, self.events.put)
+        self.connect_error: OSError | None = None  # why the daemon was not reached just now
         self._selector = selectors.DefaultSelector()
-        self._given_back.callback(self._selector.close)
+        self._resources.callback(self._selector.close)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._given_back.callback(os.close, self._wake_fd)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
-        self._movers = MoverWatch(self._selector, self._quiet)
-        self._link: Link | None = None
-        self._sending = threading.Lock()  # of who sends on the link or closes it; taken after `lock`
-        self._looks_at = 0.0  # when the thread looks at the session by itself
-        self._asked_at = -math.inf  # when an engine's thread last sent a request
-        self._watching = selectors.EVENT_READ
-        self._linked_at = 0.0
-        self._tries = 0
-        self._retry_at = 0.0
+        self._resources.callback(os.close, self._wake_fd)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._clear_wake_fd)
+        self._mover_watch = MoverWatch(self._selector, self._handle_movers_exited)
+        self._socket: FrameSocket | None = None
+        self._send_lock = threading.Lock()  # of who sends on the link or closes it; taken after `lock`
+        self._wakes_at = 0.0  # when the thread looks at the session by itself
+        self._last_request_at = -math.inf  # when an engine's thread last sent a request
+        self._selector_mask = selectors.EVENT_READ
+        self._connected_at = 0.0
+        self._num_attempts = 0
+        self._reconnect_at = 0.0
         self._closing = False
-        self._hang_up = False
-        self._hang_up_why = (Code.DAEMON_LOST, "")
+        self._disconnect_requested = False
+        self._disconnect_reason = (Code.DAEMON_LOST, "")
         self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
         self._thread.start()
 
     # --- the engine's threads
 
-    def pass_on(self) -> None:
+    def flush(self) -> None:
         """Have what was queued sent: here if that takes a moment, else by the thread. With the lock held.
 
         A short request that goes out from the engine's own thread is with the daemon before the
         other thread would have woken up.
         """
-        link = self._link
+        sock = self._socket
         if (
-            link is None
-            or self._hang_up
-            or not link.idle
-            or not self.session.has_little_to_say(DIRECT_BYTES)
-            or not self._sending.acquire(blocking=False)
+            sock is None
+            or self._disconnect_requested
+            or not sock.is_flushed
+            or not self.session.has_one_short_request(DIRECT_BYTES)
+            or not self._send_lock.acquire(blocking=False)
         ):
             self.wake()
             return
-        self._asked_at = time.monotonic()
+        self._last_request_at = time.monotonic()
         try:
-            if self._link is link and (outgoing := self.session.next_outgoing(self._asked_at)) is not None:
-                link.send(encode(outgoing.message))
-                link.flush()
-            is_done = link.idle
+            if (
+                self._socket is sock
+                and (outgoing := self.session.pop_outgoing(self._last_request_at)) is not None
+            ):
+                sock.send(encode(outgoing.message))
+                sock.flush()
+            is_done = sock.is_flushed
         finally:
-            self._sending.release()
+            self._send_lock.release()
         deadline = self.session.next_deadline()
-        if not is_done or (deadline is not None and deadline < self._looks_at):
+        if not is_done or (deadline is not None and deadline < self._wakes_at):
             self.wake()
 
     def wake(self) -> None:
@@ -129,39 +132,41 @@ class Connection:
         if not self._closing:
             os.eventfd_write(self._wake_fd, 1)
 
-    def hang_up(self, code: Code = Code.DAEMON_LOST, why: str = "the client gave the connection up") -> None:
+    def request_disconnect(
+        self, code: Code = Code.DAEMON_LOST, why: str = "the client gave the connection up"
+    ) -> None:
         """Have the thread end this connection to the daemon. With the lock held."""
-        self._hang_up, self._hang_up_why = True, (code, why)
+        self._disconnect_requested, self._disconnect_reason = True, (code, why)
         self.wake()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Return whether `ready` came true in time. With the lock held."""
-        return self.changed.wait_for(ready, timeout_s)
+        return self.state_changed.wait_for(ready, timeout_s)
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a pull, from any thread."""
         with self.lock:
             self.session.cancel(ticket)
-            self.pass_on()
+            self.flush()
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while there are events; -1 after `close`."""
-        return -1 if self._events.closed else self._events.fileno()
+        return -1 if self._events_epoll.closed else self._events_epoll.fileno()
 
-    def take_events(self) -> list[Event]:
+    def drain_events(self) -> list[Event]:
         """Return all events, oldest first, and forget them."""
-        if self.session.awaits_notices:
+        if self.session.has_live_pulls:
             with self.lock:
-                self._take_notices()
-        return self.mailbox.take()
+                self._receive_deliveries()
+        return self.events.drain()
 
-    def _take_notices(self) -> None:
+    def _receive_deliveries(self) -> None:
         """Take what movers have said: before anything else is decided of a pull. With the lock held."""
         try:
-            for delivered in self._notices.take():
-                self.session.noticed(delivered)
+            for delivered in self._deliveries.receive():
+                self.session.handle_delivered_by_mover(delivered)
         except KvxferdError as error:
-            self.hang_up(error.code, f"a mover spoke nonsense: {error.message}")
+            self.request_disconnect(error.code, f"a mover spoke nonsense: {error.message}")
 
     def close(self) -> None:
         """End the session and give everything back. Idempotent; waits for no daemon."""
@@ -171,238 +176,238 @@ class Connection:
                 os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         with self.lock:
-            self._given_back.close()
+            self._resources.close()
 
     # --- the I/O thread
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
-            self._finish(Code.CANCELLED, "the client was closed")
+                self._run_once()
+            self._shut_down(Code.CANCELLED, "the client was closed")
         except BaseException as error:
             # Our own bug. The engine must hear of it, and nothing may wait for a thread that is gone.
-            self._finish(Code.INTERNAL, f"the client's I/O thread failed: {error!r}")
+            self._shut_down(Code.INTERNAL, f"the client's I/O thread failed: {error!r}")
             raise
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         now = time.monotonic()
-        if self._hang_up:
-            self._hang_up = False
-            self._drop(*self._hang_up_why)
+        if self._disconnect_requested:
+            self._disconnect_requested = False
+            self._disconnect(*self._disconnect_reason)
         try:
             with self.lock:
-                self._take_notices()
+                self._receive_deliveries()
                 self.session.tick(now)
         except KvxferdError as error:
-            self._drop(error.code, error.message)
-        if self._link is None and now >= self._retry_at and self.session.final is None:
-            self._dial(now)
+            self._disconnect(error.code, error.message)
+        if self._socket is None and now >= self._reconnect_at and self.session.close_reason is None:
+            self._connect(now)
         self._send()
-        for key, _ in self._selector.select(self._pause()):
+        for key, _ in self._selector.select(self._select_timeout()):
             key.data()
 
-    def _pause(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         now = time.monotonic()
         with self.lock:
             times = [self.session.next_deadline()]
-            if now < self._asked_at + BUSY_S:
-                times.append(now + LOOK_S)
-            if self._link is None and self.session.final is None:
-                times.append(self._retry_at)
+            if now < self._last_request_at + BUSY_S:
+                times.append(now + BUSY_POLL_S)
+            if self._socket is None and self.session.close_reason is None:
+                times.append(self._reconnect_at)
             earliest = min((t for t in times if t is not None), default=None)
-            self._looks_at = math.inf if earliest is None else earliest
+            self._wakes_at = math.inf if earliest is None else earliest
         # Selectors count milliseconds in an int: a lease of years would be too much for them.
         return None if earliest is None else min(max(0.0, earliest - now), MAX_PAUSE_S)
 
-    def _woken(self) -> None:
+    def _clear_wake_fd(self) -> None:
         os.eventfd_read(self._wake_fd)
 
-    def _dial(self, now: float) -> None:
+    def _connect(self, now: float) -> None:
         try:
-            self._link = Link(_connected(self.path))
+            self._socket = FrameSocket(_connect_unix(self.path))
         except OSError as error:
             with self.lock:
-                self.trouble = error
-                self.changed.notify_all()
-            self._retry_later(now)
+                self.connect_error = error
+                self.state_changed.notify_all()
+            self._schedule_reconnect(now)
             return
-        self._linked_at = now
-        self._watching = selectors.EVENT_READ
-        self._selector.register(self._link, self._watching, self._ready)
+        self._connected_at = now
+        self._selector_mask = selectors.EVENT_READ
+        self._selector.register(self._socket, self._selector_mask, self._handle_readable)
         with self.lock:
-            self.trouble = None
-            self.session.connected(now)
+            self.connect_error = None
+            self.session.connection_made(now)
 
-    def _retry_later(self, now: float) -> None:
-        step = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
-        self._tries += 1
-        self._retry_at = now + step * random.uniform(0.8, 1.2)
+    def _schedule_reconnect(self, now: float) -> None:
+        step = RECONNECT_S[min(self._num_attempts, len(RECONNECT_S) - 1)]
+        self._num_attempts += 1
+        self._reconnect_at = now + step * random.uniform(0.8, 1.2)
 
-    def _ready(self) -> None:
-        if self._link is not None:
-            self._receive(self._link)
+    def _handle_readable(self) -> None:
+        if self._socket is not None:
+            self._receive(self._socket)
 
     def _send(self) -> None:
-        link = self._link
-        if link is None:
+        sock = self._socket
+        if sock is None:
             return
-        while not self._send_one(link):
+        while not self._send_one(sock):
             pass
-        watching = selectors.EVENT_READ | (0 if link.idle else selectors.EVENT_WRITE)
-        if watching != self._watching:
-            self._watching = watching
-            self._selector.modify(link, watching, self._ready)
+        mask = selectors.EVENT_READ | (0 if sock.is_flushed else selectors.EVENT_WRITE)
+        if mask != self._selector_mask:
+            self._selector_mask = mask
+            self._selector.modify(sock, mask, self._handle_readable)
 
-    def _send_one(self, link: Link) -> bool:
+    def _send_one(self, sock: FrameSocket) -> bool:
         """Hand the kernel what waits, then one message; return whether nothing more can go now."""
-        with ExitStack() as holding:
+        with ExitStack() as stack:
             with self.lock:
-                holding.enter_context(self._sending)
-                link.flush()
-                outgoing = self.session.next_outgoing(time.monotonic()) if link.idle else None
+                stack.enter_context(self._send_lock)
+                sock.flush()
+                outgoing = self.session.pop_outgoing(time.monotonic()) if sock.is_flushed else None
                 if outgoing is not None:
-                    self._watch_own()
+                    self._watch_resident_movers()
                 # The session may close its own while these wait for the socket.
                 fds = tuple(os.dup(fd) for fd in outgoing.fds) if outgoing is not None else ()
             if outgoing is not None:
-                link.send(encode(outgoing.message), fds)
-                link.flush()
+                sock.send(encode(outgoing.message), fds)
+                sock.flush()
         return outgoing is None
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, sock: FrameSocket) -> None:
         try:
-            frames = link.receive()
+            frames = sock.receive()
         except ProtocolError as error:
-            self._drop(error.code, error.message)
+            self._disconnect(error.code, error.message)
             return
         if frames is None:
-            self._drop(Code.DAEMON_LOST, "the daemon closed the connection")
+            self._disconnect(Code.DAEMON_LOST, "the daemon closed the connection")
             return
         for position, frame in enumerate(frames):
             try:
-                self._take(frame)
+                self._handle_frame(frame)
             except KvxferdError as error:
                 for later in frames[position + 1 :]:
-                    close_all(later.fds)
-                self._drop(error.code, error.message)
+                    close_fds(later.fds)
+                self._disconnect(error.code, error.message)
                 return
         with self.lock:
-            self.changed.notify_all()
+            self.state_changed.notify_all()
 
-    def _take(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         fds = deque(frame.fds)  # those that nobody has yet
         try:
             message = DAEMON_MESSAGES.decode(frame.payload)
-            self._check_descriptors(message, len(fds))
-            if self.session.brings_fence(message):
-                page = self._map_page(fds[0])
+            self._check_num_fds(message, len(fds))
+            if self.session.carries_fence_page(message):
+                page = self._map_fence_page(fds[0])
                 os.close(fds.popleft())
                 with self.lock:
-                    self.session.offer_fence(page)
+                    self.session.offer_fence_page(page)
             # The pidfd first: the session may only believe in movers that are watched.
             while fds:
-                self._watch(fds[0])
+                self._watch_mover(fds[0])
                 fds.popleft()
         except BaseException:
-            close_all(fds)
+            close_fds(fds)
             raise
         with self.lock:
-            self._take_notices()
-            if not self._hang_up:
-                self.session.feed(message, time.monotonic())
-                self._watch_own()  # before anybody sends what the session has to say
+            self._receive_deliveries()
+            if not self._disconnect_requested:
+                self.session.handle(message, time.monotonic())
+                self._watch_resident_movers()  # before anybody sends what the session has to say
 
-    def _check_descriptors(self, message: worker.DaemonMessage, num_fds: int) -> None:
-        enrolment = self.session.enrolment
+    def _check_num_fds(self, message: worker.DaemonMessage, num_fds: int) -> None:
+        registration = self.session.registration
         brings_mover = isinstance(message, worker.MoverChanged) or (
-            isinstance(message, worker.Registered) and enrolment.is_rank
+            isinstance(message, worker.Registered) and registration.is_rank
         )
-        if enrolment.version >= worker.FIRST_WITH_OFFERS:
+        if registration.version >= worker.FIRST_WITH_MOVER_OFFERS:
             brings_mover = isinstance(message, worker.MoverOffered)
-        wanted = 1 if brings_mover and not enrolment.is_resident else 0
-        wanted += self.session.brings_fence(message)
+        wanted = 1 if brings_mover and not registration.is_resident else 0
+        wanted += self.session.carries_fence_page(message)
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
 
-    def _map_page(self, fd: int) -> FencePage:
+    def _map_fence_page(self, fd: int) -> FencePage:
         """Map the daemon's fence page; the descriptor stays the caller's."""
         try:
             return FencePage.map(fd)
         except (EngineError, OSError) as error:
             raise ProtocolError(f"the daemon's fence page is none: {error}") from error
 
-    def _watch(self, pidfd: int) -> None:
+    def _watch_mover(self, pidfd: int) -> None:
         """Watch a mover. Takes the pidfd, unless it raises."""
         try:
-            self._movers.watch(self.session.epoch, pidfd)
+            self._mover_watch.watch(self.session.epoch, pidfd)
         except OSError as error:
             raise ProtocolError(f"cannot watch a mover by the descriptor that came: {error}") from error
 
-    def _watch_own(self) -> None:
+    def _watch_resident_movers(self) -> None:
         """Watch the movers that were started in this process. With the lock held."""
-        for mover in self.session.enrolment.take_unwatched():
-            self._movers.watch(self.session.epoch, os.dup(mover.fileno()))
+        for mover in self.session.registration.pop_unwatched_movers():
+            self._mover_watch.watch(self.session.epoch, os.dup(mover.fileno()))
 
-    def _drop(self, code: Code, why: str) -> None:
-        if self._link is None:
+    def _disconnect(self, code: Code, why: str) -> None:
+        if self._socket is None:
             return
         now = time.monotonic()
-        self._selector.unregister(self._link)
-        with self._sending:
-            self._link.close()
-            self._link = None
-        if now - self._linked_at > LIVED_S:
-            self._tries = 0
-        self._retry_later(now)
+        self._selector.unregister(self._socket)
+        with self._send_lock:
+            self._socket.close()
+            self._socket = None
+        if now - self._connected_at > STABLE_S:
+            self._num_attempts = 0
+        self._schedule_reconnect(now)
         with self.lock:
-            self._watch_own()
-            self._take_notices()
-            self.session.lose(now, code, why)
-            if code in FINAL:
-                self.session.end(code, why)
-            self.changed.notify_all()
-        self._movers.end(self.session.epoch)
+            self._watch_resident_movers()
+            self._receive_deliveries()
+            self.session.connection_lost(now, code, why)
+            if code in PERMANENT_REFUSALS:
+                self.session.fail_permanently(code, why)
+            self.state_changed.notify_all()
+        self._mover_watch.connection_ended(self.session.epoch)
 
-    def _quiet(self, epoch: int) -> None:
+    def _handle_movers_exited(self, epoch: int) -> None:
         with self.lock:
-            self._take_notices()
-            self.session.quiet(epoch)
+            self._receive_deliveries()
+            self.session.movers_exited(epoch)
 
-    def _finish(self, code: Code, why: str) -> None:
+    def _shut_down(self, code: Code, why: str) -> None:
         with self.lock:
             self._closing = True
-            self._say_last_words()
-            own = self.session.enrolment.stop_movers()
+            self._send_final_deliveries()
+            resident_movers = self.session.registration.stop_movers()
         # Not with the lock: engine threads would wait too.
-        are_quiet = all_quiet(own, CLOSE_S)
+        all_quiesced = wait_all_quiesced(resident_movers, RESIDENT_EXIT_S)
         with self.lock:
-            self._say_last_words()
-            if self.session.enrolment.is_resident and are_quiet:
-                self.session.settle(time.monotonic(), code, why)
+            self._send_final_deliveries()
+            if self.session.registration.is_resident and all_quiesced:
+                self.session.resident_movers_exited(time.monotonic(), code, why)
             self.session.close(code, why)
-            self.changed.notify_all()
-        with self._sending:
-            if self._link is not None:
-                self._link.close()
-        self._movers.close()
+            self.state_changed.notify_all()
+        with self._send_lock:
+            if self._socket is not None:
+                self._socket.close()
+        self._mover_watch.close()
 
-    def _say_last_words(self) -> None:
+    def _send_final_deliveries(self) -> None:
         """Have the daemon know which pulls have been delivered. With the lock held."""
-        self._take_notices()
-        words = self.session.last_words()
-        with self._sending:
-            if words is not None and self._link is not None:
-                self._link.send(encode(words))
-                self._link.flush()
+        self._receive_deliveries()
+        deliveries = self.session.pop_final_deliveries()
+        with self._send_lock:
+            if deliveries is not None and self._socket is not None:
+                self._socket.send(encode(deliveries))
+                self._socket.flush()
 
 
-def _connected(path: Path) -> socket.socket:
+def _connect_unix(path: Path) -> socket.socket:
     """Return a socket to whoever listens there. Raises OSError; never waits."""
-    dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        dialled.connect(os.fspath(path))
+        sock.connect(os.fspath(path))
     except BaseException:
-        dialled.close()
+        sock.close()
         raise
-    return dialled
+    return sock

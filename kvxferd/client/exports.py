@@ -12,14 +12,14 @@ from typing import Protocol
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import Incarnation, RegionId
 from kvxferd.layout import RankLayout
-from kvxferd.link import close_all
+from kvxferd.link import close_fds
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.driver import Stretch
+from kvxferd.memory.driver import AddressRange
 from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_REGIONS
 from kvxferd.wire.worker import RegionExport
 
 
-class HostMemory(Protocol):
+class MemfdMemory(Protocol):
     """A sealed memfd; `kvxferd.memory.SealedMemory` is the usual one."""
 
     @property
@@ -31,7 +31,7 @@ class HostMemory(Protocol):
         """Its size."""
 
 
-Memory = HostMemory | DeviceMemory | ResidentMemory
+Memory = MemfdMemory | DeviceMemory | ResidentMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Region:
 Regions = Mapping[RegionId, Memory] | Iterable[Region]
 
 
-class Exports:
+class MemoryExport:
     """A rank's memory, ready to be sent. Owns duplicates of the descriptors until `close`."""
 
     def __init__(self, regions: tuple[RegionExport, ...], fds: tuple[int, ...]) -> None:
@@ -66,7 +66,7 @@ class Exports:
             os.close(fd)
 
 
-class Sources:
+class FdTable:
     """The descriptors of a rank's memories: memfds first, then a GPU's allocations in order of address.
 
     So what lies side by side under a region has descriptors in a row, and regions share what they share.
@@ -75,11 +75,11 @@ class Sources:
     def __init__(self, sized: Iterable[tuple[Region, int]]) -> None:
         """Of regions and their sizes in bytes. Raises EngineError where there are too many."""
         self._memfds: dict[int, int] = {}  # the engine's descriptor: position
-        found: dict[tuple[str, Stretch], DeviceMemory] = {}
+        found: dict[tuple[str, AddressRange], DeviceMemory] = {}
         for region, size_bytes in sized:
             memory = region.memory
             if isinstance(memory, DeviceMemory):
-                under = memory.under(region.offset, size_bytes)
+                under = memory.allocations_under(region.offset, size_bytes)
                 found.update({(memory.device, stretch): memory for stretch in under})
             elif not isinstance(memory, ResidentMemory):
                 self._memfds.setdefault(memory.fd, len(self._memfds))
@@ -94,7 +94,7 @@ class Sources:
                 Code.REGION_INVALID,
             )
 
-    def place(self, region: Region, size_bytes: int) -> RegionExport:
+    def describe(self, region: Region, size_bytes: int) -> RegionExport:
         """Say where a region lies."""
         memory = region.memory
         if isinstance(memory, ResidentMemory):
@@ -104,7 +104,7 @@ class Sources:
             )
         if not isinstance(memory, DeviceMemory):
             return RegionExport(region.region, size_bytes, self._memfds[memory.fd], region.offset)
-        under = memory.under(region.offset, size_bytes)
+        under = memory.allocations_under(region.offset, size_bytes)
         return RegionExport(
             region.region,
             size_bytes,
@@ -115,36 +115,36 @@ class Sources:
             pieces=tuple(stretch.size_bytes for stretch in under),
         )
 
-    def open(self) -> tuple[int, ...]:
+    def open_fds(self) -> tuple[int, ...]:
         """Return the descriptors, the caller's from here on. Raises EngineError or DeviceError, with none."""
         own: list[int] = []
         try:
             own.extend(os.dup(fd) for fd in self._memfds)
             own.extend(memory.export(stretch) for (_, stretch), memory in self._allocations)
         except OSError as error:
-            close_all(own)
+            close_fds(own)
             raise EngineError(f"cannot export a region's memory: {error}", Code.REGION_INVALID) from error
         except DeviceError:
-            close_all(own)
+            close_fds(own)
             raise
         return tuple(own)
 
 
-def export(layout: RankLayout, regions: Regions) -> Exports:
+def export_memory(layout: RankLayout, regions: Regions) -> MemoryExport:
     """Return the layout's regions as descriptors to send. Raises EngineError(region-...), DeviceError.
 
     Regions in the same memory share descriptors.
     """
-    listed = _listed(regions)
+    listed = _by_region_id(regions)
     _check_names(layout, listed)
     sized = [(listed[spec.region], spec.size_bytes) for spec in layout.regions]
     for region, size_bytes in sized:
-        _check_place(region, size_bytes)
-    sources = Sources(sized)
-    return Exports(tuple(sources.place(*region) for region in sized), sources.open())
+        _check_bounds(region, size_bytes)
+    sources = FdTable(sized)
+    return MemoryExport(tuple(sources.describe(*region) for region in sized), sources.open_fds())
 
 
-def _listed(regions: Regions) -> dict[RegionId, Region]:
+def _by_region_id(regions: Regions) -> dict[RegionId, Region]:
     if isinstance(regions, Mapping):
         return {name: Region(name, memory) for name, memory in regions.items()}
     listed: dict[RegionId, Region] = {}
@@ -159,13 +159,13 @@ def _check_names(layout: RankLayout, listed: dict[RegionId, Region]) -> None:
     named = [spec.region for spec in layout.regions]
     if len(named) > MAX_REGIONS:
         raise EngineError(f"cannot export {len(named)} regions, at most {MAX_REGIONS}", Code.REGION_INVALID)
-    if lacking := sorted(set(named) - listed.keys()):
-        raise EngineError(f"cannot export: no memory given for regions {lacking}", Code.REGION_INVALID)
+    if missing := sorted(set(named) - listed.keys()):
+        raise EngineError(f"cannot export: no memory given for regions {missing}", Code.REGION_INVALID)
     if unnamed := sorted(listed.keys() - set(named)):
         raise EngineError(f"cannot export: the layout has no regions {unnamed}", Code.REGION_INVALID)
 
 
-def _check_place(region: Region, size_bytes: int) -> None:
+def _check_bounds(region: Region, size_bytes: int) -> None:
     is_memfd = not isinstance(region.memory, DeviceMemory | ResidentMemory)
     if region.offset < 0 or (is_memfd and region.offset % mmap.PAGESIZE):
         raise EngineError(

@@ -19,7 +19,7 @@ from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES
 RETRY_AFTER_S = 1.0  # the busiest prefill engines release some transfer well within this
 
 
-class Page(Protocol):
+class FencePageLike(Protocol):
     """What a fence page does; `kvxferd.memory.FencePage` is the real one."""
 
     def write(self, slot: int, word: bytes) -> None:
@@ -38,47 +38,47 @@ class Page(Protocol):
 class FenceSlots:
     """The free slots of the session's page, longest unused first. Owns every page that it is given."""
 
-    def __init__(self, own: Page, num_slots: int = FENCE_SLOTS) -> None:
+    def __init__(self, own: FencePageLike, num_slots: int = FENCE_SLOTS) -> None:
         """`own`: the client's page, for daemons of version 1; in use until a daemon offers another."""
-        self._own = own
+        self._own_page = own
         self._page = own
-        self._offered: Page | None = None
+        self._offered_page: FencePageLike | None = None
         self._free = deque(range(num_slots))
-        self._taken: dict[int, bytes] = {}  # the word that was written, by slot
+        self._words: dict[int, bytes] = {}  # the word that was written, by slot
         self._num_slots = num_slots
 
-    def offer(self, page: Page) -> None:
+    def offer_page(self, page: FencePageLike) -> None:
         """The daemon of the present connection has made this page: `move` goes to it."""
-        self.lose_offer()
-        self._offered = page
+        self.discard_offered_page()
+        self._offered_page = page
 
-    def lose_offer(self) -> None:
+    def discard_offered_page(self) -> None:
         """The connection has ended before the session was registered on it."""
-        if self._offered is not None:
-            self._offered.close()
-            self._offered = None
+        if self._offered_page is not None:
+            self._offered_page.close()
+            self._offered_page = None
 
-    def move(self) -> None:
+    def switch_page(self) -> None:
         """Go to the page that was offered, else to the client's own; every taken slot gets a fresh word.
 
         First the old page's words are overwritten: from then on no read of what an earlier daemon
         granted counts as delivered, whoever serves that page still.
         """
-        old, self._page, self._offered = self._page, self._offered or self._own, None
-        for slot in self._taken:
+        old, self._page, self._offered_page = self._page, self._offered_page or self._own_page, None
+        for slot in self._words:
             old.overwrite(slot)
-        for slot in self._taken:
+        for slot in self._words:
             self.refresh(slot)
-        if old not in (self._own, self._page):
+        if old not in (self._own_page, self._page):
             old.close()
 
     def close(self) -> None:
         """Unmap every page. No slot may be taken any more."""
-        self.lose_offer()
-        for page in (self._page, self._own):
+        self.discard_offered_page()
+        for page in (self._page, self._own_page):
             page.close()
 
-    def take(self, what: str) -> int:
+    def acquire(self, what: str) -> int:
         """Return a slot that holds a fresh word. Raises BusyError when all are taken."""
         if not self._free:
             raise BusyError(
@@ -93,14 +93,14 @@ class FenceSlots:
     def refresh(self, slot: int) -> None:
         """Put a fresh word in a taken slot."""
         self._page.write(slot, os.urandom(FENCE_WORD_BYTES))
-        self._taken[slot] = self._page.read(slot)
+        self._words[slot] = self._page.read(slot)
 
     def is_overwritten(self, slot: int) -> bool:
         """Whether a daemon has overwritten the word of a taken slot: it has released the transfer."""
-        return self._page.read(slot) != self._taken[slot]
+        return self._page.read(slot) != self._words[slot]
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Overwrite the word, then let the slot go."""
         self._page.overwrite(slot)
-        self._taken.pop(slot, None)
+        self._words.pop(slot, None)
         self._free.append(slot)

@@ -16,22 +16,22 @@ class KnownIncarnations:
 
     def __init__(self) -> None:
         self._known: dict[Rank, Incarnation] = {}
-        self._own: Rank | None = None
+        self._own_rank: Rank | None = None
         self.all: RankIncarnations = ()  # one object for all publishes between two changes
 
-    def map_own(self, rank: Rank, incarnation: Incarnation) -> None:
+    def set_own(self, rank: Rank, incarnation: Incarnation) -> None:
         """This session is that rank, and its memory has that mapping. No daemon knows better."""
-        self._own = rank
+        self._own_rank = rank
         self._set(((rank, incarnation),))
 
-    def report(self, ranks: RankIncarnations) -> None:
+    def update(self, ranks: RankIncarnations) -> None:
         """A daemon has reported ranks."""
-        self._set(tuple(entry for entry in ranks if entry[0] != self._own))
+        self._set(tuple(entry for entry in ranks if entry[0] != self._own_rank))
 
     @property
     def own(self) -> Incarnation:
         """Of this rank's present mapping; empty for a scheduler."""
-        return self._known[self._own] if self._own is not None else Incarnation("")
+        return self._known[self._own_rank] if self._own_rank is not None else Incarnation("")
 
     def _set(self, ranks: RankIncarnations) -> None:
         self._known.update(ranks)

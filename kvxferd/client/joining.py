@@ -8,12 +8,12 @@ from types import TracebackType
 
 from kvxferd import __version__
 from kvxferd.client.connection import Connection
-from kvxferd.client.exports import Regions, export
-from kvxferd.client.membership import Member, PublisherMember, RankMember, checked
-from kvxferd.client.movers import Launch
+from kvxferd.client.exports import Regions, export_memory
+from kvxferd.client.membership import PublisherRole, RankRole, SessionRole, validated
+from kvxferd.client.movers import LaunchMover
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import check_name
-from kvxferd.client.waiting import as_error, await_answer, await_welcome
+from kvxferd.client.waiting import error_from_refusal, wait_for_reply, wait_for_welcome
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
@@ -25,12 +25,12 @@ def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str 
     `name` is what its log calls this process. Raises KvxferdError after `timeout_s`, or at once
     when waiting cannot help. A process forked from this one must not use the connection.
     """
-    called = check_name(name or "engine", "a client's name", Code.BAD_REQUEST)
-    label = f"{called} (kvxferd {__version__}, pid {os.getpid()})"
+    checked_name = check_name(name or "engine", "a client's name", Code.BAD_REQUEST)
+    label = f"{checked_name} (kvxferd {__version__}, pid {os.getpid()})"
     connection = Connection(Path(path), label)
     try:
         with connection.lock:
-            await_welcome(connection, timeout_s)
+            wait_for_welcome(connection, timeout_s)
     except BaseException:
         connection.close()
         raise
@@ -49,7 +49,7 @@ class Client:
         layout: RankLayout,
         regions: Regions,
         timeout_s: float = 30.0,
-        launch: Launch | None = None,
+        launch: LaunchMover | None = None,
     ) -> RankHandle:
         """Become a rank. Blocks until the daemon has mapped the memory.
 
@@ -60,10 +60,10 @@ class Client:
         used again; KvxferdError after `timeout_s`. `launch` starts movers inside this process, for memory
         that no other can map: `kvxferd.resident.register` gives it.
         """
-        engine, layout = checked(engine, "engine"), checked(layout, "layout")
-        exports = export(layout, regions)
+        engine, layout = validated(engine, "engine"), validated(layout, "layout")
+        exports = export_memory(layout, regions)
         try:
-            self._join(RankMember(engine, layout, exports), timeout_s, launch)
+            self._register(RankRole(engine, layout, exports), timeout_s, launch)
         except BaseException:
             exports.close()
             raise
@@ -71,26 +71,26 @@ class Client:
 
     def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
         """Become a publisher without memory: an engine's scheduler. Raises as `register` does."""
-        member = PublisherMember(
+        role = PublisherRole(
             EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
             Generation(check_name(generation, "a generation", Code.RANK_INVALID)),
         )
-        self._join(member, timeout_s)
+        self._register(role, timeout_s)
         return Publisher(self._connection)
 
-    def _join(self, member: Member, timeout_s: float, launch: Launch | None = None) -> None:
+    def _register(self, role: SessionRole, timeout_s: float, launch: LaunchMover | None = None) -> None:
         connection = self._connection
         with connection.lock:
-            connection.session.join(member, launch)
+            connection.session.register(role, launch)
             connection.wake()
             try:
-                answer = await_answer(connection, f"register {member}", timeout_s)
+                refusal = wait_for_reply(connection, f"register {role}", timeout_s)
             except KvxferdError:
-                connection.session.enrolment.abandon()
-                connection.hang_up()  # an answer that comes late must not register anything
+                connection.session.registration.give_up()
+                connection.request_disconnect()  # an answer that comes late must not register anything
                 raise
-            if answer is not None:
-                raise as_error(answer)
+            if refusal is not None:
+                raise error_from_refusal(refusal)
 
     def close(self) -> None:
         """Close the connection, and with it the rank or publisher that it became; see `Publisher.close`."""

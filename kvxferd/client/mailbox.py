@@ -8,7 +8,7 @@ import threading
 from kvxferd.client.events import Event
 
 
-class Mailbox:
+class EventQueue:
     """Thread-safe. Nothing is dropped: a session has few events for each thing it was asked."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Mailbox:
             if len(self._events) == 1 and not self._closed:
                 os.eventfd_write(self._fd, 1)
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         """Return all events, oldest first, and forget them."""
         with self._lock:
             events, self._events = self._events, []

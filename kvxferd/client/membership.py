@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxferd.client.exports import Exports
+from kvxferd.client.exports import MemoryExport
 from kvxferd.errors import LayoutError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RankMember:
+class RankRole:
     """A rank; `exports` is None while its memory is suspended."""
 
     engine: EngineSpec
     layout: RankLayout
-    exports: Exports | None
+    exports: MemoryExport | None
 
     @property
     def engine_id(self) -> EngineId:
@@ -38,7 +38,7 @@ class RankMember:
 
 
 @dataclass(frozen=True, slots=True)
-class PublisherMember:
+class PublisherRole:
     """An engine's scheduler: it publishes, and has no memory."""
 
     engine_id: EngineId
@@ -48,10 +48,10 @@ class PublisherMember:
         return f"publisher of {self.engine_id}@{self.generation}"
 
 
-Member = RankMember | PublisherMember
+SessionRole = RankRole | PublisherRole
 
 
-def checked(value: T, what: str) -> T:
+def validated(value: T, what: str) -> T:
     """Return an engine's struct as the daemon will see it. Raises LayoutError naming the wrong field.
 
     msgspec checks types when it decodes, not when a struct is made.

@@ -23,13 +23,13 @@ class ResidentMover(Protocol):
         """The descriptor through which its daemon will speak to it."""
 
     @property
-    def is_quiet(self) -> bool:
+    def is_quiesced(self) -> bool:
         """Whether its agent is gone: nothing of it reads or writes memory any more."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once it is quiet. Kept open."""
 
-    def handed_over(self) -> None:
+    def close_daemon_end(self) -> None:
         """The daemon has its end, or will not get it any more: close it here. Idempotent."""
 
     def stop(self) -> None:
@@ -41,10 +41,10 @@ class ResidentMover(Protocol):
 
 # Start a mover for a daemon, for these regions of this process. Never raises, never waits: what goes
 # wrong in the mover's thread, it says to its daemon.
-Launch = Callable[[BootId, tuple[RegionExport, ...]], ResidentMover]
+LaunchMover = Callable[[BootId, tuple[RegionExport, ...]], ResidentMover]
 
 
-def all_quiet(movers: Sequence[ResidentMover], timeout_s: float) -> bool:
+def wait_all_quiesced(movers: Sequence[ResidentMover], timeout_s: float) -> bool:
     """Return whether all are quiet within that time."""
     deadline = time.monotonic() + timeout_s
     return all(mover.wait(max(0.0, deadline - time.monotonic())) for mover in movers)
@@ -53,40 +53,42 @@ def all_quiet(movers: Sequence[ResidentMover], timeout_s: float) -> bool:
 class MoverWatch:
     """The movers of each connection. Belongs to the I/O thread; owns the pidfds."""
 
-    def __init__(self, selector: selectors.BaseSelector, on_quiet: Callable[[int], None]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, on_movers_exited: Callable[[int], None]) -> None:
         self._selector = selector
-        self._on_quiet = on_quiet  # called with an epoch that has ended and whose movers are all dead
-        self._alive: dict[int, set[int]] = {}  # epoch -> pidfds
-        self._ended: set[int] = set()
+        self._on_movers_exited = (
+            on_movers_exited  # called with an epoch that has ended and whose movers are all dead
+        )
+        self._pidfds: dict[int, set[int]] = {}  # epoch -> pidfds
+        self._ended_epochs: set[int] = set()
 
     def watch(self, epoch: int, pidfd: int) -> None:
         """Take the descriptor of a mover of the present connection. Raises OSError if it cannot be polled."""
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._died(epoch, pidfd))
-        self._alive.setdefault(epoch, set()).add(pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_exit(epoch, pidfd))
+        self._pidfds.setdefault(epoch, set()).add(pidfd)
 
-    def end(self, epoch: int) -> None:
+    def connection_ended(self, epoch: int) -> None:
         """The connection has ended: no mover of it is unknown."""
-        self._ended.add(epoch)
-        self._judge(epoch)
+        self._ended_epochs.add(epoch)
+        self._report_if_all_exited(epoch)
 
     def close(self) -> None:
         """Watch no more."""
-        for pidfds in self._alive.values():
+        for pidfds in self._pidfds.values():
             for pidfd in pidfds:
-                self._forget(pidfd)
-        self._alive.clear()
+                self._unwatch(pidfd)
+        self._pidfds.clear()
 
-    def _died(self, epoch: int, pidfd: int) -> None:
-        self._alive[epoch].discard(pidfd)
-        self._forget(pidfd)
-        self._judge(epoch)
+    def _handle_exit(self, epoch: int, pidfd: int) -> None:
+        self._pidfds[epoch].discard(pidfd)
+        self._unwatch(pidfd)
+        self._report_if_all_exited(epoch)
 
-    def _judge(self, epoch: int) -> None:
-        if epoch in self._ended and not self._alive.get(epoch):
-            self._alive.pop(epoch, None)
-            self._ended.discard(epoch)
-            self._on_quiet(epoch)
+    def _report_if_all_exited(self, epoch: int) -> None:
+        if epoch in self._ended_epochs and not self._pidfds.get(epoch):
+            self._pidfds.pop(epoch, None)
+            self._ended_epochs.discard(epoch)
+            self._on_movers_exited(epoch)
 
-    def _forget(self, pidfd: int) -> None:
+    def _unwatch(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvxferd.errors import Code, EngineError
 
 # An event is asked for so often: a handover waits half of it on average, and each look costs a microsecond.
-LOOK_S = 0.0005
+POLL_S = 0.0005
 
 
 class Completion(Protocol):
@@ -19,7 +19,7 @@ class Completion(Protocol):
         """Whether the work is done; never waits. Called from any thread."""
 
 
-def pending(after: Completion | None) -> Completion | None:
+def unfinished(after: Completion | None) -> Completion | None:
     """Return what is still to be waited for. Raises what `query` raises: the engine's own failure.
 
     Raises EngineError(bad-request) for what cannot be asked, and for an event of torch's that was never
@@ -41,46 +41,46 @@ def pending(after: Completion | None) -> Completion | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Pending:
     after: Completion
-    go: Callable[[], None]
-    fail: Callable[[str], None]
+    on_done: Callable[[], None]
+    on_error: Callable[[str], None]
 
 
-class Held:
+class PendingCompletions:
     """What waits, in the order asked. The caller holds the session's lock."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Held] = []
-        self._next_look: float | None = None
+        self._pending: list[_Pending] = []
+        self._next_poll: float | None = None
 
-    def hold(self, after: Completion, go: Callable[[], None], fail: Callable[[str], None]) -> None:
+    def add(self, after: Completion, on_done: Callable[[], None], on_error: Callable[[str], None]) -> None:
         """Have `go` called once the work is done, or `fail` with the reason where it cannot be."""
-        self._waiting.append(_Held(after, go, fail))
-        self._next_look = 0.0
+        self._pending.append(_Pending(after, on_done, on_error))
+        self._next_poll = 0.0
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Let go what is done, each by itself."""
-        if self._next_look is None or now < self._next_look:
+        if self._next_poll is None or now < self._next_poll:
             return
-        waiting, self._waiting = self._waiting, []
-        for held in waiting:
+        waiting, self._pending = self._pending, []
+        for pending in waiting:
             try:
-                is_done = held.after.query()
+                is_done = pending.after.query()
             except Exception as error:  # of a failed kernel, whatever it is
-                held.fail(f"the work that it waits for failed: {error!r}")
+                pending.on_error(f"the work that it waits for failed: {error!r}")
                 continue
             if is_done:
-                held.go()
+                pending.on_done()
             else:
-                self._waiting.append(held)
-        self._next_look = now + LOOK_S if self._waiting else None
+                self._pending.append(pending)
+        self._next_poll = now + POLL_S if self._pending else None
 
-    def next_look(self) -> float | None:
+    def next_poll(self) -> float | None:
         """When `look` wants to be called."""
-        return self._next_look
+        return self._next_poll
 
     def clear(self) -> None:
         """Nobody will take any of it."""
-        self._waiting.clear()
-        self._next_look = None
+        self._pending.clear()
+        self._next_poll = None

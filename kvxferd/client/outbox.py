@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxferd.client.publishes import Publishes
-from kvxferd.client.pulls import Pulls
+from kvxferd.client.publishes import ClientPublishes
+from kvxferd.client.pulls import ClientPulls
 from kvxferd.errors import BusyError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
-from kvxferd.wire.descriptors import first_of_last, parts_ahead
-from kvxferd.wire.ids_stream import split_ids
+from kvxferd.wire.descriptors import leading_fd_batches, start_of_last_batch
+from kvxferd.wire.ids_stream import split_block_ids
 
 # Twice the pulls that may be live; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
@@ -43,38 +43,38 @@ class SendPublish:
     transfer_id: TransferId
 
 
-Item = Message | SendPull | SendPublish
+QueuedItem = Message | SendPull | SendPublish
 # What a new daemon must hear though an old one was asked; all else follows from the session's state.
-_SURVIVES = (SendPull, worker.Prepare, worker.Abandon)
+_SENT_AFTER_RECONNECT = (SendPull, worker.Prepare, worker.Abandon)
 
 
 class Outbox:
     """Messages that go now, then items that go once the daemon takes requests."""
 
-    def __init__(self, pulls: Pulls, publishes: Publishes) -> None:
+    def __init__(self, pulls: ClientPulls, publishes: ClientPublishes) -> None:
         self._pulls = pulls
         self._publishes = publishes
-        self._now: deque[Outgoing] = deque()
-        self._queue: deque[Item] = deque()
+        self._first: deque[Outgoing] = deque()
+        self._queue: deque[QueuedItem] = deque()
         self._stream = 0
 
-    def say(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+    def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send before everything queued: the handshake. More descriptors than a frame carries go ahead."""
-        self._now.extend(Outgoing(ahead, part) for ahead, part in parts_ahead(fds))
-        self._now.append(Outgoing(message, fds[first_of_last(len(fds)) :]))
+        self._first.extend(Outgoing(ahead, part) for ahead, part in leading_fd_batches(fds))
+        self._first.append(Outgoing(message, fds[start_of_last_batch(len(fds)) :]))
 
     def check_room(self, what: str) -> None:
         """Raise BusyError when the daemon is too far behind to queue more."""
         if len(self._queue) >= MAX_QUEUED:
             raise BusyError(f"cannot {what}: {MAX_QUEUED} messages wait for a daemon to take them", 1.0)
 
-    def queue(self, item: Item) -> None:
+    def queue(self, item: QueuedItem) -> None:
         """Send when the daemon takes requests, in the order queued."""
         self._queue.append(item)
 
-    def is_short(self, most_bytes: int) -> bool:
+    def has_one_short_item(self, most_bytes: int) -> bool:
         """Whether one item waits, and no more than so many bytes of block ids with it."""
-        if self._now or len(self._queue) != 1:
+        if self._first or len(self._queue) != 1:
             return False
         match self._queue[0]:
             case SendPull(number):
@@ -84,39 +84,39 @@ class Outbox:
             case _:
                 return True
 
-    def replay(self, items: Sequence[Item]) -> None:
+    def replay(self, items: Sequence[QueuedItem]) -> None:
         """Send these before what is queued."""
         self._queue.extendleft(reversed(items))
 
-    def lose(self) -> None:
+    def connection_lost(self) -> None:
         """The connection has ended: keep what the next one must hear."""
-        self._now.clear()
-        self._queue = deque(item for item in self._queue if isinstance(item, _SURVIVES))
+        self._first.clear()
+        self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
 
     def clear(self) -> None:
         """Nobody will hear any of it."""
-        self._now.clear()
+        self._first.clear()
         self._queue.clear()
 
-    def next(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
+    def pop(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
-        while ready and not self._now and self._queue:
-            self._now.extend(self._expand(self._queue.popleft(), epoch, version, now))
-        return self._now.popleft() if self._now else None
+        while ready and not self._first and self._queue:
+            self._first.extend(self._build_messages(self._queue.popleft(), epoch, version, now))
+        return self._first.popleft() if self._first else None
 
-    def _expand(self, item: Item, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
+    def _build_messages(self, item: QueuedItem, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
         match item:
             case SendPull(number):
-                request: worker.Pull | worker.Publish | None = self._pulls.send(number, epoch, now)
+                request: worker.Pull | worker.Publish | None = self._pulls.build_message(number, epoch, now)
             case SendPublish(transfer_id):
-                request = self._publishes.send(transfer_id, now, version)
+                request = self._publishes.build_message(transfer_id, now, version)
             case _:
                 return [Outgoing(item)]
-        return [] if request is None else self._in_parts(request)
+        return [] if request is None else self._split(request)
 
-    def _in_parts(self, request: worker.Pull | worker.Publish) -> list[Outgoing]:
+    def _split(self, request: worker.Pull | worker.Publish) -> list[Outgoing]:
         self._stream += 1
-        parts, rest = split_ids(request.blocks, self._stream)
+        parts, rest = split_block_ids(request.blocks, self._stream)
         if parts:
             request = msgspec.structs.replace(request, blocks=rest, stream=self._stream)
         return [*map(Outgoing, parts), Outgoing(request)]

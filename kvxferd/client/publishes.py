@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvxferd.client.blocks import Packed
+from kvxferd.client.blocks import PackedGroups
 from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence import FenceSlots
 from kvxferd.errors import Code, EngineError
@@ -21,49 +21,49 @@ from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 
 # A restarted daemon may hear a scheduler's replay before any of its ranks is back.
-PASSING = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
-AGAIN_AFTER_S = 0.25
+RETRIED_ON_REPLAY = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
+REPUBLISH_S = 0.25
 
 # A rank says `ready` for transfers of other sessions too; a few sessions' worth are kept.
-MAX_READY = 8 * FENCE_SLOTS
+MAX_READY_RECORDS = 8 * FENCE_SLOTS
 # A `ready` is repeated for a default lease, 30 s: at 500 transfers a second those are 15,000 ids, some 2 MB.
-MAX_ENDED = 16_384
+MAX_USED_IDS = 16_384
 
 
 @dataclass(slots=True)
-class Publish:
+class ClientPublish:
     """One transfer that is not released."""
 
     transfer_id: TransferId
     nonce: str
     slot: int
-    blocks: Packed
+    blocks: PackedGroups
     num_tokens: int
     num_readers: int
-    ends_at: float  # of its lease, as long as nobody has renewed it
+    expires_at: float  # of its lease, as long as nobody has renewed it
     incarnations: RankIncarnations  # as the session knew them when `publish` was called
     withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
-    held: bool = False  # its blocks are being written: no daemon has heard of it
+    awaits_gpu: bool = False  # its blocks are being written: no daemon has heard of it
 
 
-class _Ready(NamedTuple):
+class _ReadyRecord(NamedTuple):
     """What this rank has said `ready` to."""
 
     at: float
     incarnation: Incarnation  # of the memory that was written
 
 
-class Publishes:
+class ClientPublishes:
     """Every transfer of a session that is not released, and what this rank has said `ready` to."""
 
     def __init__(self, fence: FenceSlots, emit: Emit) -> None:
         self._fence = fence
         self._emit = emit
-        self._live: dict[TransferId, Publish] = {}
-        self._ready: OrderedDict[TransferId, _Ready] = OrderedDict()
-        self._ended: OrderedDict[TransferId, None] = OrderedDict()  # ids that are used up, the latest
-        self._again: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
+        self._live: dict[TransferId, ClientPublish] = {}
+        self._ready: OrderedDict[TransferId, _ReadyRecord] = OrderedDict()
+        self._used_ids: OrderedDict[TransferId, None] = OrderedDict()  # ids that are used up, the latest
+        self._retry_at: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
 
     def __len__(self) -> int:
         return len(self._live)
@@ -74,38 +74,40 @@ class Publishes:
     def add(
         self,
         transfer_id: TransferId,
-        blocks: Packed,
+        blocks: PackedGroups,
         num_tokens: int,
         num_readers: int,
-        ends_at: float,
+        expires_at: float,
         incarnations: RankIncarnations,
-    ) -> Publish:
+    ) -> ClientPublish:
         """Take a transfer; its fence word is written. Raises EngineError(transfer-exists), BusyError."""
         if transfer_id in self._live:
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id is not released yet",
                 Code.TRANSFER_EXISTS,
             )
-        if transfer_id in self._ended:
+        if transfer_id in self._used_ids:
             # A rank's `ready` for the earlier one, which its client may repeat, would speak for this one.
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id has ended; a transfer id is "
                 "used once in a generation, so choose another",
                 Code.TRANSFER_EXISTS,
             )
-        slot = self._fence.take(f"publish {transfer_id}")
+        slot = self._fence.acquire(f"publish {transfer_id}")
         nonce = secrets.token_hex(16)
-        publish = Publish(transfer_id, nonce, slot, blocks, num_tokens, num_readers, ends_at, incarnations)
+        publish = ClientPublish(
+            transfer_id, nonce, slot, blocks, num_tokens, num_readers, expires_at, incarnations
+        )
         self._live[transfer_id] = publish
         return publish
 
-    def send(self, transfer_id: TransferId, now: float, version: int) -> worker.Publish | None:
+    def build_message(self, transfer_id: TransferId, now: float, version: int) -> worker.Publish | None:
         """Return what to send, with what remains of the lease; None if the transfer is over."""
         publish = self._live.get(transfer_id)
         if publish is None:
             return None
-        if now >= publish.ends_at:
-            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+        if now >= publish.expires_at:
+            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
             return None
         return worker.Publish(
             transfer_id=transfer_id,
@@ -114,18 +116,18 @@ class Publishes:
             num_tokens=publish.num_tokens,
             fence_slot=publish.slot,
             num_readers=publish.num_readers,
-            lease_s=publish.ends_at - now,
+            lease_s=publish.expires_at - now,
             incarnations=publish.incarnations if version > 1 else (),
         )
 
-    def let_go(self, publish: Publish) -> bool:
+    def gpu_done(self, publish: ClientPublish) -> bool:
         """The blocks are written, or never will be. Returns whether the transfer is still to be told of."""
-        publish.held = False
+        publish.awaits_gpu = False
         return self._live.get(publish.transfer_id) is publish
 
-    def fail(self, publish: Publish, why: str) -> None:
+    def gpu_failed(self, publish: ClientPublish, why: str) -> None:
         """The blocks will never be written; no daemon has heard of them."""
-        if self.let_go(publish):
+        if self.gpu_done(publish):
             self._forget(publish.transfer_id)
             message = f"cannot publish {publish.transfer_id}: {why}"
             self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
@@ -137,36 +139,36 @@ class Publishes:
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """The engine wants its blocks back. Returns whether there is a daemon to ask for them."""
-        held = (publish := self._live.get(transfer_id)) is not None and publish.held
-        if held or transfer_id in self._again:
-            self.release_here(transfer_id, Code.UNPUBLISHED)
+        held = (publish := self._live.get(transfer_id)) is not None and publish.awaits_gpu
+        if held or transfer_id in self._retry_at:
+            self.release_locally(transfer_id, Code.UNPUBLISHED)
         if publish := self._live.get(transfer_id):
             publish.withdrawn = True
         return publish is not None
 
-    def lose(self) -> None:
+    def connection_lost(self) -> None:
         """The daemon is gone: what was to be unpublished is over now; the rest waits for the next."""
-        self._fence.lose_offer()
-        self._again.clear()
+        self._fence.discard_offered_page()
+        self._retry_at.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
-            self.release_here(transfer_id, Code.UNPUBLISHED)
+            self.release_locally(transfer_id, Code.UNPUBLISHED)
 
-    def ready(self, transfer_id: TransferId, now: float, incarnation: Incarnation) -> None:
+    def remember_ready(self, transfer_id: TransferId, now: float, incarnation: Incarnation) -> None:
         """Remember it, to say it again to the next daemon."""
-        self._ready[transfer_id] = _Ready(now, incarnation)
+        self._ready[transfer_id] = _ReadyRecord(now, incarnation)
         self._ready.move_to_end(transfer_id)
-        if len(self._ready) > MAX_READY:
+        if len(self._ready) > MAX_READY_RECORDS:
             self._ready.popitem(last=False)
 
-    def move_words(self) -> None:
+    def switch_fence_page(self) -> None:
         """A daemon has taken the session: the words go to the page that it reads, before anything is sent.
 
         What an earlier daemon released is over here too: it overwrote the word before it told anybody, and
         may have ended between telling a rank, which reuses the blocks, and telling this session.
         """
         for transfer_id in [t for t, p in self._live.items() if self._fence.is_overwritten(p.slot)]:
-            self.release_here(transfer_id, Code.RELEASED)
-        self._fence.move()
+            self.release_locally(transfer_id, Code.RELEASED)
+        self._fence.switch_page()
 
     def replay(
         self, now: float, lease_s: float
@@ -177,8 +179,8 @@ class Publishes:
         for another session's transfer is not said again once a default lease has passed: that
         transfer may be over, and its id in use for blocks that are not written yet.
         """
-        for transfer_id in [t for t, p in self._live.items() if now >= p.ends_at]:
-            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+        for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
+            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
         for publish in self._live.values():
             publish.replayed = True
             self._fence.refresh(publish.slot)
@@ -186,66 +188,66 @@ class Publishes:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
         readies = [(t, said.incarnation) for t, said in self._ready.items()]
-        return [t for t, p in self._live.items() if not p.held], readies
+        return [t for t, p in self._live.items() if not p.awaits_gpu], readies
 
-    def released(self, transfer_id: TransferId, why: Code) -> None:
+    def handle_released(self, transfer_id: TransferId, why: Code) -> None:
         """The daemon's word; also for transfers that another session of this engine published."""
-        self._end(transfer_id)
+        self._finish(transfer_id)
         self._emit(Released(transfer_id, why))
 
-    def refused(self, message: worker.PublishRefused, now: float) -> None:
+    def handle_refused(self, message: worker.PublishRefused, now: float) -> None:
         """The daemon's word. One for a transfer that is over already says nothing new."""
         publish = self._live.get(message.transfer_id)
         if publish is None:
             return
-        if publish.replayed and not publish.withdrawn and message.code in PASSING:
-            self._again[publish.transfer_id] = now + AGAIN_AFTER_S
+        if publish.replayed and not publish.withdrawn and message.code in RETRIED_ON_REPLAY:
+            self._retry_at[publish.transfer_id] = now + REPUBLISH_S
             return
         self._forget(message.transfer_id)
         self._emit(PublishRefused(message.transfer_id, message.code, message.message, message.retry_after_s))
 
-    def take_again(self, now: float) -> list[TransferId]:
+    def pop_due_retries(self, now: float) -> list[TransferId]:
         """Return what to send once more."""
-        due = [transfer_id for transfer_id, when in self._again.items() if now >= when]
+        due = [transfer_id for transfer_id, when in self._retry_at.items() if now >= when]
         for transfer_id in due:
-            del self._again[transfer_id]
+            del self._retry_at[transfer_id]
         return due
 
-    def next_again(self) -> float | None:
+    def next_retry(self) -> float | None:
         """When `take_again` wants to be called."""
-        return min(self._again.values(), default=None)
+        return min(self._retry_at.values(), default=None)
 
-    def release_here(self, transfer_id: TransferId, why: Code) -> None:
+    def release_locally(self, transfer_id: TransferId, why: Code) -> None:
         """Without a daemon: overwrite the fence word, then let the blocks go."""
         if transfer_id in self._live:
-            self._end(transfer_id)
+            self._finish(transfer_id)
             self._emit(Released(transfer_id, why))
 
-    def release_all(self, why: Code) -> None:
+    def release_all_locally(self, why: Code) -> None:
         """Without a daemon: let all go."""
         for transfer_id in list(self._live):
-            self.release_here(transfer_id, why)
+            self.release_locally(transfer_id, why)
         self._ready.clear()
 
     def expire(self, now: float) -> None:
         """Without a daemon: let go what has no lease any more."""
-        for transfer_id in [t for t, p in self._live.items() if now >= p.ends_at]:
-            self.release_here(transfer_id, Code.LEASE_EXPIRED)
+        for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
+            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
 
     def next_deadline(self) -> float | None:
         """Without a daemon: when `expire` wants to be called."""
-        return min((p.ends_at for p in self._live.values()), default=None)
+        return min((p.expires_at for p in self._live.values()), default=None)
 
-    def _end(self, transfer_id: TransferId) -> None:
+    def _finish(self, transfer_id: TransferId) -> None:
         """A transfer is over, and its id is used up."""
         if transfer_id in self._live:
-            self._ended[transfer_id] = None
-            if len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
+            self._used_ids[transfer_id] = None
+            if len(self._used_ids) > MAX_USED_IDS:
+                self._used_ids.popitem(last=False)
         self._forget(transfer_id)
 
     def _forget(self, transfer_id: TransferId) -> None:
         self._ready.pop(transfer_id, None)
-        self._again.pop(transfer_id, None)
+        self._retry_at.pop(transfer_id, None)
         if publish := self._live.pop(transfer_id, None):
-            self._fence.give_back(publish.slot)
+            self._fence.release(publish.slot)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvxferd.client.blocks import Packed, unpack
+from kvxferd.client.blocks import PackedGroups, unpack_blocks
 from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import Ticket
@@ -25,17 +25,17 @@ MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or somethin
 MAX_LIVE_PULLS = 1 << 16
 
 
-class Phase(Enum):
+class ClientPullPhase(Enum):
     """Where a live pull stands."""
 
     QUEUED = auto()  # no daemon has heard of it
     SENT = auto()  # the daemon owes a terminal message
     LOST = auto()  # its daemon is gone; judged when the mover is dead, or has not died in time
-    DOUBT = auto()  # it has failed, and its blocks may still be written
+    IN_DOUBT = auto()  # it has failed, and its blocks may still be written
     ENDED = auto()
 
 
-class Signal(Enum):
+class ClientPullSignal(Enum):
     """What can happen to it."""
 
     SENT = auto()
@@ -46,11 +46,11 @@ class Signal(Enum):
     CANCELLED = auto()  # engine, before it was sent
     DROPPED = auto()  # the session ends or is suspended, before it was sent
     TIMER = auto()
-    LOSS = auto()  # the connection it was sent on has ended
-    QUIET = auto()  # every mover of that connection is dead
+    CONNECTION_LOST = auto()  # the connection it was sent on has ended
+    MOVERS_EXITED = auto()  # every mover of that connection is dead
 
 
-class Says(Enum):
+class EngineEvent(Enum):
     """What the engine is told."""
 
     NOTHING = auto()
@@ -61,63 +61,75 @@ class Says(Enum):
 
 
 # A pair that is not here is a bug or a lying daemon.
-MOVES: dict[tuple[Phase, Signal], tuple[Phase, Says]] = {
-    (Phase.QUEUED, Signal.SENT): (Phase.SENT, Says.NOTHING),
-    (Phase.QUEUED, Signal.CANCELLED): (Phase.ENDED, Says.FAILED_SAFE),
-    (Phase.QUEUED, Signal.DROPPED): (Phase.ENDED, Says.FAILED_SAFE),
-    (Phase.QUEUED, Signal.TIMER): (Phase.ENDED, Says.FAILED_SAFE),
-    (Phase.SENT, Signal.DELIVERED): (Phase.ENDED, Says.DELIVERED),
-    (Phase.SENT, Signal.FAILED_SAFE): (Phase.ENDED, Says.FAILED_SAFE),
-    (Phase.SENT, Signal.FAILED_UNSAFE): (Phase.DOUBT, Says.FAILED_UNSAFE),
-    (Phase.SENT, Signal.TIMER): (Phase.DOUBT, Says.FAILED_UNSAFE),
-    (Phase.SENT, Signal.LOSS): (Phase.LOST, Says.NOTHING),
-    (Phase.LOST, Signal.DELIVERED): (Phase.ENDED, Says.DELIVERED),  # the mover's word outlives the daemon
-    (Phase.LOST, Signal.QUIET): (Phase.ENDED, Says.FAILED_SAFE),
-    (Phase.LOST, Signal.TIMER): (Phase.DOUBT, Says.FAILED_UNSAFE),
+MOVES: dict[tuple[ClientPullPhase, ClientPullSignal], tuple[ClientPullPhase, EngineEvent]] = {
+    (ClientPullPhase.QUEUED, ClientPullSignal.SENT): (ClientPullPhase.SENT, EngineEvent.NOTHING),
+    (ClientPullPhase.QUEUED, ClientPullSignal.CANCELLED): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
+    (ClientPullPhase.QUEUED, ClientPullSignal.DROPPED): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
+    (ClientPullPhase.QUEUED, ClientPullSignal.TIMER): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
+    (ClientPullPhase.SENT, ClientPullSignal.DELIVERED): (ClientPullPhase.ENDED, EngineEvent.DELIVERED),
+    (ClientPullPhase.SENT, ClientPullSignal.FAILED_SAFE): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
+    (ClientPullPhase.SENT, ClientPullSignal.FAILED_UNSAFE): (
+        ClientPullPhase.IN_DOUBT,
+        EngineEvent.FAILED_UNSAFE,
+    ),
+    (ClientPullPhase.SENT, ClientPullSignal.TIMER): (ClientPullPhase.IN_DOUBT, EngineEvent.FAILED_UNSAFE),
+    (ClientPullPhase.SENT, ClientPullSignal.CONNECTION_LOST): (ClientPullPhase.LOST, EngineEvent.NOTHING),
+    (ClientPullPhase.LOST, ClientPullSignal.DELIVERED): (
+        ClientPullPhase.ENDED,
+        EngineEvent.DELIVERED,
+    ),  # the mover's word outlives the daemon
+    (ClientPullPhase.LOST, ClientPullSignal.MOVERS_EXITED): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
+    (ClientPullPhase.LOST, ClientPullSignal.TIMER): (ClientPullPhase.IN_DOUBT, EngineEvent.FAILED_UNSAFE),
     # A daemon's terminal message after the client gave up by itself proves quiet, no more.
-    (Phase.DOUBT, Signal.DELIVERED): (Phase.ENDED, Says.QUIESCED),
-    (Phase.DOUBT, Signal.FAILED_SAFE): (Phase.ENDED, Says.QUIESCED),
-    (Phase.DOUBT, Signal.FAILED_UNSAFE): (Phase.DOUBT, Says.NOTHING),
-    (Phase.DOUBT, Signal.QUIESCED): (Phase.ENDED, Says.QUIESCED),
-    (Phase.DOUBT, Signal.QUIET): (Phase.ENDED, Says.QUIESCED),
-    (Phase.DOUBT, Signal.LOSS): (Phase.DOUBT, Says.NOTHING),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.DELIVERED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.FAILED_SAFE): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.FAILED_UNSAFE): (
+        ClientPullPhase.IN_DOUBT,
+        EngineEvent.NOTHING,
+    ),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.QUIESCED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.MOVERS_EXITED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
+    (ClientPullPhase.IN_DOUBT, ClientPullSignal.CONNECTION_LOST): (
+        ClientPullPhase.IN_DOUBT,
+        EngineEvent.NOTHING,
+    ),
 }
 
 
 @dataclass(slots=True)
-class Pull:
+class ClientPull:
     """One pull that is not over."""
 
     ticket: PullTicket
     ref: common.TransferRef
-    blocks: Packed
+    blocks: PackedGroups
     num_tokens: int
     deadline: float
-    phase: Phase = Phase.QUEUED
+    phase: ClientPullPhase = ClientPullPhase.QUEUED
     epoch: int = 0  # the connection it was sent on
-    due: float | None = None  # when its timer fires
+    timer_at: float | None = None  # when its timer fires
     code: Code = Code.DEADLINE  # why it fails when its timer fires, or its mover dies
     message: str = ""
     retry_after_s: float = 0.0
 
 
-class Pulls:
+class ClientPulls:
     """Every pull of a session that has not ended, or whose blocks are in doubt."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._live: dict[Ticket, Pull] = {}
+        self._live: dict[Ticket, ClientPull] = {}
         self._timers: list[tuple[float, Ticket]] = []
-        self._next = 1
-        self._noticed: deque[Ticket] = deque(maxlen=MAX_NOTICED)
+        self._next_number = 1
+        self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_NOTICED)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def ask(
+    def add(
         self,
         ref: common.TransferRef,
-        blocks: Packed,
+        blocks: PackedGroups,
         num_tokens: int,
         deadline: float,
         cancel: Callable[[Ticket], None],
@@ -125,26 +137,26 @@ class Pulls:
         """Take a pull that is to be sent. Raises BusyError where a limit is reached."""
         if len(self._live) >= MAX_LIVE_PULLS:
             raise BusyError(f"cannot pull {ref.transfer_id}: {MAX_LIVE_PULLS} pulls have not ended", 1.0)
-        ticket = PullTicket(Ticket(self._next), ref.transfer_id, cancel)
-        self._next += 1
+        ticket = PullTicket(Ticket(self._next_number), ref.transfer_id, cancel)
+        self._next_number += 1
         message = f"cannot pull {ref.transfer_id}: its deadline passed before a daemon could take it"
-        pull = Pull(ticket, ref, blocks, num_tokens, deadline, message=message)
+        pull = ClientPull(ticket, ref, blocks, num_tokens, deadline, message=message)
         self._live[ticket.number] = pull
-        self._arm(pull, deadline)
+        self._set_timer(pull, deadline)
         return ticket
 
-    def send(self, number: Ticket, epoch: int, now: float) -> worker.Pull | None:
+    def build_message(self, number: Ticket, epoch: int, now: float) -> worker.Pull | None:
         """Return what to send; None if the pull has ended meanwhile, or its deadline passed."""
         pull = self._live.get(number)
-        if pull is None or pull.phase is not Phase.QUEUED:
+        if pull is None or pull.phase is not ClientPullPhase.QUEUED:
             return None
         if now >= pull.deadline:
-            self._step(pull, Signal.TIMER)
+            self._move(pull, ClientPullSignal.TIMER)
             return None
         pull.epoch = epoch
         pull.message = f"cannot pull {pull.ref.transfer_id}: its deadline passed, and the daemon is silent"
-        self._step(pull, Signal.SENT)
-        self._arm(pull, pull.deadline + DEADLINE_GRACE_S)
+        self._move(pull, ClientPullSignal.SENT)
+        self._set_timer(pull, pull.deadline + DEADLINE_GRACE_S)
         return worker.Pull(
             ticket=number,
             ref=pull.ref,
@@ -163,87 +175,98 @@ class Pulls:
         pull = self._live.get(number)
         if pull is None:
             return False
-        if pull.phase is Phase.QUEUED:
+        if pull.phase is ClientPullPhase.QUEUED:
             pull.code, pull.message = Code.CANCELLED, f"pull of {pull.ref.transfer_id} was cancelled"
-            self._step(pull, Signal.CANCELLED)
+            self._move(pull, ClientPullSignal.CANCELLED)
             return False
-        return pull.phase is Phase.SENT
+        return pull.phase is ClientPullPhase.SENT
 
-    def delivered(self, message: worker.Delivered) -> None:
+    def handle_delivered(self, message: worker.Delivered) -> None:
         """The daemon's word."""
-        if pull := self._known(message.ticket):
-            self._step(pull, Signal.DELIVERED, message)
+        if pull := self._find(message.ticket):
+            self._move(pull, ClientPullSignal.DELIVERED, message)
 
-    def noticed(self, message: worker.Delivered) -> None:
+    def handle_delivered_by_mover(self, message: worker.Delivered) -> None:
         """The mover's word, which the daemon may not have heard yet."""
-        if (pull := self._known(message.ticket)) is not None and pull.phase is not Phase.DOUBT:
-            self._noticed.append(message.ticket)
-        self.delivered(message)
+        if (pull := self._find(message.ticket)) is not None and pull.phase is not ClientPullPhase.IN_DOUBT:
+            self._delivered_by_mover.append(message.ticket)
+        self.handle_delivered(message)
 
-    def interrupted(self, message: worker.PullsInterrupted) -> worker.PullsResumed:
+    def handle_interrupted(self, message: worker.PullsInterrupted) -> worker.PullsResumed:
         """Return which of these pulls are to be read again. Only after what their mover had to say."""
         tickets = set(message.tickets)
-        live = (number for number in tickets if (pull := self._known(number)) and pull.phase is Phase.SENT)
+        live = (
+            number
+            for number in tickets
+            if (pull := self._find(number)) and pull.phase is ClientPullPhase.SENT
+        )
         return worker.PullsResumed(
             number=message.number,
             tickets=tuple(sorted(live)),
-            arrived=tuple(sorted(tickets.intersection(self._noticed))),
+            arrived=tuple(sorted(tickets.intersection(self._delivered_by_mover))),
         )
 
-    def take_noticed(self) -> tuple[Ticket, ...]:
+    def pop_delivered_by_mover(self) -> tuple[Ticket, ...]:
         """Return the last pulls that a mover said Delivered of, and forget them."""
-        tickets = tuple(self._noticed)
-        self._noticed.clear()
+        tickets = tuple(self._delivered_by_mover)
+        self._delivered_by_mover.clear()
         return tickets
 
-    def failed(self, message: worker.Failed) -> None:
+    def handle_failed(self, message: worker.Failed) -> None:
         """The daemon's word."""
-        if pull := self._known(message.ticket):
-            if pull.phase is Phase.SENT:
+        if pull := self._find(message.ticket):
+            if pull.phase is ClientPullPhase.SENT:
                 pull.code, pull.message = message.code, message.message
                 pull.retry_after_s = message.retry_after_s
-            self._step(pull, Signal.FAILED_SAFE if message.safe_to_reuse else Signal.FAILED_UNSAFE)
+            self._move(
+                pull,
+                ClientPullSignal.FAILED_SAFE if message.safe_to_reuse else ClientPullSignal.FAILED_UNSAFE,
+            )
 
-    def quiesced(self, message: worker.Quiesced) -> None:
+    def handle_quiesced(self, message: worker.Quiesced) -> None:
         """The daemon's word."""
-        if pull := self._known(message.ticket):
-            self._step(pull, Signal.QUIESCED)
+        if pull := self._find(message.ticket):
+            self._move(pull, ClientPullSignal.QUIESCED)
 
-    def lose(self, epoch: int, now: float, code: Code, why: str) -> None:
+    def connection_lost(self, epoch: int, now: float, code: Code, why: str) -> None:
         """The connection has ended: its pulls are judged by their mover's death."""
-        for pull in [p for p in self._live.values() if p.epoch == epoch and p.phase is not Phase.QUEUED]:
-            self._step(pull, Signal.LOSS)
-            if pull.phase is Phase.LOST:
+        for pull in [
+            p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
+        ]:
+            self._move(pull, ClientPullSignal.CONNECTION_LOST)
+            if pull.phase is ClientPullPhase.LOST:
                 pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
-                self._arm(pull, min(now + MOVER_DEATH_S, pull.deadline + DEADLINE_GRACE_S))
+                self._set_timer(pull, min(now + MOVER_DEATH_S, pull.deadline + DEADLINE_GRACE_S))
 
-    def quiet(self, epoch: int) -> None:
+    def movers_exited(self, epoch: int) -> None:
         """Nothing that this connection started writes any more. Only after `lose`."""
-        for pull in [p for p in self._live.values() if p.epoch == epoch and p.phase is not Phase.QUEUED]:
-            self._step(pull, Signal.QUIET)
+        for pull in [
+            p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
+        ]:
+            self._move(pull, ClientPullSignal.MOVERS_EXITED)
 
-    def fail_held(self, number: Ticket, why: str) -> None:
+    def gpu_failed(self, number: Ticket, why: str) -> None:
         """Fail a pull that no daemon has heard of, if it has not ended."""
         pull = self._live.get(number)
-        if pull is not None and pull.phase is Phase.QUEUED:
+        if pull is not None and pull.phase is ClientPullPhase.QUEUED:
             pull.code, pull.message = Code.DEVICE_ERROR, f"cannot pull {pull.ref.transfer_id}: {why}"
-            self._step(pull, Signal.DROPPED)
+            self._move(pull, ClientPullSignal.DROPPED)
 
-    def drop_queued(self, code: Code, why: str) -> None:
+    def fail_queued(self, code: Code, why: str) -> None:
         """Fail every pull that no daemon has heard of."""
-        for pull in [p for p in self._live.values() if p.phase is Phase.QUEUED]:
+        for pull in [p for p in self._live.values() if p.phase is ClientPullPhase.QUEUED]:
             pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
-            self._step(pull, Signal.DROPPED)
+            self._move(pull, ClientPullSignal.DROPPED)
 
     def close(self, code: Code, why: str) -> None:
         """End every pull. What was sent may still be written: nobody is left to prove otherwise."""
-        self.drop_queued(code, why)
+        self.fail_queued(code, why)
         for pull in list(self._live.values()):
-            if pull.phase is Phase.SENT:
+            if pull.phase is ClientPullPhase.SENT:
                 pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
-                self._step(pull, Signal.LOSS)
-            if pull.phase is Phase.LOST:
-                self._step(pull, Signal.TIMER)
+                self._move(pull, ClientPullSignal.CONNECTION_LOST)
+            if pull.phase is ClientPullPhase.LOST:
+                self._move(pull, ClientPullSignal.TIMER)
 
     def expire(self, now: float) -> list[Ticket]:
         """Fail what is due. Returns the tickets that the daemon should be told to cancel."""
@@ -251,50 +274,52 @@ class Pulls:
         while self._timers and self._timers[0][0] <= now:
             due, number = heapq.heappop(self._timers)
             pull = self._live.get(number)
-            if pull is None or pull.due != due:
+            if pull is None or pull.timer_at != due:
                 continue  # the timer of an earlier phase
-            if pull.phase is Phase.SENT:
+            if pull.phase is ClientPullPhase.SENT:
                 to_cancel.append(number)
-            self._step(pull, Signal.TIMER)
+            self._move(pull, ClientPullSignal.TIMER)
         return to_cancel
 
     def next_deadline(self) -> float | None:
         """When `expire` wants to be called; maybe too early."""
         return self._timers[0][0] if self._timers else None
 
-    def _arm(self, pull: Pull, when: float) -> None:
-        pull.due = when
+    def _set_timer(self, pull: ClientPull, when: float) -> None:
+        pull.timer_at = when
         heapq.heappush(self._timers, (when, pull.ticket.number))
 
-    def _known(self, number: Ticket) -> Pull | None:
+    def _find(self, number: Ticket) -> ClientPull | None:
         # A pull that is over here may have ended there at the same time: that word says nothing new.
-        if not 0 < number < self._next:
+        if not 0 < number < self._next_number:
             raise ProtocolError(f"the daemon ended pull {number}, which was never asked", Code.OUT_OF_PLACE)
         return self._live.get(number)
 
-    def _step(self, pull: Pull, signal: Signal, word: worker.Delivered | None = None) -> None:
+    def _move(
+        self, pull: ClientPull, signal: ClientPullSignal, delivered: worker.Delivered | None = None
+    ) -> None:
         if (move := MOVES.get((pull.phase, signal))) is None:
             raise ProtocolError(
                 f"pull {pull.ticket.number} cannot take {signal.name} while {pull.phase.name}",
                 Code.OUT_OF_PLACE,
             )
-        pull.phase, says = move
-        if pull.phase in (Phase.ENDED, Phase.DOUBT):
-            pull.due = None
-        if pull.phase is Phase.ENDED:
+        pull.phase, event = move
+        if pull.phase in (ClientPullPhase.ENDED, ClientPullPhase.IN_DOUBT):
+            pull.timer_at = None
+        if pull.phase is ClientPullPhase.ENDED:
             del self._live[pull.ticket.number]
-        self._say(pull, says, word)
+        self._emit_event(pull, event, delivered)
 
-    def _say(self, pull: Pull, says: Says, word: worker.Delivered | None) -> None:
-        match says:
-            case Says.NOTHING:
+    def _emit_event(self, pull: ClientPull, event: EngineEvent, delivered: worker.Delivered | None) -> None:
+        match event:
+            case EngineEvent.NOTHING:
                 pass
-            case Says.DELIVERED:
-                assert word is not None
-                self._emit(Delivered(pull.ticket, word.bytes, word.runs, word.wire_s))
-            case Says.QUIESCED:
-                self._emit(Quiesced(pull.ticket, unpack(pull.blocks)))
-            case Says.FAILED_SAFE | Says.FAILED_UNSAFE:
-                safe = says is Says.FAILED_SAFE
-                blocks = unpack(pull.blocks)
+            case EngineEvent.DELIVERED:
+                assert delivered is not None
+                self._emit(Delivered(pull.ticket, delivered.bytes, delivered.runs, delivered.wire_s))
+            case EngineEvent.QUIESCED:
+                self._emit(Quiesced(pull.ticket, unpack_blocks(pull.blocks)))
+            case EngineEvent.FAILED_SAFE | EngineEvent.FAILED_UNSAFE:
+                safe = event is EngineEvent.FAILED_SAFE
+                blocks = unpack_blocks(pull.blocks)
                 self._emit(Failed(pull.ticket, pull.code, pull.message, blocks, safe, pull.retry_after_s))

@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from kvxferd.client.blocks import BlockList, as_int, pack
+from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
-from kvxferd.client.exports import Regions, export
-from kvxferd.client.ordering import Completion, pending
-from kvxferd.client.refs import AnyRef, TransferRef, check_name, read_ref
-from kvxferd.client.standing import Standing
-from kvxferd.client.waiting import as_error, await_answer
+from kvxferd.client.exports import Regions, export_memory
+from kvxferd.client.ordering import Completion, unfinished
+from kvxferd.client.refs import RefLike, TransferRef, check_name, read_ref
+from kvxferd.client.standing import SessionState
+from kvxferd.client.waiting import error_from_refusal, wait_for_reply
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -70,7 +70,7 @@ class Publisher:
         """
         what = f"publish {transfer_id!r:.80}"
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        packed = pack(blocks, self._groups, what)
+        packed = pack_blocks(blocks, self._groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         readers = as_int(num_readers, "num_readers", 1, what)
         lease = None if lease_s is None else _seconds(lease_s, "lease_s", what)
@@ -82,21 +82,21 @@ class Publisher:
                 num_readers=readers,
                 lease_s=lease,
                 now=time.monotonic(),
-                after=pending(after),
+                after=unfinished(after),
             )
-            self._connection.pass_on()
+            self._connection.flush()
         return ref
 
-    def unpublish(self, ref: AnyRef) -> None:
+    def unpublish(self, ref: RefLike) -> None:
         """Ask for a transfer's blocks back. They are the engine's at `Released`, not before."""
         transfer = read_ref(ref)
         with self._connection.lock:
             self._session.unpublish(transfer.transfer_id)
-            self._connection.pass_on()
+            self._connection.flush()
 
     def poll(self) -> list[Event]:
         """Return the events since the last call, oldest first. Never waits, never raises."""
-        return self._connection.take_events()
+        return self._connection.drain_events()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events: for select, poll, asyncio."""
@@ -105,7 +105,7 @@ class Publisher:
     @property
     def is_connected(self) -> bool:
         """Whether a daemon takes requests at this moment. Requests are taken without one too."""
-        return self._session.standing is Standing.READY
+        return self._session.state is SessionState.READY
 
     def close(self) -> None:
         """End the session: transfers are released, pulls fail. `poll` still returns what is left.
@@ -149,19 +149,19 @@ class RankHandle(Publisher):
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:
-            self._session.ready(name, time.monotonic(), pending(after))
-            self._connection.pass_on()
+            self._session.ready(name, time.monotonic(), unfinished(after))
+            self._connection.flush()
 
-    def prepare(self, ref: AnyRef) -> None:
+    def prepare(self, ref: RefLike) -> None:
         """Say that a pull of this transfer will follow: the daemon shakes hands and plans meanwhile."""
         message = worker.Prepare(ref=read_ref(ref))
         with self._connection.lock:
-            self._session.hint(message)
-            self._connection.pass_on()
+            self._session.queue_one_way(message)
+            self._connection.flush()
 
     def pull(
         self,
-        ref: AnyRef,
+        ref: RefLike,
         blocks: Mapping[str, BlockList],
         num_tokens: int,
         deadline_s: float,
@@ -179,31 +179,36 @@ class RankHandle(Publisher):
         """
         source = read_ref(ref)
         what = f"pull {source.transfer_id}"
-        packed = pack(blocks, self._own_groups, what)
+        packed = pack_blocks(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:
             ticket = self._session.pull(
-                source, packed, tokens, deadline, self._connection.cancel, pending(after)
+                source, packed, tokens, deadline, self._connection.cancel, unfinished(after)
             )
-            self._connection.pass_on()
+            self._connection.flush()
         return ticket
 
-    def abandon(self, ref: AnyRef) -> None:
+    def abandon(self, ref: RefLike) -> None:
         """Say that this rank's engine will not read the transfer any more, on any rank."""
         message = worker.Abandon(ref=read_ref(ref))
         with self._connection.lock:
-            self._session.hint(message)
-            self._connection.pass_on()
+            self._session.queue_one_way(message)
+            self._connection.flush()
 
     @property
-    def may_be_touched(self) -> bool:
+    def memory_in_use(self) -> bool:
         """Whether a mover may still read or write the rank's memory: False after `Suspended`.
 
         After `close` it is False only for a resident rank whose mover has ended: of a child, whose
         daemon ends it within moments, nothing is known any more.
         """
-        return not self._session.enrolment.proven_gone
+        return not self._session.registration.is_unmapped_elsewhere
+
+    @property
+    def may_be_touched(self) -> bool:
+        """The former name of `memory_in_use`."""
+        return self.memory_in_use
 
     def suspend(self) -> None:
         """Have the daemon let go of the rank's memory. It may be freed only after `Suspended`."""
@@ -217,7 +222,7 @@ class RankHandle(Publisher):
         Raises EngineError with the daemon's code when it refuses: the rank stays suspended. After a
         timeout (KvxferdError, deadline) the client goes on trying; `suspend` gives up.
         """
-        exports = export(self._layout, regions)
+        exports = export_memory(self._layout, regions)
         connection = self._connection
         with connection.lock:
             try:
@@ -226,9 +231,9 @@ class RankHandle(Publisher):
                 exports.close()
                 raise
             connection.wake()
-            answer = await_answer(connection, f"resume {self._session.enrolment.member}", timeout_s)
-            if answer is not None:
-                raise as_error(answer)
+            refusal = wait_for_reply(connection, f"resume {self._session.registration.role}", timeout_s)
+            if refusal is not None:
+                raise error_from_refusal(refusal)
 
 
 def _seconds(value: float, name: str, what: str) -> float:

@@ -29,23 +29,23 @@ class TransferRef(common.TransferRef, frozen=True):
         return msgspec.json.encode(self).decode()
 
 
-AnyRef = common.TransferRef | Mapping[str, Any] | str | bytes
+RefLike = common.TransferRef | Mapping[str, Any] | str | bytes
 
 
-def read_ref(ref: AnyRef) -> common.TransferRef:
+def read_ref(ref: RefLike) -> common.TransferRef:
     """Return the reference, whichever form it arrived in. Raises EngineError(transfer-unknown).
 
     What is returned can be encoded: every field is looked at here, in the caller's thread, also
     those of a `TransferRef`, whose fields nothing checks when it is made.
     """
     try:
-        given = _given(ref)
+        given = _fields_of(ref)
         return TransferRef(
-            endpoint=Endpoint(_text(given, "endpoint", _MAX_ENDPOINT_CHARS)),
-            engine_id=EngineId(_text(given, "engine_id")),
-            generation=Generation(_text(given, "generation")),
-            transfer_id=TransferId(_text(given, "transfer_id")),
-            nonce=_text(given, "nonce"),
+            endpoint=Endpoint(_text_field(given, "endpoint", _MAX_ENDPOINT_CHARS)),
+            engine_id=EngineId(_text_field(given, "engine_id")),
+            generation=Generation(_text_field(given, "generation")),
+            transfer_id=TransferId(_text_field(given, "transfer_id")),
+            nonce=_text_field(given, "nonce"),
             ready_tokens=_ready_tokens(given),
         )
     # Also for JSON that is nested as deep as it is long.
@@ -56,7 +56,7 @@ def read_ref(ref: AnyRef) -> common.TransferRef:
         ) from error
 
 
-def _given(ref: object) -> Mapping[str, object]:
+def _fields_of(ref: object) -> Mapping[str, object]:
     """Return the reference's fields, whatever they are."""
     if isinstance(ref, common.TransferRef):
         return msgspec.structs.asdict(ref)
@@ -69,13 +69,13 @@ def _given(ref: object) -> Mapping[str, object]:
     return ref
 
 
-def _text(given: Mapping[str, object], name: str, most_chars: int = MAX_NAME_CHARS) -> str:
+def _text_field(given: Mapping[str, object], name: str, most_chars: int = MAX_NAME_CHARS) -> str:
     value = given.get(name)
     if not isinstance(value, str):
         raise TypeError(f"`{name}` is missing or no text")
     if not 0 < len(value) <= most_chars:
         raise ValueError(f"`{name}` has {len(value)} characters, 1 to {most_chars} go")
-    return as_plain(value)
+    return as_utf8_str(value)
 
 
 def _ready_tokens(given: Mapping[str, object]) -> int:
@@ -89,12 +89,12 @@ def check_name(name: str, what: str, code: Code) -> str:
     """Return `name` if the wire can carry it. Raises EngineError(code)."""
     try:
         if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS:
-            return as_plain(name)
+            return as_utf8_str(name)
     except UnicodeEncodeError:
         pass
     raise EngineError(f"cannot use {name!r:.80} as {what}: give 1 to {MAX_NAME_CHARS} characters", code)
 
 
-def as_plain(text: str) -> str:
+def as_utf8_str(text: str) -> str:
     """Return a text as msgpack can carry it. Raises UnicodeEncodeError (ValueError) for a lone surrogate."""
     return str.encode(text).decode()

@@ -7,26 +7,26 @@ from enum import Enum, auto
 from kvxferd.errors import Code
 
 
-class Standing(Enum):
+class SessionState(Enum):
     """From no connection to a registered one."""
 
-    APART = auto()  # no connection
-    GREETING = auto()  # Hello is sent
-    OPEN = auto()  # welcomed, and nothing more is wanted now
-    JOINING = auto()  # Register, Attach or Resume is sent
+    DISCONNECTED = auto()  # no connection
+    HANDSHAKING = auto()  # Hello is sent
+    CONNECTED = auto()  # welcomed, and nothing more is wanted now
+    REGISTERING = auto()  # Register, Attach or Resume is sent
     READY = auto()  # the daemon takes requests
-    OVER = auto()  # for good
+    CLOSED = auto()  # for good
 
 
 # A rank or publisher that was taken before asks again: whoever has its engine id or its rank now, or a rank
 # of another shape or with other layers beside it, may go, or an operator gives the id back. To end for good
 # would let one second of squatting end a live engine.
-PASSING_ON_REJOIN = frozenset(
+RETRIED_ON_REREGISTER = frozenset(
     {Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING}
 )
 
 # Refusals that asking again does not change. On any other the client keeps trying.
-FINAL = frozenset(
+PERMANENT_REFUSALS = frozenset(
     {
         Code.BAD_VERSION,
         Code.NOT_ALLOWED,

@@ -5,36 +5,37 @@ from __future__ import annotations
 import errno
 
 from kvxferd.client.connection import Connection
-from kvxferd.client.standing import Standing
+from kvxferd.client.standing import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.wire.common import Refusal
 
 # Whoever waits may see these pass: the daemon is not there yet, or its backlog is full.
-_PASSING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.EINTR})
+_TRANSIENT_ERRNOS = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.EINTR})
 
 
-def await_welcome(connection: Connection, timeout_s: float) -> None:
+def wait_for_welcome(connection: Connection, timeout_s: float) -> None:
     """Return once a daemon has welcomed the session. With the lock held. Raises KvxferdError."""
     session = connection.session
 
     def decided() -> bool:
-        over = session.final is not None or _is_lasting(connection.trouble)
-        return over or session.standing is Standing.OPEN
+        over = session.close_reason is not None or _is_permanent(connection.connect_error)
+        return over or session.state is SessionState.CONNECTED
 
     connection.wait(decided, timeout_s)
-    if session.standing is Standing.OPEN:
+    if session.state is SessionState.CONNECTED:
         return
-    _raise_if_over(connection)
+    _raise_if_closed(connection)
     where = f"cannot reach kvxferd at {connection.path}"
-    if isinstance(connection.trouble, PermissionError):
+    if isinstance(connection.connect_error, PermissionError):
         raise KvxferdError(
             f"{where}: permission denied; join the group that owns the socket", Code.NOT_ALLOWED
         )
-    if _is_lasting(connection.trouble):
-        raise KvxferdError(f"{where}: {connection.trouble}", Code.DAEMON_LOST)
-    if connection.trouble is not None:
+    if _is_permanent(connection.connect_error):
+        raise KvxferdError(f"{where}: {connection.connect_error}", Code.DAEMON_LOST)
+    if connection.connect_error is not None:
         raise KvxferdError(
-            f"{where} within {timeout_s:g} s: {connection.trouble.strerror}; start `kvxferd serve` on this "
+            f"{where} within {timeout_s:g} s: {connection.connect_error.strerror}; start `kvxferd serve` on "
+            "this "
             "node, or mount the folder of its socket here",
             Code.DAEMON_LOST,
         )
@@ -44,23 +45,25 @@ def await_welcome(connection: Connection, timeout_s: float) -> None:
     )
 
 
-def await_answer(connection: Connection, what: str, timeout_s: float) -> Refusal | None:
+def wait_for_reply(connection: Connection, what: str, timeout_s: float) -> Refusal | None:
     """Return None once the daemon has said yes, or its refusal. With the lock held. Raises KvxferdError."""
-    session, enrolment = connection.session, connection.session.enrolment
+    session, registration = connection.session, connection.session.registration
 
     def decided() -> bool:
         return (
-            enrolment.refusal is not None or session.standing is Standing.READY or session.final is not None
+            registration.reply_refusal is not None
+            or session.state is SessionState.READY
+            or session.close_reason is not None
         )
 
     connection.wait(decided, timeout_s)
-    enrolment.awaited = False
-    if enrolment.refusal is not None:
-        return enrolment.refusal
-    if session.standing is Standing.READY:
+    registration.caller_waits = False
+    if registration.reply_refusal is not None:
+        return registration.reply_refusal
+    if session.state is SessionState.READY:
         return None
-    _raise_if_over(connection)
-    if session.standing is Standing.APART:
+    _raise_if_closed(connection)
+    if session.state is SessionState.DISCONNECTED:
         raise KvxferdError(
             f"cannot {what} within {timeout_s:g} s: the daemon at {connection.path} has gone; start it again",
             Code.DAEMON_LOST,
@@ -71,17 +74,17 @@ def await_answer(connection: Connection, what: str, timeout_s: float) -> Refusal
     )
 
 
-def as_error(refusal: Refusal) -> EngineError:
+def error_from_refusal(refusal: Refusal) -> EngineError:
     """Return the daemon's refusal as what a caller is told."""
     error = EngineError(refusal.message, refusal.code)
     error.retry_after_s = refusal.retry_after_s
     return error
 
 
-def _is_lasting(trouble: OSError | None) -> bool:
-    return trouble is not None and trouble.errno not in _PASSING
+def _is_permanent(error: OSError | None) -> bool:
+    return error is not None and error.errno not in _TRANSIENT_ERRNOS
 
 
-def _raise_if_over(connection: Connection) -> None:
-    if (final := connection.session.final) is not None:
+def _raise_if_closed(connection: Connection) -> None:
+    if (final := connection.session.close_reason) is not None:
         raise KvxferdError(final.message, final.code)

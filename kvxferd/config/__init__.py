@@ -7,7 +7,7 @@ came from and what would be right; nothing is guessed and nothing is ignored.
 
 from kvxferd.config.kinds import split_endpoint, split_host_port
 from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
-from kvxferd.config.reloading import RELOADABLE, Merged, merge_reloaded
+from kvxferd.config.reloading import RELOADABLE, MergedConfig, merge_reloaded
 from kvxferd.config.sections import (
     ANY_KEY,
     Config,
@@ -34,7 +34,7 @@ __all__ = [
     "HttpConfig",
     "LimitsConfig",
     "LogConfig",
-    "Merged",
+    "MergedConfig",
     "MoverConfig",
     "NodeConfig",
     "PeerConfig",

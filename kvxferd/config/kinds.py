@@ -17,8 +17,10 @@ Directory = Annotated[str, msgspec.Meta(pattern="^/", title="an absolute path")]
 SocketPath = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or "" for run_dir')]
 KeyFile = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or ""')]
 FileMode = Annotated[int, msgspec.Meta(ge=0, le=0o777, title="an octal file mode such as 0o660")]
-Ids = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(title="a list of numeric ids")]
-Keys = Annotated[
+NumericIds = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(title="a list of numeric ids")
+]
+PublicKeys = Annotated[
     tuple[Annotated[str, msgspec.Meta(pattern=r"^([0-9a-fA-F]{64}|any)\Z")], ...],
     msgspec.Meta(title='a list of public keys of 64 hex digits, or ["any"]'),
 ]
@@ -29,7 +31,7 @@ Networks = Annotated[
 TcpEndpoint = Annotated[
     str, msgspec.Meta(pattern=rf"^tcp://{_HOST_PORT}\Z", title="tcp://host:port; port 0 takes any free one")
 ]
-Advertised = Annotated[
+AdvertisedEndpoint = Annotated[
     str,
     msgspec.Meta(pattern=rf"^(tcp://{_HOST_PORT})?\Z", title='tcp://host:port that other nodes reach, or ""'),
 ]
@@ -37,8 +39,8 @@ HostPort = Annotated[
     str,
     msgspec.Meta(pattern=rf"^({_HOST_PORT})?\Z", title='host:port; port 0 takes any free one; "" is off'),
 ]
-Limit = Annotated[int, msgspec.Meta(ge=1, le=1_000_000, title="a count, 1 to 1000000")]
-Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 60, title="bytes")]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000, title="a count, 1 to 1000000")]
+ByteCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 60, title="bytes")]
 PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from kvxferd.config.kinds import Environment, FileMode, Ids, Keys, Networks
+from kvxferd.config.kinds import Environment, FileMode, Networks, NumericIds, PublicKeys
 from kvxferd.config.sections import Config
 from kvxferd.errors import ConfigError
 
@@ -24,9 +24,9 @@ _SERVICE_LINK = re.compile(
 )
 
 # Kinds that are written otherwise in a flag or in the environment than in the file.
-_AS_TEXT = (
-    (Ids, "numeric ids, separated by commas"),
-    (Keys, "public keys of 64 hex digits, separated by commas, or any"),
+_TEXT_FORMS = (
+    (NumericIds, "numeric ids, separated by commas"),
+    (PublicKeys, "public keys of 64 hex digits, separated by commas, or any"),
     (Networks, "networks such as 10.0.0.0/16, separated by commas"),
     (Environment, "NAME=text,NAME=text; a text with a comma has to be set in the file"),
 )
@@ -51,17 +51,17 @@ class Setting(NamedTuple):
         return f"{ENVIRONMENT_PREFIX}{self.section}_{self.field}".upper()
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """What a right value looks like in the file."""
         return next(m.title for m in self.type.__metadata__ if isinstance(m, msgspec.Meta) and m.title)
 
     @property
-    def wanted_as_text(self) -> str:
+    def expected_as_text(self) -> str:
         """What a right value looks like in a flag, or in the environment."""
-        return next((text for kind, text in _AS_TEXT if kind is self.type), self.wanted)
+        return next((text for kind, text in _TEXT_FORMS if kind is self.type), self.expected)
 
 
-def _settings() -> Iterator[Setting]:
+def _all_settings() -> Iterator[Setting]:
     for section in msgspec.structs.fields(Config):
         # Not `section.type`'s own fields: msgspec strips the annotations that carry `title`.
         types = get_type_hints(section.type, include_extras=True)
@@ -70,7 +70,7 @@ def _settings() -> Iterator[Setting]:
             yield Setting(section.name, field.name, types[field.name], default)
 
 
-SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings()}
+SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _all_settings()}
 
 
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
@@ -80,13 +80,13 @@ def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[st
     """
     values: dict[str, dict[str, Any]] = {}
     given = [*_from_file(path)] if path is not None else []
-    num_of_file = len(given)
+    num_from_file = len(given)
     given += _from_environment(environ)
     given += _from_flags(flags)
     for number, (key, value, source) in enumerate(given):
-        setting = _setting(key, source)
-        wanted = setting.wanted if number < num_of_file else setting.wanted_as_text
-        values.setdefault(setting.section, {})[setting.field] = _checked(setting, value, source, wanted)
+        setting = _find_setting(key, source)
+        expected = setting.expected if number < num_from_file else setting.expected_as_text
+        values.setdefault(setting.section, {})[setting.field] = _convert(setting, value, source, expected)
     return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
 
 
@@ -135,7 +135,7 @@ def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
         yield key, _parse_text(key, text, f"flag {flag_name(key)}"), f"flag {flag_name(key)}"
 
 
-def _setting(key: str, source: str) -> Setting:
+def _find_setting(key: str, source: str) -> Setting:
     """Return the setting of that key. Raises ConfigError naming the section's real keys."""
     if key in SETTINGS:
         return SETTINGS[key]
@@ -148,13 +148,13 @@ def _setting(key: str, source: str) -> Setting:
 
 def _parse_text(key: str, text: str, source: str) -> Any:
     """Return the text of a variable or flag as the value that a TOML file would hold."""
-    setting = _setting(key, source)
+    setting = _find_setting(key, source)
     try:
         if setting.type is FileMode:
             return int(text, 8)  # "660", "0660" and "0o660" alike
-        if setting.type is Ids:
+        if setting.type is NumericIds:
             return [int(part) for part in text.split(",") if part.strip()]
-        if setting.type in (Keys, Networks):
+        if setting.type in (PublicKeys, Networks):
             return [part.strip() for part in text.split(",") if part.strip()]
         if setting.type is Environment:
             pairs = [part.partition("=") for part in text.split(",") if part.strip()]
@@ -163,16 +163,16 @@ def _parse_text(key: str, text: str, source: str) -> Any:
             return {name.strip(): value for name, _, value in pairs}
         return msgspec.convert(text, setting.type, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
-        raise _refusal(setting, text, source, setting.wanted_as_text) from error
+        raise _invalid_value(setting, text, source, setting.expected_as_text) from error
 
 
-def _checked(setting: Setting, value: Any, source: str, wanted: str) -> Any:
+def _convert(setting: Setting, value: Any, source: str, expected: str) -> Any:
     """Return the value as the setting's type. Raises ConfigError naming key, source and a right value."""
     try:
         return msgspec.convert(value, setting.type)
     except msgspec.ValidationError as error:
-        raise _refusal(setting, value, source, wanted) from error
+        raise _invalid_value(setting, value, source, expected) from error
 
 
-def _refusal(setting: Setting, value: object, source: str, wanted: str) -> ConfigError:
-    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {wanted}")
+def _invalid_value(setting: Setting, value: object, source: str, expected: str) -> ConfigError:
+    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {expected}")

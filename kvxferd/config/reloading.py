@@ -19,7 +19,7 @@ RELOADABLE = (
 )
 
 
-class Merged(NamedTuple):
+class MergedConfig(NamedTuple):
     """The configuration from now on."""
 
     config: Config
@@ -27,23 +27,23 @@ class Merged(NamedTuple):
     ignored: list[str]  # keys that differ too, and need a restart
 
 
-def merge_reloaded(running: Config, read: Config) -> Merged:
+def merge_reloaded(running: Config, read: Config) -> MergedConfig:
     """Return the running configuration with what may change of the one that was read.
 
     Raises ConfigError where the two do not go together: then nothing may change.
     """
-    differing = [key for key in SETTINGS if _value(running, key) != _value(read, key)]
+    differing = [key for key in SETTINGS if _value_of(running, key) != _value_of(read, key)]
     changed = [key for key in differing if key in RELOADABLE]
     sections: dict[str, Any] = {}
     for key in changed:
         section, field = key.split(".")
         before = sections.get(section, getattr(running, section))
-        sections[section] = msgspec.structs.replace(before, **{field: _value(read, key)})
+        sections[section] = msgspec.structs.replace(before, **{field: _value_of(read, key)})
     # `replace` checks nothing: the constructor does.
     fields = {name: sections.get(name, getattr(running, name)) for name in running.__struct_fields__}
-    return Merged(Config(**fields), changed, [key for key in differing if key not in RELOADABLE])
+    return MergedConfig(Config(**fields), changed, [key for key in differing if key not in RELOADABLE])
 
 
-def _value(config: Config, key: str) -> Any:
+def _value_of(config: Config, key: str) -> Any:
     section, field = key.split(".")
     return getattr(getattr(config, section), field)

@@ -8,22 +8,22 @@ from pathlib import Path
 import msgspec
 
 from kvxferd.config.kinds import (
-    Advertised,
-    Bytes,
+    AdvertisedEndpoint,
+    ByteCount,
+    Count,
     Directory,
     Environment,
     FileMode,
     HostPort,
-    Ids,
     KeyFile,
-    Keys,
-    Limit,
     LogFormat,
     LogLevel,
     MoverLibrary,
     MoverPlacement,
     Networks,
+    NumericIds,
     PoolSize,
+    PublicKeys,
     Seconds,
     SecondsOrZero,
     SocketPath,
@@ -53,8 +53,8 @@ class WorkerConfig(Section, frozen=True):
 
     socket: SocketPath = ""
     mode: FileMode = 0o660
-    allowed_uids: Ids = ()  # both lists empty: the file's mode decides
-    allowed_gids: Ids = ()
+    allowed_uids: NumericIds = ()  # both lists empty: the file's mode decides
+    allowed_gids: NumericIds = ()
     ownership_s: Seconds = 600.0  # an engine id stays its user's after its last rank has left
 
 
@@ -74,12 +74,12 @@ class PeerConfig(Section, frozen=True):
     """The socket on which other nodes' daemons ask."""
 
     bind: TcpEndpoint = "tcp://127.0.0.1:9441"
-    advertise: Advertised = ""  # "": what was bound
+    advertise: AdvertisedEndpoint = ""  # "": what was bound
     handshake_wait_s: Seconds = 10.0  # for an engine whose ranks are still registering
     request_timeout_s: Seconds = 2.0  # an unanswered question is sent again after this
     silent_after_s: Seconds = 10.0  # a peer that has not answered for this long is taken for gone
     curve_secret_key_file: KeyFile = ""  # of `kvxferd keygen`; "": no CURVE
-    curve_allowed_keys: Keys = ()  # peers' public keys; ("any",): whoever speaks CURVE
+    curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): whoever speaks CURVE
     allowed_addresses: Networks = ()  # peers' addresses; empty: any
 
 
@@ -109,14 +109,14 @@ class DrainConfig(Section, frozen=True):
 class LimitsConfig(Section, frozen=True):
     """How much the node takes before it says `busy`, with a time to ask again."""
 
-    max_sessions: Limit = 256  # connections on the worker socket
-    max_ranks: Limit = 128  # registered here
-    max_transfers_per_engine: Limit = 8192  # published and not released
-    max_pulls_per_rank: Limit = 1024  # that have not ended
-    max_inflight_bytes: Bytes = 1 << 40  # of those pulls, all ranks together
-    max_peers: Limit = 512  # daemons that this one asks
-    max_waiting_per_peer: Limit = 8192  # questions of one peer that wait for something
-    max_waiting: Limit = 32_768  # of all peers
+    max_sessions: Count = 256  # connections on the worker socket
+    max_ranks: Count = 128  # registered here
+    max_transfers_per_engine: Count = 8192  # published and not released
+    max_pulls_per_rank: Count = 1024  # that have not ended
+    max_inflight_bytes: ByteCount = 1 << 40  # of those pulls, all ranks together
+    max_peers: Count = 512  # daemons that this one asks
+    max_waiting_per_peer: Count = 8192  # questions of one peer that wait for something
+    max_waiting: Count = 32_768  # of all peers
 
 
 class LogConfig(Section, frozen=True):
@@ -150,7 +150,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 msgspec.structs.force_setattr(self, name, msgspec.structs.replace(section, socket=path))
         _check_sockets(self)
         _check_peer(self.peer)
-        _check_trust(self.peer)
+        _check_allowlists(self.peer)
         if self.transfer.max_hold_s < self.transfer.lease_s:
             raise ConfigError(
                 f"cannot use transfer.max_hold_s = {self.transfer.max_hold_s:g}: it is shorter than a lease; "
@@ -185,7 +185,7 @@ def _check_peer(peer: PeerConfig) -> None:
         )
 
 
-def _check_trust(peer: PeerConfig) -> None:
+def _check_allowlists(peer: PeerConfig) -> None:
     keys = peer.curve_allowed_keys
     if peer.curve_secret_key_file and not keys:
         raise ConfigError(

@@ -8,38 +8,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.shares import Shares
+from kvxferd.core.shares import FairShare
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 # Of sessions that are not admitted. A `register` of 150 KiB arrives in one piece, so nearly nothing is ever
 # kept of it; 32 sessions that each stop in the middle of the largest one are 32 MiB.
-MAX_WAITING_BYTES = 32 << 20
+MAX_PARTIAL_BYTES = 32 << 20
 # Descriptors that came with frames which are not whole, or are not dealt with: four full frames.
-MAX_WAITING_FDS = 4 * MAX_FDS_PER_FRAME
+MAX_PARTIAL_FDS = 4 * MAX_FDS_PER_FRAME
 
 
 @dataclass(slots=True)
-class Waiting:
+class PartialFrames:
     """What one session that is not admitted keeps of frames that are not whole."""
 
     num_bytes: int = 0
     num_fds: int = 0
 
 
-class Admission:
+class SessionAdmission:
     """The budgets of all sessions of one socket."""
 
     def __init__(self, max_descriptors: int) -> None:
-        self._bytes = Shares(MAX_WAITING_BYTES)
-        self._fds = Shares(MAX_WAITING_FDS)
-        self.descriptors = Shares(max_descriptors)  # of workers' memory: see `descriptor_budget`
+        self._bytes = FairShare(MAX_PARTIAL_BYTES)
+        self._fds = FairShare(MAX_PARTIAL_FDS)
+        self.memory_fds = FairShare(max_descriptors)  # of workers' memory: see `descriptor_budget`
 
-    def keep(self, uid: int, waiting: Waiting, num_bytes: int, num_fds: int) -> None:
+    def charge(self, uid: int, usage: PartialFrames, num_bytes: int, num_fds: int) -> None:
         """Count what a session keeps now. Raises ProtocolError (busy) where that is too much."""
-        self._bytes.add(uid, num_bytes - waiting.num_bytes)
-        self._fds.add(uid, num_fds - waiting.num_fds)
-        waiting.num_bytes, waiting.num_fds = num_bytes, num_fds
+        self._bytes.add(uid, num_bytes - usage.num_bytes)
+        self._fds.add(uid, num_fds - usage.num_fds)
+        usage.num_bytes, usage.num_fds = num_bytes, num_fds
         if (num_bytes and not self._bytes.has_room(uid, 0)) or (num_fds and not self._fds.has_room(uid, 0)):
             raise ProtocolError(
                 "cannot take more of what has arrived: too many registrations of this user have begun and "

@@ -28,7 +28,7 @@ def credentials_of(accepted: socket.socket) -> Credentials:
     )
 
 
-def death_watch(accepted: socket.socket, pid: int) -> tuple[int, int]:
+def open_exit_fds(accepted: socket.socket, pid: int) -> tuple[int, int]:
     """Return a descriptor that is readable once the worker is dead, and one that keeps it from that.
 
     The kernel's own pidfd of who connected is exact; a pidfd by number may be another process's

@@ -32,7 +32,7 @@ MAX_UNFINISHED = 64
 # A handshake by CURVE sends 64 + 202 + about 400 bytes.
 MAX_HANDSHAKE_BYTES = 8192
 # How often the unfinished ones are looked at. At 1 GB/s, all that one I/O thread reads, 10 MB come meanwhile.
-LOOK_MS = 10
+CHECK_INTERVAL_MS = 10
 STOP_S = 2.0
 
 # The monitor tells which connection came and went, but not whose handshake is over. What libzmq has sent
@@ -45,7 +45,7 @@ FINISHED_NULL_BYTES = 64 + 40
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 _TCP_INFO_BYTES = 136
 
-EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+MONITOR_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Connection:
     """One that libzmq has accepted. `ours` is a duplicate of its descriptor, until the handshake is over."""
 
     address: str
-    ours: socket.socket | None
+    duplicate: socket.socket | None
     is_suspect: bool = False  # it had sent too much when it was looked at last
 
 
@@ -74,22 +74,22 @@ class ConnectionGuard:
         self._port = port
         self._finished_bytes = FINISHED_CURVE_BYTES if has_curve else FINISHED_NULL_BYTES
         self._limits = (max_connections, max_per_address, max_unfinished)
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._connections: dict[int, _Connection] = {}
         self._unfinished: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._per_address: Counter[str] = Counter()
-        self._monitor = bound.get_monitor_socket(EVENTS)
+        self._monitor = bound.get_monitor_socket(MONITOR_EVENTS)
         self._thread = threading.Thread(target=self._run, name="peer-connections", daemon=True)
 
     def start(self) -> None:
         """Before the socket is bound, so that no connection is missed."""
         self._thread.start()
 
-    def bound_to(self, port: int) -> None:
+    def set_port(self, port: int) -> None:
         """Connections to this port are meant. Those that came just before are looked at no more."""
         self._port = port
 
-    def stop(self) -> None:
+    def join(self) -> None:
         """Wait for the thread to end, which it does once the socket is closed and reaped.
 
         The monitor ends with its socket. Not by `disable_monitor`: pyzmq calls libzmq with the interpreter's
@@ -103,29 +103,29 @@ class ConnectionGuard:
         poller.register(self._monitor, zmq.POLLIN)
         try:
             while True:
-                if poller.poll(LOOK_MS if self._unfinished else None):
-                    if time.monotonic() - self._looked_at > LOOK_MS / 1000:
-                        self._look()  # also while connections come all the time
+                if poller.poll(CHECK_INTERVAL_MS if self._unfinished else None):
+                    if time.monotonic() - self._checked_at > CHECK_INTERVAL_MS / 1000:
+                        self._check_unfinished()  # also while connections come all the time
                     message = parse_monitor_message(self._monitor.recv_multipart())
                     if message["event"] == zmq.EVENT_MONITOR_STOPPED:
                         return
-                    self._take(int(message["event"]), int(message["value"]))
+                    self._handle_monitor_event(int(message["event"]), int(message["value"]))
                 else:
-                    self._look()
+                    self._check_unfinished()
         finally:
             self._monitor.close(linger=0)
             for connection in self._connections.values():
-                if connection.ours is not None:
-                    connection.ours.close()
+                if connection.duplicate is not None:
+                    connection.duplicate.close()
 
-    def _take(self, event: int, fd: int) -> None:
+    def _handle_monitor_event(self, event: int, fd: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._accepted(fd)
+            self._on_accepted(fd)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._gone(fd)
+            self._on_disconnected(fd)
 
-    def _accepted(self, fd: int) -> None:
-        self._gone(fd)  # its former holder, where libzmq did not report the end
+    def _on_accepted(self, fd: int) -> None:
+        self._on_disconnected(fd)  # its former holder, where libzmq did not report the end
         ours = self._duplicate(fd)
         if ours is None:
             return
@@ -139,11 +139,11 @@ class ConnectionGuard:
         self._per_address[address] += 1
         max_connections, max_per_address, max_unfinished = self._limits
         if len(self._connections) > max_connections:
-            self._shut(fd, f"{max_connections} connections are there")
+            self._shut_down(fd, f"{max_connections} connections are there")
         elif self._per_address[address] > max_per_address:
-            self._shut(fd, f"{max_per_address} connections of that address are there")
+            self._shut_down(fd, f"{max_per_address} connections of that address are there")
         elif len(self._unfinished) > max_unfinished:
-            self._shut(
+            self._shut_down(
                 self._most_suspect(), f"{max_unfinished} connections have not finished their handshake"
             )
 
@@ -170,14 +170,14 @@ class ConnectionGuard:
         address, _ = counts.most_common(1)[0]
         return next(fd for fd in self._unfinished if self._connections[fd].address == address)
 
-    def _finished(self, fd: int) -> None:
+    def _on_handshake_done(self, fd: int) -> None:
         connection = self._connections[fd]
         del self._unfinished[fd]
-        if connection.ours is not None:
-            connection.ours.close()
-            connection.ours = None
+        if connection.duplicate is not None:
+            connection.duplicate.close()
+            connection.duplicate = None
 
-    def _gone(self, fd: int) -> None:
+    def _on_disconnected(self, fd: int) -> None:
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
@@ -185,37 +185,37 @@ class ConnectionGuard:
         self._per_address[connection.address] -= 1
         if not self._per_address[connection.address]:
             del self._per_address[connection.address]
-        if connection.ours is not None:
-            connection.ours.close()
+        if connection.duplicate is not None:
+            connection.duplicate.close()
 
-    def _look(self) -> None:
-        self._looked_at = time.monotonic()
+    def _check_unfinished(self) -> None:
+        self._checked_at = time.monotonic()
         for fd in list(self._unfinished):
             connection = self._connections[fd]
-            assert connection.ours is not None
-            sent, received = _progress(connection.ours)
+            assert connection.duplicate is not None
+            sent, received = _tcp_byte_counts(connection.duplicate)
             if sent >= self._finished_bytes:
-                self._finished(fd)
+                self._on_handshake_done(fd)
             elif received > MAX_HANDSHAKE_BYTES and connection.is_suspect:
-                self._shut(fd, f"it sent over {MAX_HANDSHAKE_BYTES} bytes before its handshake was over")
+                self._shut_down(fd, f"it sent over {MAX_HANDSHAKE_BYTES} bytes before its handshake was over")
             else:
                 # Once may be an honest peer's first message, behind a handshake that libzmq has yet to read.
                 connection.is_suspect = received > MAX_HANDSHAKE_BYTES
 
-    def _shut(self, fd: int, reason: str) -> None:
+    def _shut_down(self, fd: int, reason: str) -> None:
         """libzmq finds the connection ended, and closes it."""
         connection = self._connections[fd]
         self._unfinished.pop(fd, None)
-        if connection.ours is not None:
+        if connection.duplicate is not None:
             with suppress(OSError):
-                connection.ours.shutdown(socket.SHUT_RDWR)
-            connection.ours.close()
-            connection.ours = None
+                connection.duplicate.shutdown(socket.SHUT_RDWR)
+            connection.duplicate.close()
+            connection.duplicate = None
         address = connection.address
         log.warning("peer turned away", limit_by=address, address=address, reason=reason)
 
 
-def _progress(connection: socket.socket) -> tuple[int, int]:
+def _tcp_byte_counts(connection: socket.socket) -> tuple[int, int]:
     """Return how many bytes libzmq has sent (and the other end has taken), and how many came."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

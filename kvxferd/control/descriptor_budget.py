@@ -8,27 +8,27 @@ from kvxferd.config import LimitsConfig
 
 # The event loop, listeners, locks, ZMQ's own, the movers' parent, the log (44 with one rank and two warm
 # movers), what Python opens meanwhile, and RESERVED.
-BASE = 64
-PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
-PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
-PER_PEER = (
+BASE_FDS = 64
+FDS_PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
+FDS_PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
+FDS_PER_PEER = (
     8  # four for the connection to it, and as many connections of its own: 2,048 may be to the peer port
 )
 # HTTP has an eighth and at most this: a scraper, probes, browsers and the command line need ten.
-MAX_HTTP = 128
-MIN_HTTP = 12
+MAX_HTTP_CONNECTIONS = 128
+MIN_HTTP_CONNECTIONS = 12
 # Kept between the soft limit and the hard one, for the end. To end in order takes five: the ownership file,
 # its directory, a copy of a descriptor, and a pair of sockets for the event loop that closes itself.
-RESERVED = 16
+RESERVED_FDS = 16
 
 
-def descriptors_needed(limits: LimitsConfig) -> int:
+def fds_needed(limits: LimitsConfig) -> int:
     """What a full node has open, apart from the descriptors that GPU ranks bring."""
-    workers = limits.max_sessions * PER_SESSION + limits.max_ranks * PER_RANK
-    return BASE + workers + limits.max_peers * PER_PEER + MAX_HTTP
+    workers = limits.max_sessions * FDS_PER_SESSION + limits.max_ranks * FDS_PER_RANK
+    return BASE_FDS + workers + limits.max_peers * FDS_PER_PEER + MAX_HTTP_CONNECTIONS
 
 
-def memory_descriptors(limits: LimitsConfig, limit: int | None = None) -> int:
+def max_memory_fds_of(limits: LimitsConfig, limit: int | None = None) -> int:
     """Return how many descriptors the memory of all workers may have: what a full node leaves of the limit.
 
     A node with few has a quarter of them for it. Each is counted once and takes two: one for the session, and
@@ -38,36 +38,40 @@ def memory_descriptors(limits: LimitsConfig, limit: int | None = None) -> int:
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
-    return max(limit // 4, limit - descriptors_needed(limits)) // 2
+    return max(limit // 4, limit - fds_needed(limits)) // 2
 
 
-def raise_descriptor_limit() -> int:
+def raise_fd_limit() -> int:
     """Raise the soft limit close to the hard one, which is returned: `BASE` counts what is kept back too.
 
     A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = most if most == resource.RLIM_INFINITY else most - min(RESERVED, most // 8)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
-    return most
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = (
+        hard_limit
+        if hard_limit == resource.RLIM_INFINITY
+        else hard_limit - min(RESERVED_FDS, hard_limit // 8)
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard_limit))
+    return hard_limit
 
 
-def release_reserved_descriptors() -> None:
+def release_reserved_fds() -> None:
     """Let this process open what is kept for its end."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def http_descriptors(limit: int) -> int:
+def max_http_connections(limit: int) -> int:
     """How many connections HTTP may hold under that limit; workers and movers have the rest."""
     if limit == resource.RLIM_INFINITY:
-        return MAX_HTTP
-    return max(MIN_HTTP, min(MAX_HTTP, limit // 8))
+        return MAX_HTTP_CONNECTIONS
+    return max(MIN_HTTP_CONNECTIONS, min(MAX_HTTP_CONNECTIONS, limit // 8))
 
 
-def descriptor_warnings(limits: LimitsConfig, limit: int) -> list[str]:
+def fd_warnings(limits: LimitsConfig, limit: int) -> list[str]:
     """Return what an operator should know of the limit before the node is full."""
-    needed = descriptors_needed(limits)
+    needed = fds_needed(limits)
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return []
     return [

@@ -6,10 +6,17 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from kvxferd.config import Config
-from kvxferd.control.keys import warnings_of
+from kvxferd.control.keys import exposure_warnings
 from kvxferd.control.placements import placement_warnings
-from kvxferd.control.view import Reloaded
-from kvxferd.core.events import DisownAsked, Event, PeerDropAsked, PullCancelAsked, Tick, TransferCancelAsked
+from kvxferd.control.view import ReloadResult
+from kvxferd.core.events import (
+    DisownRequested,
+    Event,
+    PeerDropRequested,
+    PullCancelRequested,
+    Tick,
+    TransferCancelRequested,
+)
 from kvxferd.core.node import Node
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import NodeSnapshot, Record
@@ -21,8 +28,8 @@ from kvxferd.observe.history import History
 from kvxferd.observe.logs import operator_log
 
 
-class Desk:
-    """`kvxferd.control.view.NodeView` of a real node. `feed` hands it an event, on the loop's thread."""
+class NodeAdmin:
+    """`kvxferd.control.view.NodeApi` of a real node. `feed` hands it an event, on the loop's thread."""
 
     def __init__(
         self,
@@ -30,43 +37,43 @@ class Desk:
         node: Node,
         pool: MoverPool,
         history: History,
-        feed: Callable[[Event], None],
-        stop: Callable[[], None],
-        reload: Callable[[], Reloaded],
+        on_event: Callable[[Event], None],
+        start_drain: Callable[[], None],
+        reload: Callable[[], ReloadResult],
     ) -> None:
         self._config = config
         self._node = node
         self._pool = pool
         self._history = history
-        self._feed = feed
-        self._stop = stop
+        self._on_event = on_event
+        self._start_drain = start_drain
         self._reload = reload
-        self._left: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
+        self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- seeing
 
     def snapshot(self) -> NodeSnapshot:
         """Everything, at this moment."""
-        self._feed(Tick())
+        self._on_event(Tick())
         return self._node.snapshot()
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
         """Everything; None before it, where the caller may let others run."""
-        self._feed(Tick())
+        self._on_event(Tick())
         return self._node.snapshot_steps()
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
         newest = self._node.registry.newest(engine_id)
-        engine = self._node.registry.get(newest) if newest else self._node.peers.learnt(engine_id)
+        engine = self._node.registry.get(newest) if newest else self._node.peers.find_engine(engine_id)
         return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
 
     def readiness(self) -> list[str]:
         """Why the node cannot take registrations and pulls."""
         reasons = []
-        if self._node.moment.draining:
+        if self._node.context.draining:
             reasons.append("draining: nothing new is taken")
-        movers = self._pool.describe()
+        movers = self._pool.status()
         if movers.reason:
             reasons.append(movers.reason)
         elif not movers.library:
@@ -75,7 +82,7 @@ class Desk:
 
     def warnings(self) -> list[str]:
         """What an operator should mend although the node works."""
-        return [*warnings_of(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
+        return [*exposure_warnings(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
 
     def history(self) -> list[Record]:
         """What ended last, oldest first."""
@@ -85,10 +92,10 @@ class Desk:
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
         """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
-        known = self._node.peers.named(endpoint)
+        known = self._node.peers.find(endpoint)
         for peer in known:
             operator_log.warning("peer dropped by an operator", endpoint=peer)
-            self._feed(PeerDropAsked(peer))
+            self._on_event(PeerDropRequested(peer))
         return known
 
     def disown(self, engine_id: EngineId) -> Disownable:
@@ -107,44 +114,44 @@ class Desk:
             operator_log.warning(
                 "engine id disowned by an operator", engine=engine_id, uid=found.uid, ranks=found.num_ranks
             )
-            self._feed(DisownAsked(engine_id))
+            self._on_event(DisownRequested(engine_id))
         return found
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
         """Release a transfer published here. Return the engines whose it was; None: of any engine."""
-        live = [engine for engine, name in self._node.source.transfers.live if name == transfer_id]
-        meant = [engine for engine in live if engine_id in (None, engine.engine_id)]
-        for engine in meant:
+        live = [engine for engine, name in self._node.published.table.live if name == transfer_id]
+        matching = [engine for engine in live if engine_id in (None, engine.engine_id)]
+        for engine in matching:
             operator_log.warning(
                 "transfer cancelled by an operator", transfer=transfer_id, engine=engine.engine_id
             )
-            self._feed(TransferCancelAsked(engine, transfer_id))
-        return meant
+            self._on_event(TransferCancelRequested(engine, transfer_id))
+        return matching
 
     def cancel_pull(self, number: PullId) -> bool:
         """End a pull of a local rank. False: there is none of that number that could be ended."""
         if not self._node.pulls.can_cancel(number):
             return False
         operator_log.warning("pull cancelled by an operator", pull=number)
-        self._feed(PullCancelAsked(number))
+        self._on_event(PullCancelRequested(number))
         return True
 
     def set_config(self, config: Config) -> None:
         """Warn of what is open by these settings."""
         self._config = config
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
         return self._reload()
 
     def drain(self) -> None:
         """Take nothing new, and stop when what runs has ended."""
-        self._stop()
+        self._start_drain()
 
-    def drain_over(self) -> None:
+    def set_drained(self) -> None:
         """Who waits for the drain is told what it left behind."""
-        self._left.set_result(self.snapshot())
+        self._drain_result.set_result(self.snapshot())
 
-    async def drained(self) -> NodeSnapshot:
+    async def wait_drained(self) -> NodeSnapshot:
         """Return, once a drain is over, what it left behind."""
-        return await asyncio.shield(self._left)
+        return await asyncio.shield(self._drain_result)

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import structlog
 
-from kvxferd.core.trust import Trust
+from kvxferd.core.trust import PeerAllowlist
 
 log = structlog.get_logger()
 
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvxferd"
 # Somebody who tries again and again must not fill the log.
-LOG_AGAIN_S = 10.0
-MAX_REMEMBERED = 1024  # addresses of whom something was logged lately
+LOG_INTERVAL_S = 10.0
+MAX_LOGGED_ADDRESSES = 1024  # addresses of whom something was logged lately
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers libzmq's questions about connections to this node."""
 
-    def __init__(self, trust: Trust) -> None:
-        self.trust = trust
-        self._logged: dict[str, float] = {}
+    def __init__(self, allowlist: PeerAllowlist) -> None:
+        self.trust = allowlist
+        self._last_logged: dict[str, float] = {}
 
-    def answer(self, parts: list[bytes], now: float) -> list[bytes] | None:
+    def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
         """Return the reply to one ZAP request with its envelope; None for what is no request."""
         try:
             route, empty, version, request, _, address, _, mechanism, *credentials = parts
@@ -37,28 +37,28 @@ class Doorkeeper:
         if empty or version != b"1.0":
             return None
         name = address.decode(errors="replace")
-        problem = self._problem(name, mechanism, credentials)
+        problem = self._rejection_reason(name, mechanism, credentials)
         if problem:
-            self._log(name, problem, now)
+            self._log_rejection(name, problem, now)
         # The reason is for the log here alone: who is refused learns only that.
         status, text = (b"400", b"not allowed") if problem else (b"200", b"")
         key = credentials[0].hex().encode() if mechanism == b"CURVE" and credentials else b""
         return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]
 
-    def _problem(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
-        if not self.trust.admits_address(address):
+    def _rejection_reason(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+        if not self.trust.allows_address(address):
             return "its address is not in peer.allowed_addresses"
-        if not self.trust.key:
+        if not self.trust.own_key:
             return ""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return "it does not speak CURVE"
         key = credentials[0].hex()
-        return "" if self.trust.admits_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
+        return "" if self.trust.allows_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
 
-    def _log(self, address: str, problem: str, now: float) -> None:
-        if now - self._logged.get(address, -LOG_AGAIN_S) < LOG_AGAIN_S:
+    def _log_rejection(self, address: str, problem: str, now: float) -> None:
+        if now - self._last_logged.get(address, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
             return
-        if len(self._logged) >= MAX_REMEMBERED:
-            self._logged.clear()
-        self._logged[address] = now
+        if len(self._last_logged) >= MAX_LOGGED_ADDRESSES:
+            self._last_logged.clear()
+        self._last_logged[address] = now
         log.warning("peer turned away", address=address, reason=problem)

@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 # The thread shares the interpreter with the loop, which then waits up to 5 ms for each of its turns. So it
 # rests as long as it has worked; work that took less need not count.
-UNCOUNTED_S = 0.005
-MAX_REST_S = 0.25
+MIN_COUNTED_S = 0.005
+MAX_PAUSE_S = 0.25
 STOP_S = 2.0
 
 _Job = tuple[Callable[[], object], Callable[[object], None]]
 
 
-class FairWorker:
+class FairThread:
     """Does one piece of work of each client in turn. Call everything on the loop's thread."""
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class FairWorker:
             self._jobs.setdefault(client, deque()).append((work, hand_over))
             self._changed.notify()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the thread; what has not begun is not done."""
         with self._changed:
             self._stopping = True
@@ -63,7 +63,7 @@ class FairWorker:
             self._thread.join(STOP_S)
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (job := self._next_job()) is not None:
             work, hand_over = job
             started = time.thread_time()
             try:
@@ -75,9 +75,9 @@ class FairWorker:
             except RuntimeError:
                 return  # the loop is closed
             del job, work, hand_over, outcome
-            self._rest(time.thread_time() - started)
+            self._pause(time.thread_time() - started)
 
-    def _next(self) -> _Job | None:
+    def _next_job(self) -> _Job | None:
         with self._changed:
             while not self._jobs and not self._stopping:
                 self._changed.wait()
@@ -89,8 +89,8 @@ class FairWorker:
                 self._jobs[client] = jobs  # behind all others
             return job
 
-    def _rest(self, worked_s: float) -> None:
-        if worked_s < UNCOUNTED_S:
+    def _pause(self, worked_s: float) -> None:
+        if worked_s < MIN_COUNTED_S:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(worked_s, MAX_REST_S))
+            self._changed.wait_for(lambda: self._stopping, min(worked_s, MAX_PAUSE_S))

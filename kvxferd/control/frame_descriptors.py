@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvxferd.link import close_all
+from kvxferd.link import close_fds
 
 
-class FrameDescriptors:
+class FrameFds:
     """Owns what came with a frame. Whoever keeps a descriptor takes it out; `close` closes what is left.
 
     So each has one owner at any moment. A number that two close is by the second time somebody else's:
@@ -23,16 +23,16 @@ class FrameDescriptors:
         """Those that nobody has taken: to be looked at, not kept."""
         return self._fds
 
-    def put_before(self, fds: tuple[int, ...]) -> None:
+    def prepend(self, fds: tuple[int, ...]) -> None:
         """Own these too, ahead of the others."""
         self._fds = (*fds, *self._fds)
 
-    def take(self) -> tuple[int, ...]:
+    def detach_all(self) -> tuple[int, ...]:
         """Return all that are left; they are the caller's now."""
         taken, self._fds = self._fds, ()
         return taken
 
-    def take_last(self) -> int:
+    def detach_last(self) -> int:
         """Return the last one; it is the caller's now."""
         *rest, last = self._fds
         self._fds = tuple(rest)
@@ -41,4 +41,4 @@ class FrameDescriptors:
     def close(self) -> None:
         """Close what nobody has taken. Idempotent."""
         if self._fds:
-            close_all(self.take())
+            close_fds(self.detach_all())

@@ -19,15 +19,15 @@ import structlog
 from aiohttp import web
 
 from kvxferd.config import Config, split_host_port
-from kvxferd.control.descriptor_budget import MAX_HTTP
-from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners, Pace
+from kvxferd.control.descriptor_budget import MAX_HTTP_CONNECTIONS
+from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners, RateLimiter
 from kvxferd.control.routes import ROUTES, Access, Route
-from kvxferd.control.sharing import ANSWERS, SharedAnswers, is_operator
-from kvxferd.control.view import METRICS, VIEW, NodeView, error_response
+from kvxferd.control.sharing import RESPONSE_CACHE, ResponseCache, is_operator
+from kvxferd.control.view import METRICS, NODE_API, NodeApi, error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.observe.metrics import Metrics
 
-__all__ = ["HttpServer", "NodeView"]
+__all__ = ["HttpServer"]
 
 CONTROL_SOCKET_MODE = 0o660
 # No route takes a body of more than a few names.
@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 16 << 10
 SHUTDOWN_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
-PACE: web.AppKey[Pace] = web.AppKey("pace", Pace)
+RATE_LIMITER: web.AppKey[RateLimiter] = web.AppKey("pace", RateLimiter)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,11 +45,11 @@ class HttpServer:
     """Serves a node on `control.socket` and, unless it is off, on `http.bind`."""
 
     def __init__(
-        self, config: Config, view: NodeView, metrics: Metrics, max_connections: int = MAX_HTTP
+        self, config: Config, view: NodeApi, metrics: Metrics, max_connections: int = MAX_HTTP_CONNECTIONS
     ) -> None:
         self._config = config
         self._max_connections = max_connections
-        self._app = _application(view, metrics)
+        self._app = _make_app(view, metrics)
         self._closing = AsyncExitStack()
         self._tcp_address: tuple[str, int] | None = None
 
@@ -66,7 +66,7 @@ class HttpServer:
             closing.push_async_callback(runner.cleanup)
             assert runner.server is not None
             self.listeners = listeners = HttpListeners(runner.server, self._max_connections)
-            closing.push_async_callback(listeners.stop)
+            closing.push_async_callback(listeners.close)
             path = Path(self._config.control.socket)
             listener = _listen_unix(path)
             # Called before the listeners are closed: nobody finds a socket that nobody answers.
@@ -85,7 +85,7 @@ class HttpServer:
         await self._closing.aclose()
 
 
-def peer_uid(request: web.Request) -> int | None:
+def uid_of(request: web.Request) -> int | None:
     """Return the user id that connected, by the kernel's word; None where there is no such word."""
     transport = request.transport
     connection = None if transport is None else transport.get_extra_info("socket")
@@ -96,7 +96,7 @@ def peer_uid(request: web.Request) -> int | None:
     return uid
 
 
-def _holder_of(path: Path) -> int | None:
+def _listening_pid(path: Path) -> int | None:
     """Return the id of the process that listens there; None if nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
@@ -110,21 +110,21 @@ def _holder_of(path: Path) -> int | None:
     return pid
 
 
-def _application(view: NodeView, metrics: Metrics) -> web.Application:
-    app = web.Application(middlewares=[_limited, _errors_as_json], client_max_size=MAX_BODY_BYTES)
-    app[VIEW] = view
-    app[ANSWERS] = SharedAnswers(view)
-    app[PACE] = Pace(time.monotonic)
+def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
+    app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app[NODE_API] = view
+    app[RESPONSE_CACHE] = ResponseCache(view)
+    app[RATE_LIMITER] = RateLimiter(time.monotonic)
     app[METRICS] = metrics
     for route in ROUTES:
-        handler = _guarded(route) if route.access is Access.ADMIN else _shared(route)
+        handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)
     return app
 
 
-def _guarded(route: Route) -> Handler:
+def _admin_only(route: Route) -> Handler:
     async def guarded(request: web.Request) -> web.StreamResponse:
-        uid = peer_uid(request)
+        uid = uid_of(request)
         if uid is None:
             return error_response(
                 403, Code.NOT_ALLOWED, f"cannot {route.method} {route.path} over TCP: use control.sock"
@@ -141,34 +141,34 @@ def _guarded(route: Route) -> Handler:
     return guarded
 
 
-def _shared(route: Route) -> Handler:
+def _cached(route: Route) -> Handler:
     async def shared(request: web.Request) -> web.StreamResponse:
-        if not route.shared or is_operator(request):
+        if not route.is_cached or is_operator(request):
             return await route.handler(request)
-        return await request.app[ANSWERS].answer(request, route.handler)
+        return await request.app[RESPONSE_CACHE].respond(request, route.handler)
 
     return shared
 
 
 @web.middleware
-async def _limited(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Let strangers ask at a pace, and nobody pile up answers that are not read."""
     connection = request.protocol
     assert isinstance(connection, HttpConnection)
-    connection.begin()
+    connection.request_started()
     try:
         if is_operator(request):
             return await handler(request)
-        if not await request.app[PACE].wait(connection.source, lambda: request.transport is None):
+        if not await request.app[RATE_LIMITER].acquire(connection.source, lambda: request.transport is None):
             raise ConnectionResetError
         answer = await handler(request)
         size = (answer.content_length or 0) if isinstance(answer, web.Response) else 0
-        if connection.listeners.num_unsent + size > MAX_UNSENT_BYTES:
+        if connection.listeners.num_unsent_bytes + size > MAX_UNSENT_BYTES:
             text = f"cannot {request.method} {request.path}: too many answers are not read; try again later"
             return error_response(503, Code.BUSY, text)
         return answer
     finally:
-        connection.end()
+        connection.request_finished()
 
 
 @web.middleware
@@ -205,7 +205,7 @@ def _listen_unix(path: Path) -> socket.socket:
     before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
     try:
         if path.is_socket():
-            if (holder := _holder_of(path)) is not None:
+            if (holder := _listening_pid(path)) is not None:
                 raise ConfigError(
                     f"cannot listen on control.socket = {str(path)!r}: process {holder} does",
                     Code.ALREADY_RUNNING,

@@ -27,10 +27,10 @@ log = structlog.get_logger()
 HEADER_S = 10.0  # from the connection to its first whole request
 IDLE_S = 60.0  # between requests; Prometheus asks every 15 to 60 s, and connects anew where it must
 ANSWER_S = 30.0  # of a stranger's request; reading the body is in it
-TAKE_S = 10.0  # for taking an answer: 8 MiB take 1 s on a slow link
+WRITE_S = 10.0  # for taking an answer: 8 MiB take 1 s on a slow link
 LINGER_S = 1.0  # aiohttp's, for a body that nobody wanted
 SWEEP_S = 1.0
-ACCEPT_AGAIN_S = 0.2
+ACCEPT_RETRY_S = 0.2
 ACCEPTS_PER_TURN = 16
 BACKLOG = 128
 # Request line, headers and body of what may wait on one connection: no route takes more than a few names,
@@ -43,12 +43,12 @@ MAX_HEADERS = 64
 # transfers with names of 256 characters), or 16 of what a full node has.
 MAX_UNSENT_BYTES = 32 << 20
 
-_FULL = (
+_RESPONSE_503 = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
 
 
-class Share:
+class ConnectionShare:
     """The connections of one kind of client."""
 
     def __init__(self, max_connections: int, *, is_operator: bool = False) -> None:
@@ -60,23 +60,25 @@ class Share:
         """Close an idle connection where the share is full. False: every one of them is being answered."""
         if len(self.connections) < self.max_connections:
             return True
-        return self.give_back()
+        return self.close_idle()
 
-    def give_back(self) -> bool:
+    def close_idle(self) -> bool:
         """Close an idle connection, full or not. False: there is none."""
         num_of = Counter(connection.source for connection in self.connections)
-        idle = [connection for connection in self.connections if not connection.is_answered]
+        idle = [connection for connection in self.connections if not connection.is_handling]
         if not idle:
             return False
         # The first of the largest: connections stand in the order in which they came.
-        max(idle, key=lambda connection: num_of[connection.source]).drop()
+        max(idle, key=lambda connection: num_of[connection.source]).abort()
         return True
 
 
 class HttpConnection(web.RequestHandler):
     """aiohttp's protocol of one connection, with limits of its own."""
 
-    def __init__(self, server: web.Server, listeners: HttpListeners, share: Share, source: str) -> None:
+    def __init__(
+        self, server: web.Server, listeners: HttpListeners, share: ConnectionShare, source: str
+    ) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -90,43 +92,43 @@ class HttpConnection(web.RequestHandler):
         self.listeners = listeners
         self.share = share
         self.source = source
-        self.is_answered = False
+        self.is_handling = False
         self._num_requests = 0
-        self._since = self._loop.time()
-        self._num_received = 0
-        self._is_dropped = False
+        self._state_since = self._loop.time()
+        self._num_received_bytes = 0
+        self._is_aborted = False
         share.connections[self] = None
 
     @property
-    def num_unsent(self) -> int:
+    def num_unsent_bytes(self) -> int:
         """Bytes of answers that its client has not taken."""
         transport = self.transport
         return 0 if transport is None else transport.get_write_buffer_size()
 
-    def begin(self) -> None:
+    def request_started(self) -> None:
         """A request is complete and is being answered."""
-        self.is_answered = True
+        self.is_handling = True
         self._num_requests += 1
-        self._since = self._loop.time()
+        self._state_since = self._loop.time()
 
-    def end(self) -> None:
+    def request_finished(self) -> None:
         """Its answer is ready to be sent."""
-        self.is_answered = False
-        self._num_received = 0
-        self._since = self._loop.time()
+        self.is_handling = False
+        self._num_received_bytes = 0
+        self._state_since = self._loop.time()
 
     def is_overdue(self, now: float) -> bool:
         """Whether its client has had its time."""
-        waited_s = now - self._since
-        if self.is_answered:
+        waited_s = now - self._state_since
+        if self.is_handling:
             return not self.share.is_operator and waited_s > ANSWER_S
-        if self.num_unsent:
-            return waited_s > TAKE_S
+        if self.num_unsent_bytes:
+            return waited_s > WRITE_S
         return waited_s > (IDLE_S if self._num_requests else HEADER_S)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Close it at once, whatever waits to be sent."""
-        self._is_dropped = True
+        self._is_aborted = True
         self.share.connections.pop(self, None)
         if self.transport is not None:
             self.transport.abort()
@@ -134,14 +136,14 @@ class HttpConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, unless it has lost its place while it was being accepted."""
         super().connection_made(transport)
-        if self._is_dropped:
-            self.drop()
+        if self._is_aborted:
+            self.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, up to the limit of a request."""
-        self._num_received += len(data)
-        if self._num_received > MAX_REQUEST_BYTES:
-            self.drop()
+        self._num_received_bytes += len(data)
+        if self._num_received_bytes > MAX_REQUEST_BYTES:
+            self.abort()
             return
         super().data_received(data)
 
@@ -160,24 +162,24 @@ class HttpListeners:
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._tcp = Share(max_connections // 2)
-        self._users = Share(max_connections // 4)
-        self._operators = Share(max_connections // 4, is_operator=True)
+        self._tcp = ConnectionShare(max_connections // 2)
+        self._users = ConnectionShare(max_connections // 4)
+        self._operators = ConnectionShare(max_connections // 4, is_operator=True)
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
-        self._spare = -1  # a descriptor with which to accept and judge a caller where no other is left
-        self._keep_spare()
+        self._spare_fd = -1  # a descriptor with which to accept and judge a caller where no other is left
+        self._open_spare_fd()
 
     @property
-    def shares(self) -> tuple[Share, Share, Share]:
+    def shares(self) -> tuple[ConnectionShare, ConnectionShare, ConnectionShare]:
         """TCP, users on control.sock, operators on control.sock."""
         return self._tcp, self._users, self._operators
 
     @property
-    def num_unsent(self) -> int:
+    def num_unsent_bytes(self) -> int:
         """Bytes of answers that strangers have not taken."""
-        return sum(c.num_unsent for share in (self._tcp, self._users) for c in share.connections)
+        return sum(c.num_unsent_bytes for share in (self._tcp, self._users) for c in share.connections)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept from that socket, which is closed by `stop`."""
@@ -186,7 +188,7 @@ class HttpListeners:
         self._listeners.append(listener)
         self._watch(listener)
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Close the listeners, and connections that are still being accepted."""
         self._sweeper.cancel()
         for listener in self._listeners:
@@ -196,15 +198,15 @@ class HttpListeners:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._release_spare()
+        self._close_spare_fd()
 
-    def _keep_spare(self) -> None:
-        if self._spare < 0:
+    def _open_spare_fd(self) -> None:
+        if self._spare_fd < 0:
             with suppress(OSError):
-                self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+                self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _release_spare(self) -> bool:
-        fd, self._spare = self._spare, -1
+    def _close_spare_fd(self) -> bool:
+        fd, self._spare_fd = self._spare_fd, -1
         if fd >= 0:
             os.close(fd)
         return fd >= 0
@@ -214,7 +216,7 @@ class HttpListeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        self._keep_spare()
+        self._open_spare_fd()
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, address = listener.accept()
@@ -226,46 +228,46 @@ class HttpListeners:
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                     return  # without descriptors the kernel does not look whether somebody waits
                 except OSError:
-                    self._accept_later(listener, error)
+                    self._retry_accept_later(listener, error)
                     return
                 if self._is_operator(accepted):
-                    self._give_back()
-                    self._take(accepted, address)
+                    self._close_idle_stranger()
+                    self._add_connection(accepted, address)
                     return  # what was given back is closed on the loop's next turn
                 # The spare one is no stranger's to keep.
-                _turn_away(accepted)
-                self._keep_spare()
+                _reject_full(accepted)
+                self._open_spare_fd()
                 if listener.family != socket.AF_UNIX:  # behind a stranger there an operator may wait
-                    self._accept_later(listener, error)
+                    self._retry_accept_later(listener, error)
                     return
                 continue
-            self._take(accepted, address)
+            self._add_connection(accepted, address)
 
     def _accept_with_spare(self, listener: socket.socket) -> tuple[socket.socket, Any]:
-        if not self._release_spare():
+        if not self._close_spare_fd():
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         try:
             return listener.accept()
         except OSError:
-            self._keep_spare()
+            self._open_spare_fd()
             raise
 
-    def _accept_later(self, listener: socket.socket, error: OSError) -> None:
+    def _retry_accept_later(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor left. An idle connection of HTTP gives its own back; who waits is asked again."""
         log.warning("http: cannot accept", reason=error.strerror)
-        self._give_back()
+        self._close_idle_stranger()
         self._loop.remove_reader(listener.fileno())
-        self._loop.call_later(ACCEPT_AGAIN_S, self._watch, listener)
+        self._loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
 
-    def _give_back(self) -> None:
+    def _close_idle_stranger(self) -> None:
         """Close an idle connection of a stranger, of the larger share first; an operator's is kept."""
         strangers = sorted(self.shares[:2], key=lambda share: len(share.connections), reverse=True)
-        any(share.give_back() for share in strangers)
+        any(share.close_idle() for share in strangers)
 
     def _is_operator(self, accepted: socket.socket) -> bool:
         return accepted.family == socket.AF_UNIX and credentials_of(accepted).uid in (0, os.geteuid())
 
-    def _take(self, accepted: socket.socket, address: Any) -> None:
+    def _add_connection(self, accepted: socket.socket, address: Any) -> None:
         share, source = self._tcp, ""
         if accepted.family == socket.AF_UNIX:
             uid = credentials_of(accepted).uid
@@ -275,40 +277,40 @@ class HttpListeners:
         else:
             source = str(address[0])
         if not share.make_room():
-            _turn_away(accepted)
+            _reject_full(accepted)
             return
         accepted.setblocking(False)
         connection = HttpConnection(self._server, self, share, source)
-        self._start(self._connect(connection, accepted))
+        self._start_task(self._connect(connection, accepted))
 
     async def _connect(self, connection: HttpConnection, accepted: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except (OSError, asyncio.CancelledError):
-            connection.drop()
+            connection.abort()
             accepted.close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
-        self._keep_spare()
+        self._open_spare_fd()
         now = self._loop.time()
         for share in self.shares:
             for connection in [c for c in share.connections if c.is_overdue(now)]:
-                connection.drop()
+                connection.abort()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
 
-def _turn_away(accepted: socket.socket) -> None:
+def _reject_full(accepted: socket.socket) -> None:
     with accepted, suppress(OSError):
         accepted.setblocking(False)
-        accepted.send(_FULL)
+        accepted.send(_RESPONSE_503)
 
 
-class Pace:
+class RateLimiter:
     """How often one source of strangers may ask: what comes faster waits for its turn.
 
     An answer that is kept costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B
@@ -323,21 +325,21 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}  # requests that may come at once, as of when
+        self._tokens: dict[str, tuple[float, float]] = {}  # requests that may come at once, as of when
 
-    def admit(self, source: str) -> bool:
+    def try_acquire(self, source: str) -> bool:
         """Whether the source may ask now; that counts as a request."""
         now = self._clock()
-        left, then = self._left.pop(source, (self.BURST, now))
+        left, then = self._tokens.pop(source, (self.BURST, now))
         left = min(self.BURST, left + (now - then) * self.PER_S)
-        if len(self._left) >= self.MAX_SOURCES:
-            del self._left[next(iter(self._left))]  # it asked longest ago
-        self._left[source] = (left - 1 if left >= 1 else left, now)
+        if len(self._tokens) >= self.MAX_SOURCES:
+            del self._tokens[next(iter(self._tokens))]  # it asked longest ago
+        self._tokens[source] = (left - 1 if left >= 1 else left, now)
         return left >= 1
 
-    async def wait(self, source: str, is_gone: Callable[[], bool]) -> bool:
+    async def acquire(self, source: str, is_gone: Callable[[], bool]) -> bool:
         """Return once the source may ask; False: whoever asked has gone."""
-        while not self.admit(source):
+        while not self.try_acquire(source):
             await asyncio.sleep(self.POLL_S)
             if is_gone():
                 return False

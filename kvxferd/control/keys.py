@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from kvxferd.config import ANY_KEY, PeerConfig, split_endpoint
-from kvxferd.core.trust import Trust
+from kvxferd.core.trust import PeerAllowlist
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.endpoint import host_of
@@ -24,16 +24,16 @@ _DIGITS = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class PeerKey:
+class CurveKeyPair:
     """A Curve25519 key pair. The public half goes into other daemons' `peer.curve_allowed_keys`."""
 
     public: str  # 64 hex digits
     secret: bytes = field(repr=False)  # 32 bytes
 
 
-def make_key(path: Path) -> PeerKey:
+def make_key(path: Path) -> CurveKeyPair:
     """Write a new secret key to the file and return the pair. Raises ConfigError where one is there."""
-    _check_library()
+    _check_curve_support()
     _, text = zmq.curve_keypair()
     secret = z85.decode(text)
     try:
@@ -48,12 +48,12 @@ def make_key(path: Path) -> PeerKey:
     with os.fdopen(fd, "w") as file:
         os.fchmod(fd, SECRET_MODE)  # whatever the umask
         file.write(secret.hex() + "\n")
-    return PeerKey(_public_of(secret), secret)
+    return CurveKeyPair(_public_of(secret), secret)
 
 
-def read_key(path: Path) -> PeerKey:
+def read_key(path: Path) -> CurveKeyPair:
     """Return the key pair of a file that `make_key` wrote. Raises ConfigError, also where others read it."""
-    _check_library()
+    _check_curve_support()
     what = f"cannot use peer.curve_secret_key_file = {str(path)!r}"
     try:
         # Not to wait for whoever writes where it is a FIFO.
@@ -75,10 +75,10 @@ def read_key(path: Path) -> PeerKey:
     if not _DIGITS.fullmatch(text.strip()):
         raise ConfigError(f"{what}: it holds no key of 64 hex digits; `kvxferd keygen` writes such a file")
     secret = bytes.fromhex(text.strip())
-    return PeerKey(_public_of(secret), secret)
+    return CurveKeyPair(_public_of(secret), secret)
 
 
-def trust_of(config: PeerConfig, key: PeerKey | None) -> Trust:
+def allowlist_of(config: PeerConfig, key: CurveKeyPair | None) -> PeerAllowlist:
     """Return the allow-lists of the configuration. This node's own numeric address is always among them."""
     networks = [ipaddress.ip_network(text) for text in config.allowed_addresses]
     own = host_of(Endpoint(config.advertise or config.bind))
@@ -86,14 +86,14 @@ def trust_of(config: PeerConfig, key: PeerKey | None) -> Trust:
         if networks and not ipaddress.ip_address(own).is_unspecified:
             networks.append(ipaddress.ip_network(own))  # engines of one node read each other too
     keys = frozenset(text.lower() for text in config.curve_allowed_keys)
-    return Trust(
-        key=key.public if key else "",
+    return PeerAllowlist(
+        own_key=key.public if key else "",
         allowed_keys=None if ANY_KEY in keys else keys,
         networks=tuple(networks),
     )
 
 
-def warnings_of(config: PeerConfig) -> list[str]:
+def exposure_warnings(config: PeerConfig) -> list[str]:
     """Return what is open to whoever reaches the peer socket."""
     host, _ = split_endpoint(config.bind)
     with suppress(ValueError):
@@ -116,7 +116,7 @@ def _public_of(secret: bytes) -> str:
     return z85.decode(zmq.curve_public(z85.encode(secret))).hex()
 
 
-def _check_library() -> None:
+def _check_curve_support() -> None:
     if not zmq.has("curve"):
         raise ConfigError(
             "cannot use CURVE keys: this libzmq was built without it; install pyzmq's own wheel"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple
 
-from kvxferd.control.frame_descriptors import FrameDescriptors
+from kvxferd.control.frame_descriptors import FrameFds
 from kvxferd.errors import Code, EngineError
 from kvxferd.memory.inspect import check_exports
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.worker import Register, Resume
 
 
-class Offer(NamedTuple):
+class RegistrationCheck(NamedTuple):
     """What a registration brought besides its regions."""
 
-    mover: socket.socket | None  # to a resident mover
-    problem: Refusal | None
+    mover_socket: socket.socket | None  # to a resident mover
+    refusal: Refusal | None
 
 
-def take_offer(message: Register | Resume, fds: FrameDescriptors, is_whole: bool = True) -> Offer:
+def check_registration(message: Register | Resume, fds: FrameFds, is_whole: bool = True) -> RegistrationCheck:
     """Take a resident mover's socket out of what came, and say what is wrong. The regions stay in `fds`.
 
     Where they are not whole, `check_offer` says what is wrong with them when the rest has come.
@@ -27,7 +27,7 @@ def take_offer(message: Register | Resume, fds: FrameDescriptors, is_whole: bool
     mover = None
     try:
         if message.placement == "resident":
-            mover = mover_socket(fds)
+            mover = detach_mover_socket(fds)
         elif message.placement != "child":
             raise EngineError(
                 f"cannot place a mover as {message.placement[:80]!r}; child and resident are known",
@@ -40,11 +40,11 @@ def take_offer(message: Register | Resume, fds: FrameDescriptors, is_whole: bool
                 Code.REGION_INVALID,
             )
     except EngineError as error:
-        return Offer(None, Refusal(error.code, error.message))
-    return Offer(mover, check_offer(message, fds.fds) if is_whole else None)
+        return RegistrationCheck(None, Refusal(error.code, error.message))
+    return RegistrationCheck(mover, check_regions(message, fds.fds) if is_whole else None)
 
 
-def check_offer(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | None:
+def check_regions(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | None:
     """Say what is wrong with the regions and their descriptors, which are all there."""
     try:
         check_exports(message.regions, fds)
@@ -53,7 +53,7 @@ def check_offer(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | N
     return None
 
 
-def mover_socket(fds: FrameDescriptors) -> socket.socket:
+def detach_mover_socket(fds: FrameFds) -> socket.socket:
     """Take the last descriptor as the socket of a resident mover.
 
     Raises EngineError where it is none; then nothing is taken.
@@ -65,7 +65,7 @@ def mover_socket(fds: FrameDescriptors) -> socket.socket:
             pass
         else:
             if (connected.family, connected.type) == (socket.AF_UNIX, socket.SOCK_STREAM):
-                fds.take_last()
+                fds.detach_last()
                 return connected
             connected.detach()  # not closed: it is in `fds` yet
     raise EngineError(

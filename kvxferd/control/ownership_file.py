@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from kvxferd.core.rank_holders import KeptRank
+from kvxferd.core.rank_holders import SavedRank
 from kvxferd.ids import EngineId
 
 log = structlog.get_logger()
 
-Listed = tuple[tuple[tuple[EngineId, int], ...], tuple[KeptRank, ...]]
-NOTHING: Listed = ((), ())
+StoredOwnerships = tuple[tuple[tuple[EngineId, int], ...], tuple[SavedRank, ...]]
+NO_OWNERSHIPS: StoredOwnerships = ((), ())
 
 # Ranks of an engine come within moments of one another: one write for all of them.
 WRITE_AFTER_S = 0.2
@@ -28,37 +28,37 @@ CLOSE_S = 5.0  # how long a write that runs may take when the daemon stops
 # 4096 ids and 8192 ranks of two names each, of 256 characters; a character takes 6 bytes at most: 31 MB.
 MAX_FILE_BYTES = 32 << 20
 
-_FRESH = ".new"
+_NEW_SUFFIX = ".new"
 
 
 class _Content(msgspec.Struct):
     """What is in the file. Before there were ranks it was the users alone."""
 
     users: dict[EngineId, int]
-    ranks: tuple[KeptRank, ...] = ()
+    ranks: tuple[SavedRank, ...] = ()
 
 
 class OwnershipFile:
     """Reads at start, writes a little after each change, in a thread: a slow disk stops nobody."""
 
-    def __init__(self, path: Path, listed: Callable[[], Listed]) -> None:
+    def __init__(self, path: Path, current: Callable[[], StoredOwnerships]) -> None:
         self._path = path
-        self._listed = listed
-        self._writing: asyncio.Task[None] | None = None
-        self._thread: asyncio.Task[None] | None = None  # one write; nothing can stop it
-        self._written: Listed | None = None
+        self._current = current
+        self._save_task: asyncio.Task[None] | None = None
+        self._write_task: asyncio.Task[None] | None = None  # one write; nothing can stop it
+        self._written: StoredOwnerships | None = None
 
-    def read(self) -> Listed:
+    def read(self) -> StoredOwnerships:
         """Return what was written last. A file that is none is put aside, and nobody owns anything."""
         with suppress(OSError):
-            for left in self._path.parent.glob(f"{self._path.stem}*{_FRESH}"):
+            for left in self._path.parent.glob(f"{self._path.stem}*{_NEW_SUFFIX}"):
                 left.unlink()  # by a daemon that was killed while it wrote
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            return _decoded(self._path.read_bytes())
+            return _decode(self._path.read_bytes())
         except FileNotFoundError:
-            return NOTHING
+            return NO_OWNERSHIPS
         except (OSError, ValueError, RecursionError) as error:
             aside = self._path.with_suffix(".unreadable")
             log.error(
@@ -71,42 +71,42 @@ class OwnershipFile:
                 self._path.replace(aside)
             except OSError as failure:
                 log.error("cannot put it aside", path=str(self._path), reason=str(failure))
-            return NOTHING
+            return NO_OWNERSHIPS
 
     def save_soon(self) -> None:
         """Have the present list written."""
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.get_running_loop().create_task(self._save())
+        if self._save_task is None or self._save_task.done():
+            self._save_task = asyncio.get_running_loop().create_task(self._save())
 
     async def close(self) -> None:
         """Write what is not written."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
-            if self._thread is not None:
+        if self._save_task is not None:
+            self._save_task.cancel()
+            await asyncio.gather(self._save_task, return_exceptions=True)
+            if self._write_task is not None:
                 # Side by side the older list could be the last in its place.
-                await asyncio.wait([self._thread], timeout=CLOSE_S)
-                if not self._thread.done():
+                await asyncio.wait([self._write_task], timeout=CLOSE_S)
+                if not self._write_task.done():
                     log.error(
                         "cannot write whose engine ids are: an earlier write hangs", path=str(self._path)
                     )
                     return
-            await asyncio.to_thread(self._write, self._listed())
+            await asyncio.to_thread(self._write, self._current())
 
     async def _save(self) -> None:
-        while (listed := self._listed()) != self._written:
+        while (listed := self._current()) != self._written:
             await asyncio.sleep(WRITE_AFTER_S + len(listed[1]) * WRITE_AFTER_S_PER_RANK)
-            listed = self._listed()
-            self._thread = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
-            await asyncio.shield(self._thread)
+            listed = self._current()
+            self._write_task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
+            await asyncio.shield(self._write_task)
             self._written = listed  # also where it failed: the next change tries again
 
-    def _write(self, listed: Listed) -> None:
+    def _write(self, listed: StoredOwnerships) -> None:
         users, ranks = listed
         content = msgspec.json.encode(_Content(dict(users), ranks))
         fresh: Path | None = None
         try:
-            fd, name = tempfile.mkstemp(_FRESH, f"{self._path.stem}.", self._path.parent)  # 0600
+            fd, name = tempfile.mkstemp(_NEW_SUFFIX, f"{self._path.stem}.", self._path.parent)  # 0600
             fresh = Path(name)
             with os.fdopen(fd, "wb") as file:
                 file.write(content)
@@ -118,7 +118,7 @@ class OwnershipFile:
             log.error("cannot write whose engine ids are", path=str(self._path), reason=error.strerror)
 
 
-def _decoded(content: bytes) -> Listed:
+def _decode(content: bytes) -> StoredOwnerships:
     """Raises ValueError for what is neither of both forms."""
     try:
         kept = msgspec.json.decode(content, type=_Content)

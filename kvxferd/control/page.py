@@ -22,7 +22,7 @@ h2 { font-size: 1.1em; } .bad { color: #b00; } .none { color: #777; }
 """
 
 
-def render_page(node: NodeSnapshot, reasons: Sequence[str], records: Sequence[Record]) -> str:
+def render_status_page(node: NodeSnapshot, reasons: Sequence[str], records: Sequence[Record]) -> str:
     """Return the page as HTML. Everything that came from outside is escaped."""
     about = f"Version {escape(kvxferd.__version__)}, boot {escape(node.boot)}."
     return "\n".join(

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_Name = tuple[str, int]  # address and port
+_Address = tuple[str, int]  # address and port
 
 
-def shut_connections_to(port: int) -> int:
+def shut_accepted_connections(port: int) -> int:
     """Shut every TCP connection that was accepted at that port; return how many others had made.
 
     libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in a
@@ -23,12 +23,12 @@ def shut_connections_to(port: int) -> int:
     Raises OSError where no descriptor is left to look with.
     """
     # Before any is shut: libzmq's thread closes the other end at once.
-    own = _of_each_connection(lambda found: _own_end(found, port))
+    own = _map_tcp_sockets(lambda found: _own_address(found, port))
     # A set: one connection may have several descriptors (see `ConnectionGuard`).
-    return len(set(_of_each_connection(lambda found: _shut_if_accepted_at(found, port))) - set(own))
+    return len(set(_map_tcp_sockets(lambda found: _shut_if_accepted_at(found, port))) - set(own))
 
 
-def _of_each_connection(look: Callable[[socket.socket], T | None]) -> list[T]:
+def _map_tcp_sockets(visit: Callable[[socket.socket], T | None]) -> list[T]:
     """Return what `look` finds at the TCP connections of this process.
 
     A duplicate is looked at, never the descriptor itself: libzmq's thread may close that at any moment.
@@ -40,28 +40,28 @@ def _of_each_connection(look: Callable[[socket.socket], T | None]) -> list[T]:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    said = look(found)
-                    if said is not None:
-                        all_found.append(said)
+                    result = visit(found)
+                    if result is not None:
+                        all_found.append(result)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
     return all_found
 
 
-def _own_end(found: socket.socket, port: int) -> _Name | None:
-    return _name(found.getsockname()) if found.getpeername()[1] == port else None
+def _own_address(found: socket.socket, port: int) -> _Address | None:
+    return _normalized(found.getsockname()) if found.getpeername()[1] == port else None
 
 
-def _shut_if_accepted_at(found: socket.socket, port: int) -> _Name | None:
-    remote = _name(found.getpeername())  # OSError: a listener
+def _shut_if_accepted_at(found: socket.socket, port: int) -> _Address | None:
+    remote = _normalized(found.getpeername())  # OSError: a listener
     if found.getsockname()[1] != port:
         return None
     found.shutdown(socket.SHUT_RDWR)
     return remote
 
 
-def _name(address: tuple[str, int, int, int] | _Name) -> _Name:
+def _normalized(address: tuple[str, int, int, int] | _Address) -> _Address:
     """A socket for both families names an IPv4 peer in IPv6."""
     found = ipaddress.ip_address(address[0].partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

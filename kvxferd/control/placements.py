@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
-from kvxferd.observe.logs import SLOW_ON_NODE
+from kvxferd.observe.logs import SAME_NODE_TCP_WARNING
 
 
 def placement_warnings(engines: Iterable[EngineSnapshot]) -> list[str]:
@@ -29,7 +29,7 @@ def _problems(rank: RankSnapshot) -> Iterator[str]:
         else:
             yield f"memory is reached the {placement.kind} way, not directly: {placement.why}"
     if any(lanes.slow for lanes in rank.lanes):
-        yield SLOW_ON_NODE
+        yield SAME_NODE_TCP_WARNING
 
 
 def _some(names: list[str]) -> str:

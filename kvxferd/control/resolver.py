@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvxferd.core.effects import NOBODY
-from kvxferd.core.shares import Shares
+from kvxferd.core.effects import NO_USER
+from kvxferd.core.shares import FairShare
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ MAX_QUERIES = 64
 # Names that wait for a query of their user to end: as many as there can be peers (`limits.max_peers`), twice.
 MAX_QUEUED = 1024
 # The last good address of a name, for when its server does not answer: 512 peers and their former names.
-MAX_KNOWN = 4096
+MAX_CACHED = 4096
 
 # As `socket.getaddrinfo` is called: host in, numeric addresses out, in order of preference. Raises OSError.
 Lookup = Callable[[str], list[str]]
@@ -58,10 +58,10 @@ def is_numeric(host: str) -> bool:
 class _Query:
     """A name that is being looked up, or is to be, and who waits."""
 
-    uid: int = NOBODY  # of whose share it is, once it runs
-    runs: bool = False
-    users: set[int] = field(default_factory=set)  # those in whose queues it stands
-    waiting: list[OnAddress] = field(default_factory=list)
+    uid: int = NO_USER  # of whose share it is, once it runs
+    is_running: bool = False
+    queued_uids: set[int] = field(default_factory=set)  # those in whose queues it stands
+    callbacks: list[OnAddress] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
 
@@ -75,29 +75,29 @@ class Resolver:
         self._lookup = lookup
         self._give_up_s = give_up_s
         self._queries: dict[str, _Query] = {}
-        self._running = Shares(MAX_QUERIES)
-        self._num_queued = Shares(MAX_QUEUED)
+        self._running = FairShare(MAX_QUERIES)
+        self._num_queued = FairShare(MAX_QUEUED)
         self._queues: OrderedDict[int, deque[str]] = OrderedDict()  # whose turn is next first
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._last_addresses: OrderedDict[str, str] = OrderedDict()
         self._stopped = False
 
-    def resolve(self, host: str, on_address: OnAddress, uid: int = NOBODY) -> None:
+    def resolve(self, host: str, on_address: OnAddress, uid: int = NO_USER) -> None:
         """Call `on_address` with a numeric address of the host, or with why it has none; later, always."""
         loop = asyncio.get_running_loop()
         query = self._queries.get(host)
-        if query is None or not (query.runs or uid in query.users):
+        if query is None or not (query.is_running or uid in query.queued_uids):
             # Also where it stands in another user's queue: that one may be long.
-            if not self._num_queued.take(uid):
+            if not self._num_queued.acquire(uid):
                 reason = (
                     f"{self._num_queued.held} names wait for their name servers, "
                     f"{self._num_queued.held_by(uid)} of them for uid {uid}; give a numeric address"
                 )
-                loop.call_soon(self._answer, host, [on_address], "", reason)
+                loop.call_soon(self._call_back, host, [on_address], "", reason)
                 return
             query = self._queries.setdefault(host, _Query())
-            query.users.add(uid)
+            query.queued_uids.add(uid)
             self._queues.setdefault(uid, deque()).append(host)
-        query.waiting.append(on_address)
+        query.callbacks.append(on_address)
         if query.timer is None:
             query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
         self._start_queued(loop)
@@ -108,43 +108,43 @@ class Resolver:
             uid = next((uid for uid in self._queues if self._running.has_room(uid)), None)
             if uid is None:
                 return
-            host = self._next_of(uid)
+            host = self._dequeue(uid)
             query = self._queries.get(host)
-            if query is None or query.runs:
+            if query is None or query.is_running:
                 continue  # another user's turn came first, or nobody waits any more
-            query.runs, query.uid = True, uid
+            query.is_running, query.uid = True, uid
             self._running.add(uid, 1)
             if reason := self._start(loop, host):
-                loop.call_soon(self._found, host, "", reason)
+                loop.call_soon(self._on_looked_up, host, "", reason)
 
-    def _next_of(self, uid: int) -> str:
+    def _dequeue(self, uid: int) -> str:
         """Take the first of that user's queue, which is the last to have a turn then."""
         queue = self._queues.pop(uid)
         host = queue.popleft()
-        self._num_queued.give_back(uid)
+        self._num_queued.release(uid)
         if queue:
             self._queues[uid] = queue
         if query := self._queries.get(host):
-            query.users.discard(uid)
+            query.queued_uids.discard(uid)
         return host
 
     def _start(self, loop: asyncio.AbstractEventLoop, host: str) -> str:
         """Look the name up on a thread, which calls `_found` once; or return why not."""
         try:
-            threading.Thread(target=self._ask, args=(loop, host), name="resolve", daemon=True).start()
+            threading.Thread(target=self._look_up, args=(loop, host), name="resolve", daemon=True).start()
         except RuntimeError as error:  # the system gives none, by a limit of processes or of memory
             why = f"{error}; raise the limit of tasks, or give a numeric address"
             return f"cannot resolve host name {host!r}: {why}"
         return ""
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Answer nobody any more. Threads end by themselves."""
         self._stopped = True
         for query in self._queries.values():
             if query.timer is not None:
                 query.timer.cancel()
 
-    def _ask(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
+    def _look_up(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
         """On its own thread."""
         address, reason = "", f"host name {host!r} has no address"
         try:
@@ -153,40 +153,40 @@ class Resolver:
             why = error.strerror if isinstance(error, OSError) else str(error)
             reason = f"cannot resolve host name {host!r}: {why}; check the name and its server"
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._found, host, address, reason)
+            loop.call_soon_threadsafe(self._on_looked_up, host, address, reason)
 
-    def _found(self, host: str, address: str, reason: str) -> None:
+    def _on_looked_up(self, host: str, address: str, reason: str) -> None:
         query = self._queries.pop(host)
-        self._running.give_back(query.uid)
+        self._running.release(query.uid)
         if query.timer is not None:
             query.timer.cancel()
         if address:
-            self._known.pop(host, None)
-            self._known[host] = address
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        self._answer(host, query.waiting, address, reason)
+            self._last_addresses.pop(host, None)
+            self._last_addresses[host] = address
+            if len(self._last_addresses) > MAX_CACHED:
+                self._last_addresses.popitem(last=False)
+        self._call_back(host, query.callbacks, address, reason)
         self._start_queued(asyncio.get_running_loop())
 
     def _give_up(self, host: str, query: _Query) -> None:
         """Nobody waits longer. A query that runs goes on counting: its thread is still there."""
         query.timer = None
-        if not query.runs:
+        if not query.is_running:
             del self._queries[host]  # the queues find nothing to do
-        waiting, query.waiting = query.waiting, []
+        waiting, query.callbacks = query.callbacks, []
         reason = f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
-        if not query.runs:
+        if not query.is_running:
             reason = (
                 f"cannot look up host name {host!r}: {self._running.held} others wait for their name "
                 f"servers, and none has answered within {self._give_up_s:g} s; give a numeric address"
             )
-        self._answer(host, waiting, "", reason)
+        self._call_back(host, waiting, "", reason)
 
-    def _answer(self, host: str, waiting: list[OnAddress], address: str, reason: str) -> None:
+    def _call_back(self, host: str, callbacks: list[OnAddress], address: str, reason: str) -> None:
         if self._stopped:
             return
-        address = address or self._known.get(host, "")
-        for on_address in waiting:
+        address = address or self._last_addresses.get(host, "")
+        for on_address in callbacks:
             try:
                 on_address(address, "" if address else reason)
             except Exception:  # the others that wait for this name have their answer all the same

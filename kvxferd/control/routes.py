@@ -10,9 +10,9 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import levers
-from kvxferd.control.page import render_page
+from kvxferd.control.page import render_status_page
 from kvxferd.control.sharing import snapshot_for
-from kvxferd.control.view import METRICS, VIEW, error_response, json_response
+from kvxferd.control.view import METRICS, NODE_API, error_response, json_response
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
 from kvxferd.observe.history import record_to_json
@@ -32,13 +32,13 @@ class Route(NamedTuple):
     path: str
     access: Access
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    shared: bool = False
+    is_cached: bool = False
 
 
-async def page(request: web.Request) -> web.StreamResponse:
+async def status_page(request: web.Request) -> web.StreamResponse:
     """The status page, for a browser."""
-    view, node = request.app[VIEW], await snapshot_for(request)
-    text = render_page(node, view.readiness(), view.history())
+    view, node = request.app[NODE_API], await snapshot_for(request)
+    text = render_status_page(node, view.readiness(), view.history())
     return web.Response(text=text, content_type="text/html")
 
 
@@ -57,14 +57,14 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
-    reasons = request.app[VIEW].readiness()
-    answer = {"ready": not reasons, "reasons": reasons, "warnings": request.app[VIEW].warnings()}
+    reasons = request.app[NODE_API].readiness()
+    answer = {"ready": not reasons, "reasons": reasons, "warnings": request.app[NODE_API].warnings()}
     return json_response(answer, 503 if reasons else 200)
 
 
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
-    view = request.app[VIEW]
+    view = request.app[NODE_API]
     reasons = view.readiness()
     return json_response(
         {
@@ -88,7 +88,7 @@ async def engines(request: web.Request) -> web.StreamResponse:
 async def layouts(request: web.Request) -> web.StreamResponse:
     """Spec and layout of every rank known of one engine: what `kvxferd explain @ENGINE_ID` reads."""
     engine_id = EngineId(request.match_info["engine_id"])
-    ranks = request.app[VIEW].layouts(engine_id)
+    ranks = request.app[NODE_API].layouts(engine_id)
     if not ranks:
         message = f"cannot tell of engine {engine_id!r}: it is neither registered here nor learnt from a peer"
         return error_response(404, Code.ENGINE_UNKNOWN, message)
@@ -115,20 +115,20 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 async def history(request: web.Request) -> web.StreamResponse:
     """What ended last, oldest first."""
-    return json_response({"records": [record_to_json(record) for record in request.app[VIEW].history()]})
+    return json_response({"records": [record_to_json(record) for record in request.app[NODE_API].history()]})
 
 
 ROUTES = [
-    Route("GET", "/", Access.ANYONE, page, shared=True),
-    Route("GET", "/metrics", Access.ANYONE, metrics, shared=True),
+    Route("GET", "/", Access.ANYONE, status_page, is_cached=True),
+    Route("GET", "/metrics", Access.ANYONE, metrics, is_cached=True),
     Route("GET", "/healthz", Access.ANYONE, healthz),
     Route("GET", "/readyz", Access.ANYONE, readyz),
-    Route("GET", "/v1/status", Access.ANYONE, status, shared=True),
-    Route("GET", "/v1/engines", Access.ANYONE, engines, shared=True),
+    Route("GET", "/v1/status", Access.ANYONE, status, is_cached=True),
+    Route("GET", "/v1/engines", Access.ANYONE, engines, is_cached=True),
     Route("GET", "/v1/engines/{engine_id}/layouts", Access.ANYONE, layouts),
-    Route("GET", "/v1/peers", Access.ANYONE, peers, shared=True),
-    Route("GET", "/v1/transfers", Access.ANYONE, transfers, shared=True),
-    Route("GET", "/v1/history", Access.ANYONE, history, shared=True),
+    Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
+    Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
+    Route("GET", "/v1/history", Access.ANYONE, history, is_cached=True),
     Route("POST", "/v1/reload", Access.ADMIN, levers.reload),
     Route("POST", "/v1/drain", Access.ADMIN, levers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, levers.drop_peer),

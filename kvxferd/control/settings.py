@@ -7,13 +7,13 @@ import os
 from kvxferd.config import Config
 from kvxferd.core.limits import Limits
 from kvxferd.core.settings import Settings
-from kvxferd.core.trust import Trust
+from kvxferd.core.trust import PeerAllowlist
 
 
-def settings_of(config: Config, trust: Trust) -> Settings:
+def settings_of(config: Config, trust: PeerAllowlist) -> Settings:
     """What the core needs of the configuration."""
     return Settings(
-        trust=trust,
+        allowlist=trust,
         limits=Limits(
             max_ranks=config.limits.max_ranks,
             max_transfers_per_engine=config.limits.max_transfers_per_engine,

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvxferd.control.http_connections import HttpConnection
-from kvxferd.control.view import NodeView
+from kvxferd.control.view import NodeApi
 from kvxferd.core.snapshot import NodeSnapshot
 
 MAX_AGE_S = 0.5
@@ -24,44 +24,44 @@ COST_FACTOR = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class SharedAnswers:
+class ResponseCache:
     """The last snapshot that strangers were shown, and the answers made of it."""
 
-    def __init__(self, view: NodeView) -> None:
-        self._view = view
+    def __init__(self, view: NodeApi) -> None:
+        self._node = view
         self._snapshot: asyncio.Future[NodeSnapshot] | None = None
         self._stale_at = 0.0
-        self._answers: dict[str, asyncio.Future[web.Response]] = {}
+        self._responses: dict[str, asyncio.Future[web.Response]] = {}
 
-    async def fresh(self) -> NodeSnapshot:
+    async def fresh_snapshot(self) -> NodeSnapshot:
         """Return everything, at this moment."""
-        for node in self._view.snapshot_steps():
+        for node in self._node.snapshot_steps():
             if node is not None:
                 return node
             await asyncio.sleep(0)
         raise AssertionError("a snapshot without an end")
 
-    async def shared(self) -> NodeSnapshot:
+    async def cached_snapshot(self) -> NodeSnapshot:
         """Return everything, at a moment not long ago."""
         loop = asyncio.get_running_loop()
         if self._snapshot is None or (self._snapshot.done() and loop.time() >= self._stale_at):
-            self._answers.clear()
-            self._snapshot = loop.create_task(self._make())
+            self._responses.clear()
+            self._snapshot = loop.create_task(self._make_snapshot())
         return await asyncio.shield(self._snapshot)
 
-    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return the answer of that path, made of the shared snapshot. Paths are the table's own, so few."""
-        await self.shared()
-        made = self._answers.get(request.path)
+        await self.cached_snapshot()
+        made = self._responses.get(request.path)
         if made is None:
-            made = self._answers[request.path] = asyncio.ensure_future(self._render(request, handler))
+            made = self._responses[request.path] = asyncio.ensure_future(self._render(request, handler))
         answer = await asyncio.shield(made)
         return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
 
-    async def _make(self) -> NodeSnapshot:
+    async def _make_snapshot(self) -> NodeSnapshot:
         started = asyncio.get_running_loop().time()
         try:
-            return await self.fresh()
+            return await self.fresh_snapshot()
         finally:
             self._set_stale(started)
 
@@ -77,7 +77,7 @@ class SharedAnswers:
         self._stale_at = max(self._stale_at, now + MAX_AGE_S, now + COST_FACTOR * (now - started))
 
 
-ANSWERS: web.AppKey[SharedAnswers] = web.AppKey("answers", SharedAnswers)
+RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("answers", ResponseCache)
 
 
 def is_operator(request: web.Request) -> bool:
@@ -87,5 +87,5 @@ def is_operator(request: web.Request) -> bool:
 
 async def snapshot_for(request: web.Request) -> NodeSnapshot:
     """Return the snapshot that whoever asks is shown."""
-    answers = request.app[ANSWERS]
-    return await (answers.fresh() if is_operator(request) else answers.shared())
+    answers = request.app[RESPONSE_CACHE]
+    return await (answers.fresh_snapshot() if is_operator(request) else answers.cached_snapshot())

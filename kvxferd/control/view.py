@@ -15,7 +15,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.observe.metrics import Metrics
 
 
-class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
+class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What reading the configuration again has changed."""
 
     changed: list[str]  # settings
@@ -25,7 +25,7 @@ class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
     closed_connections: int | None = 0  # of peers to this node; None: to be closed, no descriptor was left
 
 
-class NodeView(Protocol):
+class NodeApi(Protocol):
     """What HTTP knows of the node it serves."""
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
@@ -67,11 +67,11 @@ class NodeView(Protocol):
         """End a pull of a local rank. False: there is none of that number that could be ended."""
         ...
 
-    async def drained(self) -> NodeSnapshot:
+    async def wait_drained(self) -> NodeSnapshot:
         """Return, once a drain is over, what it left behind."""
         ...
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
         ...
 
@@ -80,7 +80,7 @@ class NodeView(Protocol):
         ...
 
 
-VIEW: web.AppKey[NodeView] = web.AppKey("view")
+NODE_API: web.AppKey[NodeApi] = web.AppKey("view")
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 
 

@@ -20,31 +20,31 @@ from pathlib import Path
 import structlog
 
 from kvxferd.config import LimitsConfig, WorkerConfig
-from kvxferd.control.admission import Admission, Waiting
-from kvxferd.control.callers import Credentials, credentials_of, death_watch
-from kvxferd.control.descriptor_budget import memory_descriptors
-from kvxferd.control.frame_descriptors import FrameDescriptors
-from kvxferd.control.inbox import Inbox
-from kvxferd.control.offers import check_offer, mover_socket, take_offer
-from kvxferd.control.turns import Turns
-from kvxferd.core.events import DescriptorsCame, Event, WorkerClosed, WorkerOpened, WorkerSaid
+from kvxferd.control.admission import PartialFrames, SessionAdmission
+from kvxferd.control.callers import Credentials, credentials_of, open_exit_fds
+from kvxferd.control.descriptor_budget import max_memory_fds_of
+from kvxferd.control.frame_descriptors import FrameFds
+from kvxferd.control.inbox import SessionInbox
+from kvxferd.control.offers import check_regions, check_registration, detach_mover_socket
+from kvxferd.control.turns import RoundRobin
+from kvxferd.core.events import Event, FdsArrived, WorkerConnected, WorkerDisconnected, WorkerMessage
 from kvxferd.core.limits import RETRY_LATER_S
-from kvxferd.core.shares import Shares
+from kvxferd.core.shares import FairShare
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId
-from kvxferd.link import Link, close_all, new_room
+from kvxferd.link import FrameSocket, close_fds, new_read_buffer
 from kvxferd.memory.fence import UnmappedFencePage
-from kvxferd.old_places import is_answered
-from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first, encode
-from kvxferd.wire.common import Descriptors, Message, Refusal
-from kvxferd.wire.descriptors import EarlyDescriptors
+from kvxferd.old_places import is_listening
+from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
+from kvxferd.wire.common import FdBatch, Message, Refusal
+from kvxferd.wire.descriptors import FdBatchAssembly
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
-    FIRST_WITH_LATE_DESCRIPTORS,
-    DescriptorsWanted,
+    FIRST_WITH_LATE_FDS,
     Farewell,
+    FdsWanted,
     Hello,
     NewMover,
     Publish,
@@ -60,14 +60,14 @@ log = structlog.get_logger()
 # 100,000 events of the largest kind. A client that reads nothing for so long is not coming back.
 MAX_QUEUED_BYTES = 32 << 20
 # Answers to a hello and to a registration or two, which are all that a session gets before it is admitted.
-MAX_QUEUED_BEFORE = 64 << 10
+MAX_QUEUED_BYTES_UNADMITTED = 64 << 10
 BACKLOG = 128
-ACCEPT_AGAIN_S = 0.2
-LAST_TURNS = 64  # of a dead worker: a process forked from it may go on sending
+ACCEPT_RETRY_S = 0.2
+TURNS_AFTER_EXIT = 64  # of a dead worker: a process forked from it may go on sending
 FAREWELL_S = 0.5  # how long a closed session may take to read why
 
 
-NO_DESCRIPTORS = Refusal(
+FD_LIMIT_REFUSAL = Refusal(
     Code.BUSY,
     "cannot take more descriptors: the ranks of this user, or of this node, have all that workers may; "
     "put more memory behind each, raise the daemon's limit of open files, or try again later",
@@ -80,70 +80,70 @@ class _Connection:
     """One session's socket and all that came over it."""
 
     session: SessionId
-    link: Link
-    inbox: Inbox
+    frame_socket: FrameSocket
+    inbox: SessionInbox
     credentials: Credentials
-    death: int  # readable once the worker is dead: a pidfd where there is one
-    alive: int  # where `death` is a pipe, its other end; else -1
+    exit_fd: int  # readable once the worker is dead: a pidfd where there is one
+    exit_pipe_writer: int  # where `death` is a pipe, its other end; else -1
     version: int = 0  # of the protocol, agreed on by hello
-    greeted: bool = False
-    fence: UnmappedFencePage | None = None
-    offered_notices: int | None = None  # of a registration that is not adopted; -1: it has none
-    notices: int = -1  # where movers say Delivered themselves
-    admitted: bool = False  # its registration, or attachment, was found right
+    is_hello_done: bool = False
+    fence_page: UnmappedFencePage | None = None
+    pending_delivery_fd: int | None = None  # of a registration that is not adopted; -1: it has none
+    delivery_fd: int = -1  # where movers say Delivered themselves
+    is_admitted: bool = False  # its registration, or attachment, was found right
     has_memory: bool = False  # it was a registration: descriptors may come by themselves
-    waiting: Waiting = field(default_factory=Waiting)  # what it keeps before
-    early: EarlyDescriptors = field(default_factory=EarlyDescriptors)
-    announced: Register | None = None  # has more descriptors than came with it
-    num_counted: int = 0  # descriptors that its user's share is charged with
-    offered: tuple[int, ...] = ()  # descriptors of the last Register or Resume
-    adopted: tuple[int, ...] = ()  # those of the present registration
-    mover: socket.socket | None = None  # to a resident mover that nobody has taken yet
-    num_last_turns: int = LAST_TURNS  # that are left once its worker is dead
-    is_dead: bool = False  # its worker is, and what it had sent is being taken
-    has_more: bool = False  # it waits for its next turn, and its socket is not read
-    writing: bool = False
-    closing: bool = False  # takes no more frames; what is queued still goes out
-    ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
+    partial_frames: PartialFrames = field(default_factory=PartialFrames)  # what it keeps before
+    early_fds: FdBatchAssembly = field(default_factory=FdBatchAssembly)
+    incomplete_register: Register | None = None  # has more descriptors than came with it
+    num_charged_fds: int = 0  # descriptors that its user's share is charged with
+    pending_fds: tuple[int, ...] = ()  # descriptors of the last Register or Resume
+    registered_fds: tuple[int, ...] = ()  # those of the present registration
+    mover_socket: socket.socket | None = None  # to a resident mover that nobody has taken yet
+    num_turns_left: int = TURNS_AFTER_EXIT  # that are left once its worker is dead
+    is_worker_dead: bool = False  # its worker is, and what it had sent is being taken
+    is_turn_queued: bool = False  # it waits for its next turn, and its socket is not read
+    is_writer_watched: bool = False
+    is_closing: bool = False  # takes no more frames; what is queued still goes out
+    is_ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Close everything."""
-        self.link.close()
+        self.frame_socket.close()
         self.inbox.close()
-        self.bring(None)
-        if self.fence is not None:
-            self.fence.close()
-        own = (fd for fd in (self.notices, self.death, self.alive) if fd >= 0)
-        self.drop_offered()
-        close_all([*self.adopted, *own])
-        self.adopted = ()
+        self.set_mover_socket(None)
+        if self.fence_page is not None:
+            self.fence_page.close()
+        own = (fd for fd in (self.delivery_fd, self.exit_fd, self.exit_pipe_writer) if fd >= 0)
+        self.close_pending()
+        close_fds([*self.registered_fds, *own])
+        self.registered_fds = ()
 
-    def drop_offered(self) -> None:
+    def close_pending(self) -> None:
         """Close what no registration has."""
-        close_all([*self.early.take(), *self.offered])
-        self.offered, self.announced = (), None
-        self.offer_notices(None)
+        close_fds([*self.early_fds.pop_all(), *self.pending_fds])
+        self.pending_fds, self.incomplete_register = (), None
+        self.set_pending_delivery_fd(None)
 
-    def offer_notices(self, fd: int | None) -> None:
+    def set_pending_delivery_fd(self, fd: int | None) -> None:
         """Keep the socket of a registration that is not adopted; -1: it has none, None: there is none."""
-        if self.offered_notices is not None and self.offered_notices >= 0:
-            close_all([self.offered_notices])
-        self.offered_notices = fd
+        if self.pending_delivery_fd is not None and self.pending_delivery_fd >= 0:
+            close_fds([self.pending_delivery_fd])
+        self.pending_delivery_fd = fd
 
-    def adopt(self) -> None:
+    def commit_pending(self) -> None:
         """What came last is the registration's."""
-        close_all(self.adopted)
-        self.adopted, self.offered = self.offered, ()
-        if self.offered_notices is not None:
-            close_all([self.notices] if self.notices >= 0 else [])
-            self.notices, self.offered_notices = self.offered_notices, None
-        self.admitted = self.has_memory = True
+        close_fds(self.registered_fds)
+        self.registered_fds, self.pending_fds = self.pending_fds, ()
+        if self.pending_delivery_fd is not None:
+            close_fds([self.delivery_fd] if self.delivery_fd >= 0 else [])
+            self.delivery_fd, self.pending_delivery_fd = self.pending_delivery_fd, None
+        self.is_admitted = self.has_memory = True
 
-    def bring(self, mover: socket.socket | None) -> None:
+    def set_mover_socket(self, mover: socket.socket | None) -> None:
         """Keep the socket of a resident mover, the last that came."""
-        if self.mover is not None:
-            self.mover.close()
-        self.mover = mover
+        if self.mover_socket is not None:
+            self.mover_socket.close()
+        self.mover_socket = mover
 
 
 class WorkerSocket:
@@ -154,7 +154,7 @@ class WorkerSocket:
         config: WorkerConfig,
         on_event: Callable[[Event], None],
         max_sessions: int = 256,
-        max_descriptors: int | None = None,
+        max_memory_fds: int | None = None,
     ) -> None:
         self._config = config
         self._on_event = on_event
@@ -162,10 +162,11 @@ class WorkerSocket:
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, _Connection] = {}
         self._numbers = itertools.count(1)
-        most = memory_descriptors(LimitsConfig()) if max_descriptors is None else max_descriptors
-        self._admission = Admission(most)
-        self._turns: Turns[_Connection] = Turns(self._take_turn)
-        self._room = new_room()  # one for all links: 256 of their own would be 64 MiB
+        if max_memory_fds is None:
+            max_memory_fds = max_memory_fds_of(LimitsConfig())
+        self._admission = SessionAdmission(max_memory_fds)
+        self._round_robin: RoundRobin[_Connection] = RoundRobin(self._process_turn)
+        self._read_buffer = new_read_buffer()  # one for all links: 256 of their own would be 64 MiB
 
     # --- listening
 
@@ -176,7 +177,7 @@ class WorkerSocket:
         try:
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
                 raise ConfigError(f"cannot listen on {path}: it is there and is no socket; remove it")
-            if is_answered(path):
+            if is_listening(path):
                 raise ConfigError(
                     f"cannot listen on {path}: another daemon does; give this one another worker.socket",
                     Code.ALREADY_RUNNING,
@@ -193,9 +194,9 @@ class WorkerSocket:
             listener.close()
             raise
         self._listener = listener
-        self._listen()
+        self._watch_listener()
 
-    def _listen(self) -> None:
+    def _watch_listener(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
@@ -221,31 +222,31 @@ class WorkerSocket:
             log.warning("worker socket: cannot accept", error=str(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
-            loop.call_later(ACCEPT_AGAIN_S, self._listen)
+            loop.call_later(ACCEPT_RETRY_S, self._watch_listener)
             return
         credentials = credentials_of(accepted)
-        link = Link(accepted, self._room)
+        link = FrameSocket(accepted, self._read_buffer)
         # No message is larger than the largest registration: block ids come in parts of half of it.
         link.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
-        if (farewell := self._obstacle(credentials)) is not None:
+        if (farewell := self._rejection(credentials)) is not None:
             link.send(encode(farewell))
             link.flush()
             link.close()
             return
         try:
-            death, alive = death_watch(accepted, credentials.pid)
+            death, alive = open_exit_fds(accepted, credentials.pid)
         except OSError as error:
             log.warning("worker socket: cannot watch who connects", pid=credentials.pid, error=str(error))
             link.close()
             return
         session = SessionId(next(self._numbers))
-        connection = _Connection(session, link, Inbox(link), credentials, death, alive)
+        connection = _Connection(session, link, SessionInbox(link), credentials, death, alive)
         self._connections[session] = connection
-        self._on_event(WorkerOpened(session, credentials.pid, credentials.uid))
+        self._on_event(WorkerConnected(session, credentials.pid, credentials.uid))
         loop = asyncio.get_running_loop()
         loop.add_reader(link.fileno(), self._readable, connection)
         if alive < 0:
-            loop.add_reader(death, self._died, connection)
+            loop.add_reader(death, self._on_worker_exit, connection)
 
     def set_allowed(self, config: WorkerConfig) -> int:
         """Admit these users from now on, and close the sessions of others; return how many."""
@@ -253,11 +254,11 @@ class WorkerSocket:
         others = [
             c
             for c in self._connections.values()
-            if not (c.closing or c.ended or self._may_connect(c.credentials))
+            if not (c.is_closing or c.is_ended or self._may_connect(c.credentials))
         ]
         for connection in others:
             text = f"cannot go on as uid {connection.credentials.uid}: its user is no longer allowed"
-            self._expel(connection, EngineError(text, Code.NOT_ALLOWED))
+            self._disconnect(connection, EngineError(text, Code.NOT_ALLOWED))
         return len(others)
 
     def _may_connect(self, credentials: Credentials) -> bool:
@@ -266,7 +267,7 @@ class WorkerSocket:
             return True  # the file's mode has decided
         return credentials.uid in (0, os.geteuid(), *uids) or credentials.gid in gids
 
-    def _obstacle(self, credentials: Credentials) -> Farewell | None:
+    def _rejection(self, credentials: Credentials) -> Farewell | None:
         """What whoever connects is told before the connection is closed; None if they may stay."""
         if not self._may_connect(credentials):
             text = (
@@ -281,7 +282,7 @@ class WorkerSocket:
             )
             return Farewell(code=Code.BUSY, message=text)
         held_by = Counter(c.credentials.uid for c in self._connections.values())
-        if not Shares.of(self._max_sessions, held_by).has_room(credentials.uid):
+        if not FairShare.from_counts(self._max_sessions, held_by).has_room(credentials.uid):
             text = (
                 f"cannot take another connection of uid {credentials.uid}: "
                 f"it has {held_by[credentials.uid]}, and the rest of {self._max_sessions} "
@@ -293,217 +294,215 @@ class WorkerSocket:
     # --- hearing
 
     def _readable(self, connection: _Connection) -> None:
-        if connection.ended or connection.is_dead or self._turns.take_now(connection):
+        if connection.is_ended or connection.is_worker_dead or self._round_robin.run_now(connection):
             return
-        self._wait_for(connection, True)
+        self._schedule_turn(connection, True)
 
-    def _take_turn(self, connection: _Connection) -> float:
+    def _process_turn(self, connection: _Connection) -> float:
         """Take some of what the session has sent; return the processor time."""
-        if connection.ended:
+        if connection.is_ended:
             return 0.0
-        if connection.is_dead:
-            self._hear_out(connection)
+        if connection.is_worker_dead:
+            self._process_last_frames(connection)
         else:
-            self._hear_some(connection)
-        return connection.inbox.took_s
+            self._process_frames(connection)
+        return connection.inbox.cpu_s
 
-    def _hear_some(self, connection: _Connection) -> None:
+    def _process_frames(self, connection: _Connection) -> None:
         try:
-            has_more = connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
+            has_more = connection.inbox.process_turn(lambda frame: self._handle_frame(connection, frame))
         except ProtocolError as error:
-            self._expel(connection, error)
+            self._disconnect(connection, error)
             return
-        if connection.inbox.ended:
+        if connection.inbox.is_eof:
             self._end(connection)
-        elif not self._may_keep(connection):
+        elif not self._charge_partial_frames(connection):
             pass
-        elif not connection.ended:
-            self._wait_for(connection, has_more)
+        elif not connection.is_ended:
+            self._schedule_turn(connection, has_more)
 
-    def _may_keep(self, connection: _Connection) -> bool:
+    def _charge_partial_frames(self, connection: _Connection) -> bool:
         """Count what is kept of a session that is not admitted, and end it where that is too much."""
-        if connection.ended:
+        if connection.is_ended:
             return False
-        kept = (0, 0) if connection.admitted else connection.link.kept
+        kept = (0, 0) if connection.is_admitted else connection.frame_socket.buffered
         try:
-            self._admission.keep(connection.credentials.uid, connection.waiting, *kept)
+            self._admission.charge(connection.credentials.uid, connection.partial_frames, *kept)
         except ProtocolError as error:
-            self._expel(connection, error)
+            self._disconnect(connection, error)
             return False
         return True
 
-    def _wait_for(self, connection: _Connection, has_more: bool) -> None:
+    def _schedule_turn(self, connection: _Connection, has_more: bool) -> None:
         """Have the session's next turn come: behind others', or when something arrives."""
         loop = asyncio.get_running_loop()
         if has_more:
-            self._turns.wait(connection.credentials.uid, connection)
-        if has_more != connection.has_more:
-            connection.has_more = has_more
+            self._round_robin.enqueue(connection.credentials.uid, connection)
+        if has_more != connection.is_turn_queued:
+            connection.is_turn_queued = has_more
             if has_more:
-                loop.remove_reader(connection.link.fileno())
+                loop.remove_reader(connection.frame_socket.fileno())
             else:
-                loop.add_reader(connection.link.fileno(), self._readable, connection)
+                loop.add_reader(connection.frame_socket.fileno(), self._readable, connection)
 
-    def _died(self, connection: _Connection) -> None:
+    def _on_worker_exit(self, connection: _Connection) -> None:
         """The worker is dead. A process forked from it may hold its socket, and is not the worker."""
         loop = asyncio.get_running_loop()
-        connection.is_dead = True
-        loop.remove_reader(connection.death)
-        loop.remove_reader(connection.link.fileno())
-        self._turns.wait(connection.credentials.uid, connection)
+        connection.is_worker_dead = True
+        loop.remove_reader(connection.exit_fd)
+        loop.remove_reader(connection.frame_socket.fileno())
+        self._round_robin.enqueue(connection.credentials.uid, connection)
 
-    def _hear_out(self, connection: _Connection) -> None:
+    def _process_last_frames(self, connection: _Connection) -> None:
         """Take what a dead worker had sent, in turns too, then end its session."""
-        connection.num_last_turns -= 1
+        connection.num_turns_left -= 1
         try:
-            connection.inbox.take_turn(lambda frame: self._hear(connection, frame))
+            connection.inbox.process_turn(lambda frame: self._handle_frame(connection, frame))
         except ProtocolError as error:
-            self._expel(connection, error)
-        if connection.num_last_turns and connection.inbox.num_taken and not connection.inbox.ended:
-            self._turns.wait(connection.credentials.uid, connection)
+            self._disconnect(connection, error)
+        if connection.num_turns_left and connection.inbox.num_handled and not connection.inbox.is_eof:
+            self._round_robin.enqueue(connection.credentials.uid, connection)
         else:
             self._end(connection)
 
-    def _hear(self, connection: _Connection, frame: Frame) -> None:
-        fds = FrameDescriptors(frame.fds)
+    def _handle_frame(self, connection: _Connection, frame: Frame) -> None:
+        fds = FrameFds(frame.fds)
         try:
-            self._take(connection, frame.payload, fds)
+            self._handle_message(connection, frame.payload, fds)
         finally:
             fds.close()
 
-    def _take(self, connection: _Connection, payload: bytes, fds: FrameDescriptors) -> None:
+    def _handle_message(self, connection: _Connection, payload: bytes, fds: FrameFds) -> None:
         """Take a message. What it keeps of the descriptors it takes out of `fds`."""
-        if connection.closing or connection.ended:
+        if connection.is_closing or connection.is_ended:
             return
         if connection.version:
             message = CLIENT_MESSAGES.decode(payload)
         else:
-            message, connection.version = decode_first(payload)
-        problem = self._take_descriptors(connection, message, fds)
+            message, connection.version = decode_first_frame(payload)
+        problem = self._keep_frame_fds(connection, message, fds)
         fds.close()  # before anybody acts on the message
         word = b""
-        if isinstance(message, Publish) and connection.fence and 0 <= message.fence_slot < FENCE_SLOTS:
-            word = connection.fence.read(message.fence_slot)
-        lacks = isinstance(message, Register) and connection.announced is message
-        self._on_event(WorkerSaid(connection.session, message, problem, word, lacks))
-        if isinstance(message, Descriptors):
-            self._complete(connection)
+        if isinstance(message, Publish) and connection.fence_page and 0 <= message.fence_slot < FENCE_SLOTS:
+            word = connection.fence_page.read(message.fence_slot)
+        awaits_fds = isinstance(message, Register) and connection.incomplete_register is message
+        self._on_event(WorkerMessage(connection.session, message, problem, word, awaits_fds))
+        if isinstance(message, FdBatch):
+            self._complete_registration(connection)
 
-    def _take_descriptors(
-        self, connection: _Connection, message: object, fds: FrameDescriptors
-    ) -> Refusal | None:
+    def _keep_frame_fds(self, connection: _Connection, message: object, fds: FrameFds) -> Refusal | None:
         """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
-        if isinstance(message, Descriptors):
-            self._take_part(connection, message, fds)
+        if isinstance(message, FdBatch):
+            self._keep_late_fds(connection, message, fds)
             return None
         if isinstance(message, Register | Resume):
-            return self._take_registration(connection, message, fds)
+            return self._keep_registration_fds(connection, message, fds)
         if isinstance(message, NewMover):
             if len(fds) != 1:
                 raise ProtocolError(
                     f"cannot take a new mover: {len(fds)} descriptors came, not its socket alone"
                 )
             try:
-                connection.bring(mover_socket(fds))
+                connection.set_mover_socket(detach_mover_socket(fds))
             except EngineError as error:
                 raise ProtocolError(error.message) from error
             return None
         if isinstance(message, Hello):
-            return self._take_hello(connection, message, fds)
+            return self._keep_hello_fds(connection, message, fds)
         if fds:
             raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
         return None
 
-    def _take_registration(
-        self, connection: _Connection, message: Register | Resume, fds: FrameDescriptors
+    def _keep_registration_fds(
+        self, connection: _Connection, message: Register | Resume, fds: FrameFds
     ) -> Refusal | None:
         if isinstance(message, Resume):
-            connection.offer_notices(None)  # the rank keeps those that it has
-        elif connection.announced is not None:
+            connection.set_pending_delivery_fd(None)  # the rank keeps those that it has
+        elif connection.incomplete_register is not None:
             # The core has the first one's regions; those of this one would be what is checked.
             raise ProtocolError(
                 "cannot register again: descriptors of the registration before are still to come",
                 Code.OUT_OF_PLACE,
             )
-        close_all(connection.offered)
-        connection.offered, connection.announced = (), None
-        if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_DESCRIPTORS:
+        close_fds(connection.pending_fds)
+        connection.pending_fds, connection.incomplete_register = (), None
+        if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_FDS:
             if message.notices and not fds:
                 raise ProtocolError("cannot take notices: their socket is the last descriptor of the frame")
-            connection.offer_notices(fds.take_last() if message.notices else -1)
+            connection.set_pending_delivery_fd(fds.detach_last() if message.notices else -1)
             if message.num_descriptors > len(fds) - (message.placement == "resident"):
-                connection.announced = message
-        fds.put_before(connection.early.take())
-        mover, problem = take_offer(message, fds, connection.announced is None)
-        connection.bring(mover)
-        if problem is None and not self._count_descriptors(connection, len(fds)):
-            problem = NO_DESCRIPTORS
+                connection.incomplete_register = message
+        fds.prepend(connection.early_fds.pop_all())
+        mover, problem = check_registration(message, fds, connection.incomplete_register is None)
+        connection.set_mover_socket(mover)
+        if problem is None and not self._charge_fds(connection, len(fds)):
+            problem = FD_LIMIT_REFUSAL
         if problem is not None:
             fds.close()
-            connection.announced = None
-            self._count_descriptors(connection)
-        elif connection.announced is not None:
-            self._keep_part(connection, 0, fds)
+            connection.incomplete_register = None
+            self._charge_fds(connection)
+        elif connection.incomplete_register is not None:
+            self._add_early_fds(connection, 0, fds)
         else:
-            connection.offered = fds.take()
+            connection.pending_fds = fds.detach_all()
         return problem
 
-    def _take_part(self, connection: _Connection, part: Descriptors, fds: FrameDescriptors) -> None:
+    def _keep_late_fds(self, connection: _Connection, part: FdBatch, fds: FrameFds) -> None:
         """Keep descriptors that belong to a registration which was found right. An attachment has none."""
         if not connection.has_memory:
-            old = connection.version < FIRST_WITH_LATE_DESCRIPTORS
+            old = connection.version < FIRST_WITH_LATE_FDS
             raise ProtocolError(
                 "cannot take descriptors before the registration that they belong to"
                 + ("; from version 2 on they come behind it: upgrade the older" if old else ""),
                 Code.BAD_VERSION if old else Code.OUT_OF_PLACE,
             )
-        self._keep_part(connection, part.first, fds)
-        if not self._count_descriptors(connection):
-            raise ProtocolError(NO_DESCRIPTORS.message, Code.BUSY)
+        self._add_early_fds(connection, part.first, fds)
+        if not self._charge_fds(connection):
+            raise ProtocolError(FD_LIMIT_REFUSAL.message, Code.BUSY)
 
-    def _keep_part(self, connection: _Connection, first: int, fds: FrameDescriptors) -> None:
-        void = connection.early.add(first, fds.fds)
-        fds.take()  # they are kept now, and only now
-        close_all(void)
+    def _add_early_fds(self, connection: _Connection, first: int, fds: FrameFds) -> None:
+        surplus_fds = connection.early_fds.add(first, fds.fds)
+        fds.detach_all()  # they are kept now, and only now
+        close_fds(surplus_fds)
 
-    def _complete(self, connection: _Connection) -> None:
+    def _complete_registration(self, connection: _Connection) -> None:
         """Have the core know when all descriptors that were announced are there."""
-        announced = connection.announced
-        if announced is None or len(connection.early) < announced.num_descriptors:
+        announced = connection.incomplete_register
+        if announced is None or len(connection.early_fds) < announced.num_descriptors:
             return
-        connection.announced = None
-        connection.offered = connection.early.take()
-        self._on_event(DescriptorsCame(connection.session, check_offer(announced, connection.offered)))
+        connection.incomplete_register = None
+        connection.pending_fds = connection.early_fds.pop_all()
+        self._on_event(FdsArrived(connection.session, check_regions(announced, connection.pending_fds)))
 
-    def _count_descriptors(self, connection: _Connection, num_more: int = 0) -> bool:
+    def _charge_fds(self, connection: _Connection, num_more: int = 0) -> bool:
         """Count what the session has now, and is to have; return whether its user may have so many."""
-        shares, uid = self._admission.descriptors, connection.credentials.uid
-        num_kept = len(connection.early) + num_more
-        if connection.announced is not None:
-            num_kept = max(num_kept, connection.announced.num_descriptors)
-        count = num_kept + len(connection.offered) + len(connection.adopted)
-        shares.add(uid, count - connection.num_counted)
-        is_more, connection.num_counted = count > connection.num_counted, count
+        shares, uid = self._admission.memory_fds, connection.credentials.uid
+        num_kept = len(connection.early_fds) + num_more
+        if connection.incomplete_register is not None:
+            num_kept = max(num_kept, connection.incomplete_register.num_descriptors)
+        count = num_kept + len(connection.pending_fds) + len(connection.registered_fds)
+        shares.add(uid, count - connection.num_charged_fds)
+        is_more, connection.num_charged_fds = count > connection.num_charged_fds, count
         return not is_more or shares.has_room(uid, 0)
 
-    def _take_hello(self, connection: _Connection, message: Hello, fds: FrameDescriptors) -> Refusal | None:
-        if connection.greeted or len(fds) != 1 + message.notices:
+    def _keep_hello_fds(self, connection: _Connection, message: Hello, fds: FrameFds) -> Refusal | None:
+        if connection.is_hello_done or len(fds) != 1 + message.notices:
             raise ProtocolError(
                 "cannot take hello: it comes once, with the fence page, and the notices where it has any"
             )
-        connection.greeted = True
+        connection.is_hello_done = True
         if connection.version >= FIRST_WITH_FENCE_PAGES:
             # For a daemon of version 1: this one makes the page, and takes notices with the registration.
             return None
         try:
-            connection.fence = UnmappedFencePage.adopt(fds.fds[0])
+            connection.fence_page = UnmappedFencePage.from_fd(fds.fds[0])
         except EngineError as error:
             return Refusal(error.code, error.message)
-        _, *notices = fds.take()
-        connection.notices = notices[0] if notices else -1
+        _, *notices = fds.detach_all()
+        connection.delivery_fd = notices[0] if notices else -1
         return None
 
-    def _expel(self, connection: _Connection, error: KvxferdError) -> None:
+    def _disconnect(self, connection: _Connection, error: KvxferdError) -> None:
         log.warning(
             "worker session closed",
             limit_by=f"uid {connection.credentials.uid}",
@@ -520,23 +519,23 @@ class WorkerSocket:
     def send(self, session: SessionId, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Queue a frame; owns `fds`. A session that is gone gets nothing."""
         connection = self._connections.get(session)
-        if connection is None or connection.closing or connection.ended:
-            close_all(fds)
+        if connection is None or connection.is_closing or connection.is_ended:
+            close_fds(fds)
             return
         if isinstance(message, Suspended):
             # A descriptor keeps memory alive, and this message says that nobody but the worker does.
-            close_all(connection.adopted)
-            connection.adopted = ()
-            self._count_descriptors(connection)
+            close_fds(connection.registered_fds)
+            connection.registered_fds = ()
+            self._charge_fds(connection)
         elif isinstance(message, Refused):
-            connection.drop_offered()
-            self._count_descriptors(connection)
+            connection.close_pending()
+            self._charge_fds(connection)
         elif isinstance(message, Registered):
-            connection.admitted = True
-        elif isinstance(message, DescriptorsWanted):
-            connection.admitted = connection.has_memory = True
+            connection.is_admitted = True
+        elif isinstance(message, FdsWanted):
+            connection.is_admitted = connection.has_memory = True
         try:
-            connection.link.send(encode(message), fds)
+            connection.frame_socket.send(encode(message), fds)
         except ProtocolError as error:
             # Without it the client would wait for ever; without the connection it starts anew.
             log.error(
@@ -547,8 +546,10 @@ class WorkerSocket:
             )
             self._end(connection)
             return
-        connection.link.flush()
-        if connection.link.queued_bytes > (MAX_QUEUED_BYTES if connection.admitted else MAX_QUEUED_BEFORE):
+        connection.frame_socket.flush()
+        if connection.frame_socket.queued_bytes > (
+            MAX_QUEUED_BYTES if connection.is_admitted else MAX_QUEUED_BYTES_UNADMITTED
+        ):
             log.warning(
                 "worker session reads no events: closed",
                 limit_by=f"uid {connection.credentials.uid}",
@@ -560,127 +561,129 @@ class WorkerSocket:
 
     def _watch_writable(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
-        if connection.link.idle == connection.writing:
-            if connection.writing:
-                loop.remove_writer(connection.link.fileno())
+        if connection.frame_socket.is_flushed == connection.is_writer_watched:
+            if connection.is_writer_watched:
+                loop.remove_writer(connection.frame_socket.fileno())
             else:
-                loop.add_writer(connection.link.fileno(), self._writable, connection)
-            connection.writing = not connection.writing
+                loop.add_writer(connection.frame_socket.fileno(), self._writable, connection)
+            connection.is_writer_watched = not connection.is_writer_watched
 
     def _writable(self, connection: _Connection) -> None:
-        connection.link.flush()
-        if connection.ended:
+        connection.frame_socket.flush()
+        if connection.is_ended:
             return
         self._watch_writable(connection)
-        if connection.closing and connection.link.idle:
+        if connection.is_closing and connection.frame_socket.is_flushed:
             self._end(connection)
 
     def close(self, session: SessionId) -> None:
         """Send what is queued, then close; at once where nothing is, and soon in any case."""
         connection = self._connections.get(session)
-        if connection is None or connection.closing or connection.ended:
+        if connection is None or connection.is_closing or connection.is_ended:
             return
-        connection.closing = True
-        if connection.link.idle:
+        connection.is_closing = True
+        if connection.frame_socket.is_flushed:
             self._end(connection)
         else:
             asyncio.get_running_loop().call_later(FAREWELL_S, self._end, connection)
 
     def _end(self, connection: _Connection) -> None:
-        if connection.ended:
+        if connection.is_ended:
             return
-        connection.ended = True
+        connection.is_ended = True
         loop = asyncio.get_running_loop()
-        loop.remove_reader(connection.link.fileno())
-        if connection.alive < 0:
-            loop.remove_reader(connection.death)
-        if connection.writing:
-            loop.remove_writer(connection.link.fileno())
-        self._on_event(WorkerClosed(connection.session))
+        loop.remove_reader(connection.frame_socket.fileno())
+        if connection.exit_pipe_writer < 0:
+            loop.remove_reader(connection.exit_fd)
+        if connection.is_writer_watched:
+            loop.remove_writer(connection.frame_socket.fileno())
+        self._on_event(WorkerDisconnected(connection.session))
         # The core has the session's fence words overwritten on that event, which may be queued
         # behind the one that is being dealt with: the page stays mapped until the loop's next turn.
         loop.call_soon(self._release, connection)
 
     def _release(self, connection: _Connection) -> None:
         del self._connections[connection.session]
-        connection.release()
-        self._count_descriptors(connection)
-        self._admission.keep(connection.credentials.uid, connection.waiting, 0, 0)
+        connection.close()
+        self._charge_fds(connection)
+        self._admission.charge(connection.credentials.uid, connection.partial_frames, 0, 0)
 
-    def adopt_regions(self, session: SessionId) -> None:
+    def commit_region_fds(self, session: SessionId) -> None:
         """The descriptors that came last are the registration's."""
         if connection := self._connections.get(session):
-            connection.adopt()
-            self._count_descriptors(connection)
+            connection.commit_pending()
+            self._charge_fds(connection)
 
-    def take_mover(self, session: SessionId) -> tuple[socket.socket, tuple[int, int]] | None:
+    def detach_mover(self, session: SessionId) -> tuple[socket.socket, tuple[int, int]] | None:
         """Return a resident mover's socket, and its worker: the pid, and what is readable once it is dead.
 
         Both descriptors are the caller's. None where no socket came.
         """
         connection = self._connections.get(session)
-        if connection is None or connection.mover is None:
+        if connection is None or connection.mover_socket is None:
             return None
         # A pipe that stands in for a pidfd proves no death: it ends with the session.
-        death = os.dup(connection.death) if connection.alive < 0 else -1
-        mover, connection.mover = connection.mover, None
+        death = os.dup(connection.exit_fd) if connection.exit_pipe_writer < 0 else -1
+        mover, connection.mover_socket = connection.mover_socket, None
         return mover, (connection.credentials.pid, death)
 
-    def make_fence(self, session: SessionId) -> None:
+    def make_fence_page(self, session: SessionId) -> None:
         """Make the session's fence page, unless it has one. A session that cannot have one is closed."""
         connection = self._connections.get(session)
-        if connection is None or connection.fence is not None:
+        if connection is None or connection.fence_page is not None:
             return
         try:
-            connection.fence = UnmappedFencePage.create()
+            connection.fence_page = UnmappedFencePage.create()
         except OSError as error:
             text = f"cannot make a fence page: {error.strerror}; try again later"
-            self._expel(connection, KvxferdError(text, Code.BUSY))
+            self._disconnect(connection, KvxferdError(text, Code.BUSY))
 
-    def send_with_fence(self, session: SessionId, message: Message) -> None:
+    def send_with_fence_page(self, session: SessionId, message: Message) -> None:
         """Queue a frame that carries the session's fence page. A session that cannot have it is closed."""
         connection = self._connections.get(session)
-        if connection is None or connection.fence is None:
+        if connection is None or connection.fence_page is None:
             return  # its page could not be made: it is being closed
         try:
-            page = os.dup(connection.fence.fd)
+            page = os.dup(connection.fence_page.fd)
         except OSError as error:
             text = f"cannot hand out a fence page: {error.strerror}; try again later"
-            self._expel(connection, KvxferdError(text, Code.BUSY))
+            self._disconnect(connection, KvxferdError(text, Code.BUSY))
             return
         self.send(session, message, (page,))
 
-    def overwrite_fence(self, session: SessionId, slot: int) -> None:
+    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
         """Overwrite a fence word, now. Whoever keeps its own page from being written loses its session."""
         connection = self._connections.get(session)
-        if connection is None or connection.fence is None:
+        if connection is None or connection.fence_page is None:
             return
         try:
-            connection.fence.overwrite(slot)
+            connection.fence_page.overwrite(slot)
         except OSError as error:
             log.warning(
                 "worker session's fence page cannot be written: closed", session=session, error=str(error)
             )
             self._end(connection)
 
-    def region_fds(self, session: SessionId) -> tuple[int, ...]:
+    def bind_fds(self, session: SessionId) -> tuple[int, ...]:
         """The registration's descriptors, the notices if there are any, then one for the worker's death."""
         connection = self._connections.get(session)
         if connection is None:
             return ()
-        notices = (connection.notices,) if connection.notices >= 0 else ()
-        return (*connection.adopted, *notices, connection.death)
+        notices = (connection.delivery_fd,) if connection.delivery_fd >= 0 else ()
+        return (*connection.registered_fds, *notices, connection.exit_fd)
 
-    def is_alive(self, session: SessionId) -> bool:
+    def is_worker_alive(self, session: SessionId) -> bool:
         """Whether the session is open and its worker is not known dead."""
         connection = self._connections.get(session)
-        if connection is None or connection.is_dead:
+        if connection is None or connection.is_worker_dead:
             return False
         watch = select.poll()
-        watch.register(connection.death, select.POLLIN)
+        watch.register(connection.exit_fd, select.POLLIN)
         return not watch.poll(0)
 
-    def fence_fd(self, session: SessionId) -> int:
+    def fence_page_fd(self, session: SessionId) -> int:
         """The descriptor of the session's fence page; -1 for a session that is gone."""
         connection = self._connections.get(session)
-        return connection.fence.fd if connection is not None and connection.fence is not None else -1
+        return (
+            connection.fence_page.fd if connection is not None and connection.fence_page is not None else -1
+        )

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvxferd.core.sessions import Session
-from kvxferd.core.shares import Shares
+from kvxferd.core.shares import FairShare
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 # Of users who have a rank here: sixteen of the largest requests at a time; one of a million tokens at 16
 # tokens a block is 256 KiB, and arrives within a millisecond.
-MAX_ARRIVING_BYTES = 16 * MAX_REQUEST_IDS_BYTES
+MAX_REASSEMBLY_BYTES = 16 * MAX_REQUEST_IDS_BYTES
 # Of all others together, schedulers whose ranks have not come yet: what they publish is refused anyway.
-MAX_ARRIVING_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
+MAX_REASSEMBLY_BYTES_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
 
 
-class Arriving:
+class ReassemblyMemory:
     """Counts what sessions' assemblies hold: a session one of the largest requests, a user its share."""
 
     def __init__(self, has_rank: Callable[[int], bool]) -> None:
         self._has_rank = has_rank
-        self._with_rank = Shares(MAX_ARRIVING_BYTES)
-        self._without = Shares(MAX_ARRIVING_WITHOUT_RANK)
+        self._users_with_rank = FairShare(MAX_REASSEMBLY_BYTES)
+        self._other_users = FairShare(MAX_REASSEMBLY_BYTES_WITHOUT_RANK)
 
     def reserve(self, session: Session, num_bytes: int) -> bool:
         """Take room for so many bytes more, or give it back; return whether there was room."""
         if num_bytes > 0 and not session.assembly.num_bytes:
             # Only where nothing is held: bytes go back to the share that they were taken from.
-            session.arrives_with_rank = self._has_rank(session.uid)
-        shares = self._with_rank if session.arrives_with_rank else self._without
+            session.charged_with_rank = self._has_rank(session.uid)
+        shares = self._users_with_rank if session.charged_with_rank else self._other_users
         if num_bytes <= 0:
-            shares.give_back(session.uid, -num_bytes)
+            shares.release(session.uid, -num_bytes)
             return True
         fits = session.assembly.num_bytes + num_bytes <= MAX_REQUEST_IDS_BYTES
-        return fits and shares.take(session.uid, num_bytes)
+        return fits and shares.acquire(session.uid, num_bytes)

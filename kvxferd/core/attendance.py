@@ -5,77 +5,79 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.ids import AgentName
 
 
 @dataclass(slots=True)
-class _Attendant:
+class _PollState:
     """One agent that was asked to poll."""
 
     holders: set[Hashable] = field(default_factory=set)
     confirmed: bool = False
-    asked: bool = False
+    requested: bool = False
 
 
-class Attendance:
+class PollRequests:
     """Keeps each mover polling from its first holder until a while after its last."""
 
-    def __init__(self, moment: Moment, ask: Callable[[AgentName, bool], None]) -> None:
-        self._moment = moment
-        self._ask = ask  # tells the agent's mover, here or on a member's node
-        self._attendants: dict[AgentName, _Attendant] = {}
+    def __init__(self, context: NodeContext, request_polling: Callable[[AgentName, bool], None]) -> None:
+        self._context = context
+        self._request_polling = request_polling  # tells the agent's mover, here or on a member's node
+        self._states: dict[AgentName, _PollState] = {}
 
-    def attend(self, agent: AgentName, holder: Hashable) -> None:
+    def acquire(self, agent: AgentName, holder: Hashable) -> None:
         """Have the agent poll for this holder. `is_attending` says when it does."""
-        attendant = self._attendants.get(agent)
+        attendant = self._states.get(agent)
         if attendant is None:
-            attendant = self._attendants[agent] = _Attendant()
-        if not attendant.asked:
-            attendant.asked = True
-            self._ask(agent, True)
+            attendant = self._states[agent] = _PollState()
+        if not attendant.requested:
+            attendant.requested = True
+            self._request_polling(agent, True)
         attendant.holders.add(holder)
-        self._moment.timers.stop(("attend-linger", agent))
+        self._context.timers.cancel(("attend-linger", agent))
 
-    def is_attending(self, agent: AgentName) -> bool:
+    def is_polling(self, agent: AgentName) -> bool:
         """Whether the agent's mover has confirmed that it polls."""
-        attendant = self._attendants.get(agent)
+        attendant = self._states.get(agent)
         return attendant is not None and attendant.confirmed
 
-    def is_held(self, agent: AgentName) -> bool:
+    def has_holders(self, agent: AgentName) -> bool:
         """Whether somebody reads from the agent, or may."""
-        attendant = self._attendants.get(agent)
+        attendant = self._states.get(agent)
         return attendant is not None and bool(attendant.holders)
 
-    def confirmed(self, agent: AgentName) -> bool:
+    def confirm(self, agent: AgentName) -> bool:
         """The agent's mover polls. Return whether that is news."""
-        attendant = self._attendants.get(agent)
+        attendant = self._states.get(agent)
         if attendant is None or attendant.confirmed:
             return False
         attendant.confirmed = True
         return True
 
-    def refused(self, agent: AgentName) -> None:
+    def request_failed(self, agent: AgentName) -> None:
         """The agent's mover could not be asked: the next holder asks again."""
-        if attendant := self._attendants.get(agent):
-            attendant.asked = attendant.confirmed
+        if attendant := self._states.get(agent):
+            attendant.requested = attendant.confirmed
 
-    def leave(self, agent: AgentName, holder: Hashable) -> None:
+    def release(self, agent: AgentName, holder: Hashable) -> None:
         """This holder reads no more. The last one to leave lets the mover rest, after a while."""
-        attendant = self._attendants.get(agent)
+        attendant = self._states.get(agent)
         if attendant is None or holder not in attendant.holders:
             return
         attendant.holders.discard(holder)
         if not attendant.holders:
-            self._moment.after(
-                ("attend-linger", agent), self._moment.settings.attend_linger_s, lambda: self._rest(agent)
+            self._context.after(
+                ("attend-linger", agent),
+                self._context.settings.polling_linger_s,
+                lambda: self._stop_polling(agent),
             )
 
-    def _rest(self, agent: AgentName) -> None:
-        del self._attendants[agent]
-        self._ask(agent, False)
+    def _stop_polling(self, agent: AgentName) -> None:
+        del self._states[agent]
+        self._request_polling(agent, False)
 
     def forget(self, agent: AgentName) -> None:
         """The agent is gone."""
-        self._attendants.pop(agent, None)
-        self._moment.timers.stop(("attend-linger", agent))
+        self._states.pop(agent, None)
+        self._context.timers.cancel(("attend-linger", agent))

@@ -8,11 +8,11 @@ from kvxferd.core.snapshot import Record
 from kvxferd.ids import Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
-NOBODY = -1  # no user: this node on its own behalf
+NO_USER = -1  # no user: this node on its own behalf
 
 
 @dataclass(frozen=True, slots=True)
-class ToWorker:
+class SendToWorker:
     """Send a frame to a session. `with_fence`: attach its fence page. `pidfd_of`: attach that mover's pidfd.
 
     Where a pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where a page
@@ -22,32 +22,32 @@ class ToWorker:
     session: SessionId
     message: Message
     pidfd_of: MoverId | None = None
-    with_fence: bool = False
+    with_fence_page: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class CloseWorker:
+class CloseWorkerConnection:
     """Send what is queued, then close the session's socket. `WorkerClosed` follows."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptRegions:
+class CommitRegionFds:
     """The descriptors of the session's last `Register` or `Resume` are its rank's memory now."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class MakeFence:
+class CreateFencePage:
     """Make the session's fence page, where it has none; one that cannot be made ends the session."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class OverwriteFence:
+class OverwriteFenceWord:
     """Overwrite a fence word. Done at once, before any later effect."""
 
     session: SessionId
@@ -55,7 +55,7 @@ class OverwriteFence:
 
 
 @dataclass(frozen=True, slots=True)
-class NeedMover:
+class RequestMover:
     """Find a mover for the session's rank: `MoverTaken` or `MoverUnavailable` follows.
 
     `resident`: it is at the other end of the socket that came last.
@@ -73,7 +73,7 @@ class KillMover:
 
 
 @dataclass(frozen=True, slots=True)
-class ToMover:
+class SendToMover:
     """Send a message to a mover."""
 
     mover: MoverId
@@ -90,7 +90,7 @@ class BindMover:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareFence:
+class ShareFencePage:
     """Send a `MapFence` with the descriptor of the session's fence page."""
 
     mover: MoverId
@@ -98,16 +98,16 @@ class ShareFence:
 
 
 @dataclass(frozen=True, slots=True)
-class ToPeer:
+class SendToPeer:
     """Send on the connection to a peer, opening it where there is none."""
 
     endpoint: Endpoint
     message: Message
-    uid: int = NOBODY  # for whom a host name is looked up first
+    uid: int = NO_USER  # for whom a host name is looked up first
 
 
 @dataclass(frozen=True, slots=True)
-class ToRoute:
+class ReplyToPeer:
     """Send back to whoever opened a connection to this node."""
 
     route: bytes
@@ -115,7 +115,7 @@ class ToRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetPeer:
+class ClosePeerConnection:
     """Close the connection to a peer."""
 
     endpoint: Endpoint
@@ -127,26 +127,26 @@ class SaveOwnerships:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class EmitRecord:
     """Something ended that operators count and follow."""
 
     record: Record
 
 
 Effect = (
-    ToWorker
-    | CloseWorker
-    | AdoptRegions
-    | MakeFence
-    | OverwriteFence
-    | NeedMover
+    SendToWorker
+    | CloseWorkerConnection
+    | CommitRegionFds
+    | CreateFencePage
+    | OverwriteFenceWord
+    | RequestMover
     | KillMover
-    | ToMover
+    | SendToMover
     | BindMover
-    | ShareFence
-    | ToPeer
-    | ToRoute
-    | ForgetPeer
+    | ShareFencePage
+    | SendToPeer
+    | ReplyToPeer
+    | ClosePeerConnection
     | SaveOwnerships
-    | Observed
+    | EmitRecord
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.lanes import Lanes
+from kvxferd.core.lanes import TransportsUsed
 from kvxferd.core.layouts import CheckedLayout
-from kvxferd.core.rank_holders import KeptRank
-from kvxferd.core.trust import Trust
+from kvxferd.core.rank_holders import SavedRank
+from kvxferd.core.trust import PeerAllowlist
 from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -16,7 +16,7 @@ from kvxferd.wire.worker import ClientMessage
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOpened:
+class WorkerConnected:
     """Somebody connected to the worker socket and may be there."""
 
     session: SessionId
@@ -25,7 +25,7 @@ class WorkerOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSaid:
+class WorkerMessage:
     """A frame of a session.
 
     `problem` is what the shell found wrong with the frame's descriptors. `fence_word` is what
@@ -36,11 +36,11 @@ class WorkerSaid:
     message: ClientMessage
     problem: Refusal | None = None
     fence_word: bytes = b""
-    lacks_descriptors: bool = False  # a `Register` that announced more than came
+    awaits_fds: bool = False  # a `Register` that announced more than came
 
 
 @dataclass(frozen=True, slots=True)
-class DescriptorsCame:
+class FdsArrived:
     """Those that the session's `Register` announced are there. `problem`: what is wrong with them."""
 
     session: SessionId
@@ -48,14 +48,14 @@ class DescriptorsCame:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerClosed:
+class WorkerDisconnected:
     """The session's socket is closed: its registration is over."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class MoverTaken:
+class MoverAssigned:
     """A mover for the session's rank, its agent made."""
 
     session: SessionId
@@ -74,7 +74,7 @@ class MoverUnavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class MoverSaid:
+class MoverMessage:
     """A message of a mover."""
 
     mover: MoverId
@@ -82,11 +82,11 @@ class MoverSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class LanesSeen:
+class TransportsSeen:
     """A mover has connected in a new way: to itself, on its node or over the network."""
 
     mover: MoverId
-    lanes: Lanes
+    lanes: TransportsUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PidfdNotSent:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSaid:
+class PeerReply:
     """A message on the connection that this node opened to a peer."""
 
     endpoint: Endpoint
@@ -113,7 +113,7 @@ class PeerSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteSaid:
+class PeerRequest:
     """A message on a connection that somebody opened to this node. `route` leads back to them.
 
     `key` is the public CURVE key that they proved to hold, in hex; empty without CURVE.
@@ -140,41 +140,41 @@ class PeerUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnershipsRead:
+class OwnershipsLoaded:
     """Whose engine ids and ranks were, by an earlier daemon's list. Before the first session."""
 
     listed: tuple[tuple[EngineId, int], ...]
-    ranks: tuple[KeptRank, ...] = ()
+    ranks: tuple[SavedRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class DisownAsked:
+class DisownRequested:
     """An operator wants an engine id to be nobody's."""
 
     engine_id: EngineId
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """Refuse what is new, finish what runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrustChanged:
+class AllowlistChanged:
     """The operator has changed the allow-lists of peers."""
 
-    trust: Trust
+    allowlist: PeerAllowlist
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDropAsked:
+class PeerDropRequested:
     """The operator wants a peer forgotten."""
 
     endpoint: Endpoint
 
 
 @dataclass(frozen=True, slots=True)
-class TransferCancelAsked:
+class TransferCancelRequested:
     """The operator wants a transfer that was published here released."""
 
     engine: EngineKey
@@ -182,7 +182,7 @@ class TransferCancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class PullCancelAsked:
+class PullCancelRequested:
     """The operator wants a pull of a local rank ended."""
 
     pull: PullId
@@ -194,26 +194,26 @@ class Tick:
 
 
 Event = (
-    WorkerOpened
-    | WorkerSaid
-    | DescriptorsCame
-    | WorkerClosed
-    | MoverTaken
+    WorkerConnected
+    | WorkerMessage
+    | FdsArrived
+    | WorkerDisconnected
+    | MoverAssigned
     | MoverUnavailable
-    | MoverSaid
-    | LanesSeen
+    | MoverMessage
+    | TransportsSeen
     | MoverDied
     | PidfdNotSent
-    | PeerSaid
-    | RouteSaid
+    | PeerReply
+    | PeerRequest
     | LayoutsChecked
     | PeerUnreachable
-    | OwnershipsRead
-    | DisownAsked
-    | DrainAsked
-    | TrustChanged
-    | PeerDropAsked
-    | TransferCancelAsked
-    | PullCancelAsked
+    | OwnershipsLoaded
+    | DisownRequested
+    | DrainRequested
+    | AllowlistChanged
+    | PeerDropRequested
+    | TransferCancelRequested
+    | PullCancelRequested
     | Tick
 )

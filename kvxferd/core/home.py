@@ -6,40 +6,40 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvxferd.core.counted_ready import CountedReady
-from kvxferd.core.effects import ToRoute
+from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.identity import MemberIdentity
-from kvxferd.core.layouts import Layouts
+from kvxferd.core.layouts import LayoutCache
 from kvxferd.core.limits import RETRY_LATER_S, check_count, check_reserve
 from kvxferd.core.manifests import check_manifest, check_spec
-from kvxferd.core.moment import Moment
-from kvxferd.core.questions import Questions
-from kvxferd.core.rank_holders import is_user
+from kvxferd.core.moment import NodeContext
+from kvxferd.core.questions import PeerRequests
+from kvxferd.core.rank_holders import is_local_user
 from kvxferd.core.registry import LocalRank, MemberRank, Registry
-from kvxferd.core.source import Source
+from kvxferd.core.source import PublishedTransfers
 from kvxferd.core.transfers import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
-from kvxferd.wire.outlines import JoinOutline, ManifestOutline
+from kvxferd.wire.outlines import JoinRankOutline, ManifestOutline
 from kvxferd.wire.peer import (
-    Answer,
-    AttendRank,
     Done,
     JoinRank,
     LeaveRank,
     PeerRefused,
     RankReady,
+    ReplyMessage,
+    SetRankPolling,
     refusal_of,
 )
 
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
-MAX_MEMBERS, MAX_MEMBERS_OF_ONE = 4096, 2048
+MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
 
 
-def _peer_of(record: MemberRank) -> str | bytes:
+def _peer_id(record: MemberRank) -> str | bytes:
     """Whose a rank counts as: the CURVE key's, or without keys the connection's."""
     return record.identity.key or record.route
 
@@ -49,87 +49,91 @@ class Home:
 
     def __init__(
         self,
-        moment: Moment,
+        context: NodeContext,
         registry: Registry,
-        questions: Questions,
-        source: Source,
-        layouts: Layouts,
+        peer_requests: PeerRequests,
+        published: PublishedTransfers,
+        layout_cache: LayoutCache,
         on_change: Callable[[EngineId], None],
         on_ready: Callable[[TransferKey], None],
     ) -> None:
-        self._moment = moment
+        self._context = context
         self._registry = registry
-        self._questions = questions
-        self._source = source
-        self._layouts = layouts
+        self._peer_requests = peer_requests
+        self._published = published
+        self._layout_cache = layout_cache
         self._on_change = on_change
         self._on_ready = on_ready
         self._members: dict[AgentName, MemberRank] = {}
-        self._num_of: Counter[str | bytes] = Counter()  # of each peer, as `_peer_of` names it
-        self._holders = registry.ownerships.ranks
-        self._last_word: dict[AgentName, int] = {}  # open questions whether it shall poll
-        self._counted = CountedReady(moment)
+        self._num_of_peer: Counter[str | bytes] = Counter()  # of each peer, as `_peer_of` names it
+        self._rank_holders = registry.ownerships.rank_holders
+        self._polling_requests: dict[AgentName, int] = {}  # open questions whether it shall poll
+        self._counted = CountedReady(context)
 
-    def join(self, route: bytes, said: JoinRank, key: str) -> None:
+    def join(self, route: bytes, message: JoinRank, key: str) -> None:
         """A member says a rank, for the first time or again. The first to do so owns the rank."""
-        spec, identity = said.manifest.spec, MemberIdentity(key, said.secret)
-        present = self._present(spec.key, spec.rank)
+        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
+        present = self._find_member(spec.key, spec.rank)
         if (
             present is not None
-            and identity.may_speak_for(present.identity)
-            and (present.boot, present.joined) == (said.boot, said.manifest)
+            and identity.may_act_for(present.identity)
+            and (present.boot, present.joined) == (message.boot, message.manifest)
         ):
-            self._beat(present, route)  # nearly every time: nothing is checked anew
-            self._moment.do(ToRoute(route, Done(request=said.request)))
+            self._refresh_heartbeat(present, route)  # nearly every time: nothing is checked anew
+            self._context.emit(ReplyToPeer(route, Done(request=message.request)))
             return
         try:
             # Who may say it comes before what it says: a layout takes much longer to check.
-            self._check_sender(said, identity, present, route)
-            joined = check_manifest(said.manifest, self._layouts)
-            record = MemberRank(joined, route, said.boot, identity, self._moment.now)
+            self._check_sender(message, identity, present, route)
+            joined = check_manifest(message.manifest, self._layout_cache)
+            record = MemberRank(joined, route, message.boot, identity, self._context.now)
             self._registry.claim(record, present)
         except KvxferdError as error:
-            self._moment.do(ToRoute(route, refusal_of(said.request, error)))
+            self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
-        self._replaced(present, record)
+        self._replace(present, record)
         self._members[record.agent] = record
-        self._num_of[_peer_of(record)] += 1
-        self._holders.take(spec.key, spec.rank, identity.holder)
-        self._beat(record, route)
+        self._num_of_peer[_peer_id(record)] += 1
+        self._rank_holders.set_holder(spec.key, spec.rank, identity.holder)
+        self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
-            self._source.rank_mapped(record)
-        self._moment.do(ToRoute(route, Done(request=said.request)))
+            self._published.rank_mapped(record)
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
         self._on_change(spec.engine_id)
 
-    def refusal(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
         """Why a rank cannot be joined, whatever its layout: asked before the layout is decoded."""
-        spec, identity = said.manifest.spec, MemberIdentity(key, said.secret)
+        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
         try:
-            self._check_sender(said, identity, self._present(spec.key, spec.rank), route)
+            self._check_sender(message, identity, self._find_member(spec.key, spec.rank), route)
         except KvxferdError as error:
-            return refusal_of(said.request, error)
+            return refusal_of(message.request, error)
         return None
 
     def _check_room(self, route: bytes, key: str) -> None:
         what = "take one more rank of another node"
         check_count(len(self._members), MAX_MEMBERS, what, "not a setting", RETRY_LATER_S)
-        of_one = self._num_of[key or route]
-        check_count(of_one, MAX_MEMBERS_OF_ONE, what, "of one peer; not a setting", RETRY_LATER_S)
+        of_one = self._num_of_peer[key or route]
+        check_count(of_one, MAX_MEMBERS_PER_PEER, what, "of one peer; not a setting", RETRY_LATER_S)
         check_reserve(of_one, len(self._members), MAX_MEMBERS, what, "what all may have", RETRY_LATER_S)
 
     def _check_sender(
-        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank | None, route: bytes
+        self,
+        message: JoinRank | JoinRankOutline,
+        identity: MemberIdentity,
+        present: MemberRank | None,
+        route: bytes,
     ) -> None:
         """Raise KvxferdError where this daemon may not join this rank here."""
-        manifest = said.manifest
+        manifest = message.manifest
         spec = check_spec(manifest.spec, manifest.binding.incarnation)
-        if spec.home != self._moment.endpoint:
+        if spec.home != self._context.endpoint:
             raise EngineError(
                 f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
-                f"{spec.home or 'elsewhere'}, and this is {self._moment.endpoint}",
+                f"{spec.home or 'elsewhere'}, and this is {self._context.endpoint}",
                 Code.NOT_HOME,
             )
-        if max(len(said.secret), len(said.boot)) > MAX_NAME_CHARS:
+        if max(len(message.secret), len(message.boot)) > MAX_NAME_CHARS:
             raise EngineError(
                 f"cannot take rank {spec.rank} of engine {spec.key}: its daemon's boot or secret is longer "
                 f"than {MAX_NAME_CHARS} characters",
@@ -137,7 +141,7 @@ class Home:
             )
         self._check_agent(manifest)
         if present is not None:
-            self._check_owner(said, identity, present)
+            self._check_owner(message, identity, present)
             return
         self._check_room(route, identity.key)
         self._check_holder(spec, identity)
@@ -145,7 +149,7 @@ class Home:
             self._check_generation(spec, identity)
 
     def _check_owner(
-        self, said: JoinRank | JoinOutline, identity: MemberIdentity, present: MemberRank
+        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank
     ) -> None:
         """A rank is its first daemon's, until that leaves it or is gone.
 
@@ -153,14 +157,14 @@ class Home:
         What shows that the former is gone is its silence. It is no proof, so a key that another one holds
         is not given up for it before the rank itself is (`tombstone_s`).
         """
-        may_speak = identity.may_speak_for(present.identity) or present.identity.is_unknown
-        incarnation = said.manifest.binding.incarnation
-        if may_speak and (said.boot == present.boot or incarnation == present.incarnation):
+        may_speak = identity.may_act_for(present.identity) or present.identity.is_unknown
+        incarnation = message.manifest.binding.incarnation
+        if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
             return
         what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
         if (identity.key or present.identity.key) and not may_speak:
             raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
-        left_s = present.heard_at + self._silent_after_s() - self._moment.now
+        left_s = present.last_seen_at + self._silent_after_s() - self._context.now
         if left_s > 0:
             error = EngineError(
                 f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
@@ -172,21 +176,25 @@ class Home:
 
     def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
         """A rank that is not here may be kept for whoever was it last, also through this daemon's restart."""
-        holder = self._holders.absent_holder(spec.key, spec.rank)
+        holder = self._rank_holders.absent_holder(spec.key, spec.rank)
         if holder is None or holder == identity.holder:
             return
-        left_s = self._holders.left_s(spec.key, spec.rank)
-        whose = "a worker of this node" if is_user(holder) else "the daemon that joined it, with another key"
+        left_s = self._rank_holders.remaining_s(spec.key, spec.rank)
+        whose = (
+            "a worker of this node"
+            if is_local_user(holder)
+            else "the daemon that joined it, with another key"
+        )
         error = EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
             "more or until `kvxferd disown`",
             Code.NOT_ALLOWED,
         )
-        error.retry_after_s = min(left_s, self._moment.settings.member_heartbeat_s)
+        error.retry_after_s = min(left_s, self._context.settings.member_heartbeat_s)
         raise error
 
     def _silent_after_s(self) -> float:
-        return self._moment.settings.member_silent_after_s
+        return self._context.settings.member_silent_after_s
 
     def _check_generation(self, spec: EngineSpec, identity: MemberIdentity) -> None:
         """The first rank of a generation makes all others stale: only who holds the engine may join it.
@@ -201,37 +209,37 @@ class Home:
             "wait until the former one has ended, or choose another engine id",
             Code.NOT_ALLOWED,
         )
-        error.retry_after_s = self._moment.settings.member_heartbeat_s
+        error.retry_after_s = self._context.settings.member_heartbeat_s
         raise error
 
     def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
         """Why this daemon may not begin that generation; empty where it may."""
-        for engine in self._registry.of_engine(spec.engine_id):
+        for engine in self._registry.generations_of(spec.engine_id):
             for record in engine.ranks.values():
                 if isinstance(record, LocalRank):
                     return f"{engine.key} is here, and a worker of this node is its rank {record.spec.rank}"
-                if not identity.may_speak_for(record.identity):
+                if not identity.may_act_for(record.identity):
                     return f"{engine.key} is here, and its rank {record.spec.rank} is another daemon's"
-        holders, holder = self._holders, identity.holder
-        if holders.local_has_just_left(spec.engine_id) or holders.local_is_absent(spec.key):
+        holders, holder = self._rank_holders, identity.holder
+        if holders.local_left_recently(spec.engine_id) or holders.has_absent_local(spec.key):
             return "workers of this node were its ranks, and may be back"
         is_own = bool(holder) and holders.holder_of(spec.key, spec.rank) == holder
-        if not is_own and holders.members_are_absent(spec.engine_id, holder):
+        if not is_own and holders.has_absent_members(spec.engine_id, holder):
             return "its ranks are kept for the daemons that joined them"
         return ""
 
-    def _beat(self, record: MemberRank, route: bytes) -> None:
+    def _refresh_heartbeat(self, record: MemberRank, route: bytes) -> None:
         """The rank was heard of, maybe by another route: what waits for an answer follows."""
-        record.heard_at = self._moment.now
+        record.last_seen_at = self._context.now
         if record.route != route:
-            self._questions.reroute(record.route, route)
-            self._count_less(record)
+            self._peer_requests.reroute(record.route, route)
+            self._uncount(record)
             record.route = route
-            self._num_of[_peer_of(record)] += 1
-        self._moment.after(
+            self._num_of_peer[_peer_id(record)] += 1
+        self._context.after(
             ("member", record.spec.key, record.spec.rank),
-            self._moment.settings.tombstone_s,
-            lambda: self._lost(record),
+            self._context.settings.tombstone_s,
+            lambda: self._member_expired(record),
         )
 
     def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
@@ -243,158 +251,167 @@ class Home:
                 Code.RANK_TAKEN,
             )
 
-    def _replaced(self, present: MemberRank | None, record: MemberRank) -> None:
+    def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
             # Whatever an earlier home on this endpoint had the mover do is over.
-            self._ask_to_poll(record, False, lambda answer: None)
+            self._send_polling_request(record, False, lambda answer: None)
             return
         self._members.pop(present.agent, None)
-        self._count_less(present)
+        self._uncount(present)
         if present.incarnation != record.incarnation:
-            self._source.rank_lost(record.spec.key, Code.RANK_LOST)
+            self._published.rank_lost(record.spec.key, Code.RANK_LOST)
         if present.route != record.route:
-            self._questions.reroute(present.route, record.route)
+            self._peer_requests.reroute(present.route, record.route)
 
-    def _ask_to_poll(self, member: MemberRank, on: bool, on_answer: Callable[[Answer], None]) -> None:
+    def _send_polling_request(
+        self, member: MemberRank, on: bool, on_reply: Callable[[ReplyMessage], None]
+    ) -> None:
         """The last word counts: an earlier question, asked again, would take it back."""
-        agent, number = member.agent, self._questions.next_number()
-        self._questions.withdraw(self._last_word.get(agent, 0))
-        self._last_word[agent] = number
+        agent, number = member.agent, self._peer_requests.next_id()
+        self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
+        self._polling_requests[agent] = number
 
-        def answered(answer: Answer) -> None:
-            self._last_word.pop(agent, None)
-            on_answer(answer)
+        def answered(reply: ReplyMessage) -> None:
+            self._polling_requests.pop(agent, None)
+            on_reply(reply)
 
-        question = AttendRank(request=number, agent=agent, on=on)
-        give_up_s = self._moment.settings.silent_after_s
-        self._questions.ask(member.route, question, give_up_s, answered, member.identity.key)
+        message = SetRankPolling(request=number, agent=agent, on=on)
+        timeout_s = self._context.settings.silent_after_s
+        self._peer_requests.request(member.route, message, timeout_s, answered, member.identity.key)
 
-    def _lost(self, record: MemberRank) -> None:
+    def _member_expired(self, record: MemberRank) -> None:
         """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
-        if self._present(record.spec.key, record.spec.rank) is record:
+        if self._find_member(record.spec.key, record.spec.rank) is record:
             self._remove(record)
-            self._holders.forget(record.spec.key, record.spec.rank)
+            self._rank_holders.forget(record.spec.key, record.spec.rank)
             self._on_change(record.spec.engine_id)
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
-        self._count_less(record)
-        self._moment.timers.stop(("member", record.spec.key, record.spec.rank))
-        self._source.rank_lost(record.spec.key, Code.RANK_LOST)
+        self._uncount(record)
+        self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
+        self._published.rank_lost(record.spec.key, Code.RANK_LOST)
         self._registry.remove(record)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves."""
-        counted = Counter(map(_peer_of, self._members.values()))
-        assert counted == self._num_of, f"members are {counted}, and counted as {self._num_of}"
+        counted = Counter(map(_peer_id, self._members.values()))
+        assert counted == self._num_of_peer, f"members are {counted}, and counted as {self._num_of_peer}"
 
-    def _count_less(self, record: MemberRank) -> None:
-        peer = _peer_of(record)
-        self._num_of[peer] -= 1
-        if not self._num_of[peer]:
-            del self._num_of[peer]
+    def _uncount(self, record: MemberRank) -> None:
+        peer = _peer_id(record)
+        self._num_of_peer[peer] -= 1
+        if not self._num_of_peer[peer]:
+            del self._num_of_peer[peer]
 
     def num_silent(self, engine_id: EngineId) -> int:
         """How many ranks of the engine are here of which nothing is heard any more."""
-        return len(self._silent(engine_id))
+        return len(self._silent_members(engine_id))
 
     def disown(self, engine_id: EngineId) -> None:
         """The operator gives up ranks of which nothing is heard, as that of a node that is lost."""
-        silent = self._silent(engine_id)
+        silent = self._silent_members(engine_id)
         for record in silent:
             self._remove(record)
-            self._holders.forget(record.spec.key, record.spec.rank)
+            self._rank_holders.forget(record.spec.key, record.spec.rank)
         if silent:
             self._on_change(engine_id)
 
-    def _silent(self, engine_id: EngineId) -> list[MemberRank]:
-        since = self._moment.now - self._silent_after_s()
-        records = [r for engine in self._registry.of_engine(engine_id) for r in engine.ranks.values()]
-        return [r for r in records if isinstance(r, MemberRank) and r.heard_at <= since]
+    def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
+        since = self._context.now - self._silent_after_s()
+        records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
+        return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
 
-    def _present(self, key: EngineKey, rank: Rank) -> MemberRank | None:
+    def _find_member(self, key: EngineKey, rank: Rank) -> MemberRank | None:
         engine = self._registry.get(key)
         record = engine.ranks.get(rank) if engine else None
         return record if isinstance(record, MemberRank) else None
 
-    def leave(self, route: bytes, said: LeaveRank, key: str) -> None:
+    def leave(self, route: bytes, message: LeaveRank, key: str) -> None:
         """A member's rank is gone. What an old mover's farewell says of a new one is void."""
-        engine = EngineKey(said.engine_id, said.generation)
-        present = self._present(engine, said.rank)
-        if present is not None and not self._is_owner(present, route, said, key):
+        engine = EngineKey(message.engine_id, message.generation)
+        present = self._find_member(engine, message.rank)
+        if present is not None and not self._accept_from_owner(present, route, message, key):
             return
-        if present is not None and present.agent == said.agent and present.boot == said.boot:
+        if present is not None and present.agent == message.agent and present.boot == message.boot:
             self._remove(present)
-            self._holders.leave(engine, said.rank)
+            self._rank_holders.rank_left(engine, message.rank)
         elif present is None:
-            holder = MemberIdentity(key, said.secret).holder
-            if holder and self._holders.absent_holder(engine, said.rank) == holder:
-                self._holders.leave(engine, said.rank)  # it left while this daemon was away
-        self._moment.do(ToRoute(route, Done(request=said.request)))
+            holder = MemberIdentity(key, message.secret).holder
+            if holder and self._rank_holders.absent_holder(engine, message.rank) == holder:
+                self._rank_holders.rank_left(engine, message.rank)  # it left while this daemon was away
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
-    def _is_owner(self, present: MemberRank, route: bytes, said: LeaveRank | RankReady, key: str) -> bool:
+    def _accept_from_owner(
+        self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
+    ) -> bool:
         """Whether the sender has joined the rank; who has not is refused, and nothing changes."""
-        if MemberIdentity(key, said.secret).may_speak_for(present.identity):
+        if MemberIdentity(key, message.secret).may_act_for(present.identity):
             return True
-        text = f"cannot speak for rank {said.rank} of engine {present.spec.key}: another daemon has joined it"
-        refused = PeerRefused(request=said.request, code=Code.NOT_ALLOWED, message=text)
-        self._moment.do(ToRoute(route, refused))
+        text = (
+            f"cannot speak for rank {message.rank} of engine {present.spec.key}: another daemon has joined it"
+        )
+        refused = PeerRefused(request=message.request, code=Code.NOT_ALLOWED, message=text)
+        self._context.emit(ReplyToPeer(route, refused))
         return False
 
-    def ready(self, route: bytes, said: RankReady, key: str) -> None:
+    def rank_ready(self, route: bytes, message: RankReady, key: str) -> None:
         """A member's rank has finished writing. Counted once, however often it is said.
 
         A repetition that is late could else speak for the next transfer of the same id. Of one that has ended
         nothing is kept: there is no other of that id for longer than a member repeats itself.
         """
-        engine = EngineKey(said.engine_id, said.generation)
-        present = self._present(engine, said.rank)
+        engine = EngineKey(message.engine_id, message.generation)
+        present = self._find_member(engine, message.rank)
         if present is None:
             return  # its mover was replaced, or this daemon restarted: asked again once it has joined
-        if not self._is_owner(present, route, said, key) or not self._is_named(engine, route, said):
+        if not self._accept_from_owner(present, route, message, key) or not self._accept_incarnation(
+            engine, route, message
+        ):
             return
-        has_ended = (engine, said.transfer_id) in self._source.transfers.tombstones
-        if not self._counted.has(present.boot, said.request) and not has_ended:
-            asker = key or present.boot
+        has_ended = (engine, message.transfer_id) in self._published.table.tombstones
+        if not self._counted.has(present.boot, message.request) and not has_ended:
+            peer_id = key or present.boot
             try:
-                _check_names(said)
-                self._counted.check_room(asker)
+                _check_names(message)
+                self._counted.check_room(peer_id)
             except KvxferdError as error:
-                self._moment.do(ToRoute(route, refusal_of(said.request, error)))
+                self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
                 return
-            self._counted.add(present.boot, said.request, asker)
-            self._source.ready(present, said.incarnation, said.transfer_id)
-        self._moment.do(ToRoute(route, Done(request=said.request)))
-        self._on_ready((engine, said.transfer_id))
+            self._counted.add(present.boot, message.request, peer_id)
+            self._published.rank_ready(present, message.incarnation, message.transfer_id)
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._on_ready((engine, message.transfer_id))
 
-    def _is_named(self, engine: EngineKey, route: bytes, said: RankReady) -> bool:
+    def _accept_incarnation(self, engine: EngineKey, route: bytes, message: RankReady) -> bool:
         """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.
 
         Its rank may have slept, and joined again, while this was under way.
         """
-        transfer = self._source.transfers.live.get((engine, said.transfer_id))
-        if said.incarnation or transfer is None or said.rank in transfer.incarnations:
+        transfer = self._published.table.live.get((engine, message.transfer_id))
+        if message.incarnation or transfer is None or message.rank in transfer.incarnations:
             return True
         refused = PeerRefused(
-            request=said.request,
+            request=message.request,
             code=Code.BAD_VERSION,
-            message=f"cannot take rank {said.rank} as ready with transfer {said.transfer_id[:80]}: neither "
+            message=f"cannot take rank {message.rank} as ready with transfer {message.transfer_id[:80]}: "
+            "neither "
             "this message nor the publish names the incarnation of its memory; upgrade that node's kvxferd",
         )
-        self._moment.do(ToRoute(route, refused))
+        self._context.emit(ReplyToPeer(route, refused))
         return False
 
-    def ask_attend(self, agent: AgentName, on: bool, on_answer: Callable[[bool], None]) -> None:
+    def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
         """Ask the member whose mover this is. `on_answer` hears whether it polls."""
         member = self._members.get(agent)
         if member is None:
             return
 
-        def answered(answer: Answer) -> None:
+        def answered(reply: ReplyMessage) -> None:
             if on:
-                on_answer(isinstance(answer, Done))
+                on_reply(isinstance(reply, Done))
 
-        self._ask_to_poll(member, on, answered)
+        self._send_polling_request(member, on, answered)
 
 
 def _check_names(said: RankReady) -> None:

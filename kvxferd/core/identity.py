@@ -40,7 +40,7 @@ class MemberIdentity:
             return self.key == other.key
         return bool(self.secret) and self.secret == other.secret
 
-    def may_speak_for(self, owner: MemberIdentity) -> bool:
+    def may_act_for(self, owner: MemberIdentity) -> bool:
         """Whether what this one sends about a rank of that owner counts."""
         return self.is_same(owner) or (self.is_unknown and owner.is_unknown)
 

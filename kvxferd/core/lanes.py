@@ -36,12 +36,12 @@ class UcxLine(NamedTuple):
     text: str
 
 
-class Lanes(NamedTuple):
+class TransportsUsed(NamedTuple):
     """One way in which a process has connected."""
 
     reach: str  # "itself", "node" (another process of this machine) or "network"
     transports: tuple[str, ...]  # "cma/memory", "rc_mlx5/mlx5_0:1", ...; in UCX's order
-    is_whole: bool = True  # False: something in the line was not understood
+    is_fully_parsed: bool = True  # False: something in the line was not understood
 
 
 def parse_line(line: str) -> UcxLine | None:
@@ -50,7 +50,7 @@ def parse_line(line: str) -> UcxLine | None:
     return UcxLine(int(match["pid"]), match["level"], match["text"].strip()) if match else None
 
 
-def parse_lanes(text: str) -> Lanes | None:
+def parse_transports(text: str) -> TransportsUsed | None:
     """Return how a process has connected, None where the text is about something else."""
     match = _CONNECTED.search(text)
     if match is None:
@@ -62,29 +62,29 @@ def parse_lanes(text: str) -> Lanes | None:
         for transport in group["transports"].split()
     ]
     is_whole = not _GROUP.sub("", match["lanes"]).strip()
-    return Lanes(_REACH[match["reach"]], tuple(dict.fromkeys(transports)), is_whole)
+    return TransportsUsed(_REACH[match["reach"]], tuple(dict.fromkeys(transports)), is_whole)
 
 
-def is_about_lanes(text: str) -> bool:
+def is_about_connection(text: str) -> bool:
     """Whether the text is of a connection, in whatever form."""
     return CONNECTED_MARK in text
 
 
-def for_data(transports: tuple[str, ...]) -> str:
+def data_transports(transports: tuple[str, ...]) -> str:
     """Return the transports that carry data, shortly: "cma", "rc_mlx5/mlx5_0:1", "tcp".
 
     TCP is always there, to connect and to be watched by; data goes over it only where nothing else is.
     """
-    fast = [t for t in transports if kind_of(t) not in {_SLOW, *_SHARED_QUEUES}]
-    names = [kind_of(t) if t.endswith("/memory") else t for t in fast]
+    fast = [t for t in transports if transport_kind(t) not in {_SLOW, *_SHARED_QUEUES}]
+    names = [transport_kind(t) if t.endswith("/memory") else t for t in fast]
     return ", ".join(dict.fromkeys(names)) or (_SLOW if transports else "")
 
 
-def slow_ones(all_lanes: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+def slow_transports(all_used: tuple[TransportsUsed, ...]) -> tuple[TransportsUsed, ...]:
     """Return those of a mover's connections that are TCP to a process of its own machine, and need not be."""
-    itself = next((lanes.transports for lanes in all_lanes if lanes.reach == ITSELF), ())
+    itself = next((lanes.transports for lanes in all_used if lanes.reach == ITSELF), ())
     return tuple(
-        lanes for lanes in all_lanes if lanes.reach == NODE and is_slow_on_node(itself, lanes.transports)
+        lanes for lanes in all_used if lanes.reach == NODE and is_slow_on_node(itself, lanes.transports)
     )
 
 
@@ -94,10 +94,10 @@ def is_slow_on_node(itself: tuple[str, ...], node: tuple[str, ...]) -> bool:
     What it uses to itself shows what the machine and the settings allow. The difference is the
     other process: its user, or its PID namespace.
     """
-    could = {kind_of(t) for t in itself} & _HOST_COPIES
-    return bool(node) and bool(could) and not any(kind_of(t) != _SLOW for t in node)
+    could = {transport_kind(t) for t in itself} & _HOST_COPIES
+    return bool(node) and bool(could) and not any(transport_kind(t) != _SLOW for t in node)
 
 
-def kind_of(transport: str) -> str:
+def transport_kind(transport: str) -> str:
     """Return the transport's name without its device."""
     return transport.partition("/")[0]

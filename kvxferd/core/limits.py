@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvxferd.core.shares import RESERVE, SMALL, Shares
+from kvxferd.core.shares import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 
@@ -57,7 +57,7 @@ def check_share(
 ) -> None:
     """Raise BusyError where one more would pass the limit, or that user's share of it."""
     check_count(sum(held_by.values()), limit, what, setting, retry_after_s)
-    if not Shares.of(limit, held_by).has_room(uid):
+    if not FairShare.from_counts(limit, held_by).has_room(uid):
         raise BusyError(
             f"cannot {what}, {held_by.get(uid, 0)} of them of uid {uid}, and what is left of "
             f"{setting} = {limit} is for users who have little of it; try again in {retry_after_s:g} s",
@@ -65,13 +65,13 @@ def check_share(
         )
 
 
-class Load:
+class PullAdmission:
     """The pulls that run on a node, counted as they come and go."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._num_pulls: Counter[SessionId] = Counter()
-        self._bytes = Shares(limits.max_inflight_bytes)
+        self._bytes = FairShare(limits.max_inflight_bytes)
 
     @property
     def inflight_bytes(self) -> int:
@@ -105,26 +105,28 @@ class Load:
         self._num_pulls[session] -= 1
         if not self._num_pulls[session]:
             del self._num_pulls[session]
-        self._bytes.give_back(uid, size_bytes)
+        self._bytes.release(uid, size_bytes)
 
 
-def check_waiting(of_peer: int, num_waiting: int, limits: Limits) -> None:
+def check_waiting(num_of_peer: int, num_waiting: int, limits: Limits) -> None:
     """Raise BusyError where one more question of a peer would wait too much.
 
     `of_peer`: how many of those that wait are of the same CURVE key, or without one of the same route.
     """
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
-    check_count(of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
-    check_reserve(of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")
+    check_count(num_of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
+    check_reserve(num_of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")
 
 
 def check_reserve(
-    of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+    num_of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
 ) -> None:
     """Raise BusyError where one more of a peer that has many would be in the last eighth of a limit.
 
     As of users (`shares`): a few peers with all that each may have must not refuse all others.
     """
-    if num >= limit - limit // RESERVE:
-        check_count(of_peer, max(1, limit // SMALL), what, f"a sixteenth of {setting}", retry_after_s)
+    if num >= limit - limit // RESERVE_DIVISOR:
+        check_count(
+            num_of_peer, max(1, limit // SMALL_DIVISOR), what, f"a sixteenth of {setting}", retry_after_s
+        )

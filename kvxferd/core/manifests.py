@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxferd.core.layouts import CheckedLayout, Layouts
+from kvxferd.core.layouts import CheckedLayout, LayoutCache
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec, digest_of
-from kvxferd.layout.overlap import Places
+from kvxferd.layout.overlap import OverlapBudget
 from kvxferd.wire.common import RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
@@ -58,7 +58,7 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 
-def check_manifests(manifests: tuple[RankManifest, ...], layouts: Layouts) -> dict[Rank, RankManifest]:
+def check_manifests(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> dict[Rank, RankManifest]:
     """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
 
     What the whole may cost is bounded: a rank named a thousand times is not checked a thousand times.
@@ -77,17 +77,19 @@ def check_manifests(manifests: tuple[RankManifest, ...], layouts: Layouts) -> di
             "pieces",
             Code.REGION_INVALID,
         )
-    places = Places()
+    places = OverlapBudget()
     return {manifest.rank: check_manifest(manifest, layouts, places) for manifest in manifests}
 
 
-def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | None = None) -> RankManifest:
+def check_manifest(
+    manifest: RankManifest, layouts: LayoutCache, places: OverlapBudget | None = None
+) -> RankManifest:
     """Return a rank's statement that came from another daemon, checked as a registration is.
 
     Its layout is the one that `layouts` has, where that has one that is equal.
     """
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    layout = layouts.checked(spec, manifest.layout, places)
+    layout = layouts.get_checked(spec, manifest.layout, places)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
     if len(binding.regions) > MAX_REGIONS or bound != {
@@ -103,7 +105,7 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
             f"{MAX_DESCRIPTORS_PER_RANK} pieces",
             Code.REGION_INVALID,
         )
-    if wrong := next((r.region for r in binding.regions if not _can_be(r)), None):
+    if wrong := next((r.region for r in binding.regions if not _is_valid_region(r)), None):
         raise EngineError(
             f"cannot use rank {spec.rank} of engine {spec.key}: region {wrong} lies where none can",
             Code.REGION_INVALID,
@@ -117,7 +119,7 @@ def check_manifest(manifest: RankManifest, layouts: Layouts, places: Places | No
     return RankManifest(spec, layout, binding)
 
 
-def checked_layouts(manifests: tuple[RankManifest, ...], layouts: Layouts) -> tuple[CheckedLayout, ...]:
+def checked_layouts(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> tuple[CheckedLayout, ...]:
     """Return the manifests' layouts once they are checked. Raises as `check_manifests` does.
 
     Takes 25 to 40 us a cache tensor, so 2.5 s for the largest engine: it is for a thread, with `layouts`
@@ -131,7 +133,7 @@ def _num_pieces(manifest: RankManifest) -> int:
     return sum(len(region.pieces) for region in manifest.binding.regions)
 
 
-def _can_be(region: RegionAddress) -> bool:
+def _is_valid_region(region: RegionAddress) -> bool:
     """Whether what another daemon says of a region's place makes sense."""
     pieces = region.pieces
     return (

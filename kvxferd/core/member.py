@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvxferd.core.attendance import Attendance
-from kvxferd.core.effects import ToPeer, ToWorker
-from kvxferd.core.moment import Moment
+from kvxferd.core.attendance import PollRequests
+from kvxferd.core.effects import SendToPeer, SendToWorker
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
-    Answer,
-    AttendRank,
     Done,
     JoinRank,
     LeaveRank,
     PeerRefused,
-    Question,
     RankReady,
+    ReplyMessage,
+    RequestMessage,
+    SetRankPolling,
     TransferReleased,
 )
 from kvxferd.wire.worker import Released
 
 # Refusals of a home that time may lift, where they say when to ask again.
-PASSING = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
+RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
 # Secrets came with this version of the peer protocol.
 SECRET_VERSION = 2
@@ -35,51 +35,53 @@ SECRET_VERSION = 2
 class Member:
     """This node's ranks whose engine has its home elsewhere."""
 
-    def __init__(self, moment: Moment, registry: Registry, peers: Peers, attendance: Attendance) -> None:
-        self._moment = moment
+    def __init__(
+        self, context: NodeContext, registry: Registry, peers: Peers, poll_requests: PollRequests
+    ) -> None:
+        self._context = context
         self._registry = registry
         self._peers = peers
-        self._attendance = attendance
-        self._secret = moment.new_token()  # for as long as this daemon runs
-        self._waiting: list[tuple[Endpoint, AttendRank]] = []  # for a mover to say that it polls
-        peers.keep(self._homes)
+        self._poll_requests = poll_requests
+        self._secret = context.new_token()  # for as long as this daemon runs
+        self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # for a mover to say that it polls
+        peers.pin(self._homes)
 
-    def join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None]) -> None:
+    def join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None]) -> None:
         """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer.
 
         While the home still waits for the rank's former daemon, which may be this one before a restart,
         it is asked again.
         """
         # The home gives a daemon that is silent up after about this time.
-        self._join(rank, on_answer, self._moment.now + 2 * self._moment.settings.silent_after_s)
-        self._beat_later(rank)
+        self._join(rank, on_reply, self._context.now + 2 * self._context.settings.silent_after_s)
+        self._schedule_heartbeat(rank)
 
-    def _join(self, rank: LocalRank, on_answer: Callable[[Refusal | None], None], until: float) -> None:
+    def _join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None], deadline: float) -> None:
         agent = rank.agent
         joined = rank.manifest()
 
-        def make(request: int) -> Question:
+        def make(request: int) -> RequestMessage:
             secret = self._secret_for(rank.spec.home)
-            return JoinRank(request=request, boot=self._moment.boot, manifest=joined, secret=secret)
+            return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
 
-        def answered(answer: Answer) -> None:
+        def answered(reply: ReplyMessage) -> None:
             if rank.agent != agent:
                 return  # another mover has been bound since, and says itself
-            if not isinstance(answer, PeerRefused):
-                on_answer(None)
+            if not isinstance(reply, PeerRefused):
+                on_reply(None)
                 return
-            wait_s = answer.retry_after_s
-            may_change = answer.code in PASSING and wait_s > 0
-            if may_change and rank.state is RankState.JOINING and self._moment.now + wait_s <= until:
-                self._moment.after(("rejoin", rank.session), wait_s, again)
+            wait_s = reply.retry_after_s
+            may_change = reply.code in RETRYABLE_CODES and wait_s > 0
+            if may_change and rank.state is RankState.JOINING and self._context.now + wait_s <= deadline:
+                self._context.after(("rejoin", rank.session), wait_s, again)
                 return
-            on_answer(Refusal(answer.code, answer.message, wait_s))
+            on_reply(Refusal(reply.code, reply.message, wait_s))
 
         def again() -> None:
             if rank.agent == agent and rank.state is RankState.JOINING:
-                self._join(rank, on_answer, until)
+                self._join(rank, on_reply, deadline)
 
-        self._peers.ask(rank.spec.home, make, self._moment.settings.silent_after_s, answered, rank.uid)
+        self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, answered, rank.uid)
 
     def _homes(self) -> set[Endpoint]:
         """The homes of engines here: they speak by this node's connections to them."""
@@ -89,46 +91,48 @@ class Member:
         """This daemon's secret, for a home that knows the field."""
         return self._secret if self._peers.version_of(home) >= SECRET_VERSION else ""
 
-    def _beat_later(self, rank: LocalRank) -> None:
-        self._moment.after(
-            ("heartbeat", rank.session), self._moment.settings.member_heartbeat_s, lambda: self._beat(rank)
+    def _schedule_heartbeat(self, rank: LocalRank) -> None:
+        self._context.after(
+            ("heartbeat", rank.session),
+            self._context.settings.member_heartbeat_s,
+            lambda: self._heartbeat(rank),
         )
 
-    def _beat(self, rank: LocalRank) -> None:
+    def _heartbeat(self, rank: LocalRank) -> None:
         if rank.state is RankState.READY:
             self.join(rank, lambda refusal: None)
         elif rank.state is RankState.JOINING:
-            self._beat_later(rank)  # the first answer is still out
+            self._schedule_heartbeat(rank)  # the first answer is still out
 
     def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
         """The rank is gone, or has no mover now. `former`: the agent that its home knows, if another."""
-        self._moment.timers.stop(("heartbeat", rank.session))
-        self._moment.timers.stop(("rejoin", rank.session))
+        self._context.timers.cancel(("heartbeat", rank.session))
+        self._context.timers.cancel(("rejoin", rank.session))
         agent, spec = former or rank.agent, rank.spec
         if agent is None:
             return
-        self._peers.ask(
+        self._peers.request(
             spec.home,
             lambda request: LeaveRank(
                 request=request,
-                boot=self._moment.boot,
+                boot=self._context.boot,
                 engine_id=spec.engine_id,
                 generation=spec.generation,
                 rank=spec.rank,
                 agent=agent,
                 secret=self._secret_for(spec.home),
             ),
-            self._moment.settings.acknowledge_for_s,
+            self._context.settings.acknowledge_for_s,
             lambda answer: None,
             rank.uid,
         )
 
-    def ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
+    def report_ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
         """The rank has finished writing in that mapping of its memory: the home must know."""
         if rank.is_asleep:
             return  # the bytes are gone, and the home ends what it knew of them as the rank leaves
         spec = rank.spec
-        self._peers.ask(
+        self._peers.request(
             spec.home,
             lambda request: RankReady(
                 request=request,
@@ -139,26 +143,28 @@ class Member:
                 incarnation=incarnation,
                 secret=self._secret_for(spec.home),
             ),
-            self._moment.settings.acknowledge_for_s,
+            self._context.settings.acknowledge_for_s,
             lambda answer: None,
             rank.uid,
         )
 
     # --- what the home says
 
-    def attend(self, home: Endpoint, said: AttendRank) -> None:
+    def set_polling(self, home: Endpoint, message: SetRankPolling) -> None:
         """A rank's mover must poll, or need not any more. Only the rank's home may say so."""
-        if said.on and self._rank_of(said.agent, home) is None:
-            text = f"cannot have agent {said.agent[:80]} poll: it is no mover's of a rank with home {home}"
-            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
+        if message.on and self._rank_of(message.agent, home) is None:
+            text = f"cannot have agent {message.agent[:80]} poll: it is no mover's of a rank with home {home}"
+            self._context.emit(
+                SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
+            )
             return
-        if said.on:
-            self._attendance.attend(said.agent, ("home", home))
-            self._waiting.append((home, said))
-            self.reconsider()
+        if message.on:
+            self._poll_requests.acquire(message.agent, ("home", home))
+            self._pending.append((home, message))
+            self.reply_to_polling_requests()
         else:
-            self._attendance.leave(said.agent, ("home", home))
-            self._moment.do(ToPeer(home, Done(request=said.request)))
+            self._poll_requests.release(message.agent, ("home", home))
+            self._context.emit(SendToPeer(home, Done(request=message.request)))
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
         """The rank here that the agent serves and that has its home there."""
@@ -171,29 +177,33 @@ class Member:
 
     def mover_gone(self, agent: AgentName) -> None:
         """The mover is dead: what its home asked of it will not happen."""
-        self._waiting = [(home, said) for home, said in self._waiting if said.agent != agent]
+        self._pending = [(home, said) for home, said in self._pending if said.agent != agent]
 
-    def reconsider(self) -> None:
+    def reply_to_polling_requests(self) -> None:
         """A mover has said that it polls: so its home may know."""
         still = []
-        for home, said in self._waiting:
-            if self._attendance.is_attending(said.agent):
-                self._moment.do(ToPeer(home, Done(request=said.request)))
+        for home, message in self._pending:
+            if self._poll_requests.is_polling(message.agent):
+                self._context.emit(SendToPeer(home, Done(request=message.request)))
             else:
-                still.append((home, said))
+                still.append((home, message))
         # Only the last question of a home about an agent is worth an answer; older ones gave up.
-        self._waiting = list({(home, said.agent): (home, said) for home, said in still}.values())
+        self._pending = list({(home, said.agent): (home, said) for home, said in still}.values())
 
-    def released(self, home: Endpoint, said: TransferReleased) -> None:
+    def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
         """The home has released a transfer: this node's ranks of the engine may know.
 
         From anybody else it is a lie: a rank that believed it would reuse blocks that are still read.
         """
-        engine = self._registry.get(EngineKey(said.engine_id, said.generation))
+        engine = self._registry.get(EngineKey(message.engine_id, message.generation))
         if engine is not None and engine.spec.home != home:
             text = f"cannot release transfers of engine {engine.key}: its home is not {home}"
-            self._moment.do(ToPeer(home, PeerRefused(request=said.request, code=Code.NOT_HOME, message=text)))
+            self._context.emit(
+                SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
+            )
             return
         for session in sorted(engine.sessions()) if engine else []:
-            self._moment.do(ToWorker(session, Released(transfer_id=said.transfer_id, why=said.why)))
-        self._moment.do(ToPeer(home, Done(request=said.request)))
+            self._context.emit(
+                SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
+            )
+        self._context.emit(SendToPeer(home, Done(request=message.request)))

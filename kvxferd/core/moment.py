@@ -23,17 +23,17 @@ class Timers:
         self._live: dict[Hashable, tuple[int, Callable[[], None]]] = {}
         self._order = itertools.count()
 
-    def set(self, name: Hashable, at: float, act: Callable[[], None]) -> None:
+    def set(self, name: Hashable, at: float, callback: Callable[[], None]) -> None:
         """Do `act` at `at`, and nothing that was set under this name before."""
         order = next(self._order)
-        self._live[name] = (order, act)
+        self._live[name] = (order, callback)
         heapq.heappush(self._heap, (at, order, name))
         # Stopped and moved timers stay in the heap until their time; keep them a minority.
         if len(self._heap) > 64 + 2 * len(self._live):
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
-    def stop(self, name: Hashable) -> None:
+    def cancel(self, name: Hashable) -> None:
         """Forget a name. Harmless where there is none."""
         self._live.pop(name, None)
 
@@ -56,12 +56,12 @@ class Timers:
         if at is None or at > now:
             return False
         _, _, name = heapq.heappop(self._heap)
-        _, act = self._live.pop(name)
-        act()
+        _, callback = self._live.pop(name)
+        callback()
         return True
 
 
-class Moment:
+class NodeContext:
     """Handed to every part of the core. `now` and `effects` belong to the event being fed."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Moment:
         self.boot = boot
         self.endpoint = endpoint
         self.settings = settings
-        self.trust = settings.trust  # until the operator changes it
+        self.allowlist = settings.allowlist  # until the operator changes it
         self.new_token = new_token  # 32 random hex digits
         self.timers = Timers()
         self.now = 0.0
@@ -79,26 +79,26 @@ class Moment:
         self._before_next_event: dict[Hashable, Callable[[], None]] = {}
         self._num_deferred = 0
 
-    def do(self, effect: Effect) -> None:
+    def emit(self, effect: Effect) -> None:
         """Have a shell do this, after all that was asked for before."""
         self._effects.append(effect)
 
-    def after(self, name: Hashable, delay_s: float, act: Callable[[], None]) -> None:
+    def after(self, name: Hashable, delay_s: float, callback: Callable[[], None]) -> None:
         """Set a timer that many seconds from now."""
-        self.timers.set(name, self.now + delay_s, act)
+        self.timers.set(name, self.now + delay_s, callback)
 
-    def before_next_event(self, name: Hashable, act: Callable[[], None]) -> None:
+    def before_next_event(self, name: Hashable, callback: Callable[[], None]) -> None:
         """Have this run once the caller has returned, before another event is fed."""
-        self._before_next_event[name] = act
+        self._before_next_event[name] = callback
 
-    def in_turns(self, acts: Iterable[Callable[[], None]]) -> None:
+    def run_in_batches(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Run the first few now, and the others as timers that are due: there may be thousands."""
-        for index, act in enumerate(acts):
+        for index, callback in enumerate(callbacks):
             if index < CALLS_PER_TURN:
-                act()
+                callback()
             else:
                 self._num_deferred += 1
-                self.after(("deferred", self._num_deferred), 0.0, act)
+                self.after(("deferred", self._num_deferred), 0.0, callback)
 
     def run_due(self) -> None:
         """Run what is due, `CALLS_PER_TURN` timers at most: `next_deadline` is in the past while more are."""
@@ -113,11 +113,11 @@ class Moment:
             name = next(iter(self._before_next_event))
             self._before_next_event.pop(name)()
 
-    def is_unwanted(self, wanted: float) -> bool:
+    def is_stale(self, last_used: float) -> bool:
         """Whether that is so long ago that nothing which runs can still need what was wanted then."""
-        return self.now - wanted > self.settings.max_hold_s
+        return self.now - last_used > self.settings.max_hold_s
 
-    def take_effects(self) -> list[Effect]:
+    def pop_effects(self) -> list[Effect]:
         """Return what was asked for since the last call."""
         effects, self._effects = self._effects, []
         return effects

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvxferd.core.effects import KillMover, ToMover
-from kvxferd.core.moment import Moment
+from kvxferd.core.effects import KillMover, SendToMover
+from kvxferd.core.moment import NodeContext
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
@@ -18,8 +18,8 @@ from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 RETIRED_S = 10.0
 # What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
 # fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
-MAX_LOADED_OF_ONE = 32 << 20
-LOADED_BYTES = 256  # of each, beside the metadata itself: an estimate
+MAX_LOADED_BYTES_PER_PEER = 32 << 20
+REMOTE_OVERHEAD_BYTES = 256  # of each, beside the metadata itself: an estimate
 STUCK_S = 2.0  # a resident mover that was told to end is gone within milliseconds, or is stuck
 
 
@@ -27,30 +27,32 @@ STUCK_S = 2.0  # a resident mover that was told to end is gone within millisecon
 class Mover:
     """One mover, from the moment it serves a rank until it is dead."""
 
-    mover: MoverId
+    mover_id: MoverId
     session: SessionId
     agent: AgentName
     engine: EngineKey | None = None  # its rank's, once it serves one
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
-    loaded_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
-    wanted: dict[AgentName, float] = field(default_factory=dict)  # when each was last asked for, oldest first
+    loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
+    last_used: dict[AgentName, float] = field(
+        default_factory=dict
+    )  # when each was last asked for, oldest first
     resident: bool = False  # a thread of the worker: told to end, never killed
     retired: bool = False  # it ends when what it runs has ended; another serves its rank
     dying: bool = False
     retired_at: float = 0.0
-    told_at: float = 0.0  # when a dying one was told
-    left: bool = False  # it serves nobody any more
+    kill_sent_at: float = 0.0  # when a dying one was told
+    has_left: bool = False  # it serves nobody any more
 
 
 class Movers:
     """Gives each mover what it lacks, once."""
 
     def __init__(
-        self, moment: Moment, on_leaving: Callable[[Mover], None], is_needed: Callable[[Mover], bool]
+        self, context: NodeContext, on_leaving: Callable[[Mover], None], is_needed: Callable[[Mover], bool]
     ) -> None:
-        self._moment = moment
+        self._context = context
         self._on_leaving = on_leaving  # a mover serves nobody any more, dead or not
         self._is_needed = is_needed  # whether a pull of a retired mover runs, or somebody reads from it
         self._movers: dict[MoverId, Mover] = {}
@@ -58,19 +60,19 @@ class Movers:
 
     def add(self, mover: Mover) -> None:
         """A mover was taken for a session."""
-        self._movers[mover.mover] = mover
-        self._by_agent[mover.agent] = mover.mover
+        self._movers[mover.mover_id] = mover
+        self._by_agent[mover.agent] = mover.mover_id
 
     def get(self, mover: MoverId) -> Mover | None:
         """The mover, if it lives."""
         return self._movers.get(mover)
 
-    def works(self, mover: MoverId) -> bool:
+    def accepts_pulls(self, mover: MoverId) -> bool:
         """Whether it takes new pulls: it lives, and is neither retired nor told to end."""
         known = self._movers.get(mover)
         return known is not None and not known.retired and not known.dying
 
-    def of_agent(self, agent: AgentName) -> Mover | None:
+    def get_by_agent(self, agent: AgentName) -> Mover | None:
         """The mover whose agent this is, if it lives here."""
         mover = self._by_agent.get(agent)
         return self._movers.get(mover) if mover is not None else None
@@ -78,12 +80,12 @@ class Movers:
     def remove(self, mover: MoverId) -> Mover | None:
         """The mover is dead."""
         known = self._movers.pop(mover, None)
-        self._moment.timers.stop(("retired", mover))
+        self._context.timers.cancel(("retired", mover))
         if known is not None:
             del self._by_agent[known.agent]
         return known
 
-    def has_any(self, session: SessionId) -> bool:
+    def has_mover(self, session: SessionId) -> bool:
         """Whether a mover of the session is not dead yet: it may still reach the rank's memory."""
         return any(mover.session == session for mover in self._movers.values())
 
@@ -95,35 +97,35 @@ class Movers:
         known = self._movers.get(mover)
         if known is None or known.dying or known.retired:
             return
-        self.end_retired(known.session)
-        known.retired, known.retired_at = True, self._moment.now
-        self._moment.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
-        self._leave_soon(known)
+        self.kill_retired(known.session)
+        known.retired, known.retired_at = True, self._context.now
+        self._context.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
+        self._schedule_leaving(known)
 
     def reconsider(self, mover: MoverId | None) -> None:
         """Kill a retired mover that nobody needs any more."""
         known = self._movers.get(mover) if mover is not None else None
-        if known is not None and known.retired and known.left and not self._is_needed(known):
-            self.kill(known.mover)
+        if known is not None and known.retired and known.has_left and not self._is_needed(known):
+            self.kill(known.mover_id)
 
-    def end_retired(self, session: SessionId) -> bool:
+    def kill_retired(self, session: SessionId) -> bool:
         """Kill what the session has of retired movers; return whether any lives still."""
         retired = [m for m in self._movers.values() if m.session == session and m.retired]
         for known in retired:
-            self.kill(known.mover)
+            self.kill(known.mover_id)
         return bool(retired)
 
     def kill_all(self, session: SessionId) -> None:
         """Kill every mover of the session."""
         for known in [m for m in self._movers.values() if m.session == session]:
-            self.kill(known.mover)
+            self.kill(known.mover_id)
 
-    def _leave_soon(self, mover: Mover) -> None:
+    def _schedule_leaving(self, mover: Mover) -> None:
         def leave() -> None:
             self._on_leaving(mover)
-            self.reconsider(mover.mover)
+            self.reconsider(mover.mover_id)
 
-        self._moment.before_next_event(("mover-leaves", mover.mover), leave)
+        self._context.before_next_event(("mover-leaves", mover.mover_id), leave)
 
     def retired(self) -> list[Mover]:
         """Those that are retired and not dead yet."""
@@ -131,9 +133,9 @@ class Movers:
 
     def num_stuck(self, session: SessionId) -> int:
         """How many resident movers of the session were told to end long ago and have not."""
-        limit = self._moment.now - STUCK_S
+        limit = self._context.now - STUCK_S
         return sum(
-            mover.resident and mover.dying and mover.told_at <= limit
+            mover.resident and mover.dying and mover.kill_sent_at <= limit
             for mover in self._movers.values()
             if mover.session == session
         )
@@ -143,18 +145,18 @@ class Movers:
         known = self._movers.get(mover)
         if known is None or known.dying:
             return
-        known.dying, known.told_at = True, self._moment.now
-        self._moment.timers.stop(("retired", mover))
-        self._moment.do(KillMover(mover))
+        known.dying, known.kill_sent_at = True, self._context.now
+        self._context.timers.cancel(("retired", mover))
+        self._context.emit(KillMover(mover))
         if known.resident:
-            self._leave_soon(known)
+            self._schedule_leaving(known)
 
     def load_plan(self, mover: MoverId, plan: Plan) -> None:
         """Make sure that the mover knows the plan."""
         known = self._movers[mover]
         if plan.digest not in known.plans:
             known.plans.add(plan.digest)
-            self._moment.do(ToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
+            self._context.emit(SendToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
 
     def load_remote(
         self, mover: MoverId, peer: Endpoint, agent: AgentName, metadata: bytes, word: int = 0
@@ -165,37 +167,37 @@ class Movers:
         """
         known = self._movers[mover]
         if agent not in known.remotes:
-            self._drop_unwanted(known)
+            self._drop_stale(known)
         first = known.learnt_from.setdefault(agent, peer)
         if first != peer and metadata not in known.remotes.get(agent, ()):
             raise PeerError(
                 f"cannot read from agent {agent} as {peer} describes it: it is an agent of {first}",
                 Code.BAD_FRAME,
             )
-        known.wanted.pop(agent, None)
-        known.wanted[agent] = self._moment.now
+        known.last_used.pop(agent, None)
+        known.last_used[agent] = self._context.now
         if metadata not in known.remotes.get(agent, ()):
-            self._make_room(known, peer, _size(metadata))
+            self._make_room(known, peer, _loaded_size(metadata))
             known.remotes.setdefault(agent, set()).add(metadata)
-            known.loaded_of[peer] += _size(metadata)
-            self._moment.do(ToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
+            known.loaded_bytes_of[peer] += _loaded_size(metadata)
+            self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
-    def _drop_unwanted(self, mover: Mover) -> None:
+    def _drop_stale(self, mover: Mover) -> None:
         """Engines restart, and each time with new agents: the old ones must not add up."""
-        while mover.wanted:
-            agent, wanted = next(iter(mover.wanted.items()))
-            if not self._moment.is_unwanted(wanted):
+        while mover.last_used:
+            agent, last_used = next(iter(mover.last_used.items()))
+            if not self._context.is_stale(last_used):
                 return
-            self.drop_remote(mover.mover, agent)
-            del mover.wanted[agent], mover.learnt_from[agent]
+            self.drop_remote(mover.mover_id, agent)
+            del mover.last_used[agent], mover.learnt_from[agent]
 
     def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
         """Drop agents of that peer, the longest unwanted first. A pull that wants one has it loaded anew."""
-        if mover.loaded_of[peer] + num_bytes <= MAX_LOADED_OF_ONE:
+        if mover.loaded_bytes_of[peer] + num_bytes <= MAX_LOADED_BYTES_PER_PEER:
             return
-        for agent in [agent for agent in mover.wanted if mover.learnt_from[agent] == peer]:
-            if mover.loaded_of[peer] + num_bytes > MAX_LOADED_OF_ONE:
-                self.drop_remote(mover.mover, agent)
+        for agent in [agent for agent in mover.last_used if mover.learnt_from[agent] == peer]:
+            if mover.loaded_bytes_of[peer] + num_bytes > MAX_LOADED_BYTES_PER_PEER:
+                self.drop_remote(mover.mover_id, agent)
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
         """What the mover has loaded of the agent is worth nothing: it failed, or is long gone.
@@ -206,11 +208,11 @@ class Movers:
         known = self._movers.get(mover)
         if known is not None and (loaded := known.remotes.pop(agent, None)) is not None:
             peer = known.learnt_from[agent]
-            known.loaded_of[peer] -= sum(map(_size, loaded))
-            if not known.loaded_of[peer]:
-                del known.loaded_of[peer]
-            self._moment.do(ToMover(mover, DropRemote(agent=agent)))
+            known.loaded_bytes_of[peer] -= sum(map(_loaded_size, loaded))
+            if not known.loaded_bytes_of[peer]:
+                del known.loaded_bytes_of[peer]
+            self._context.emit(SendToMover(mover, DropRemote(agent=agent)))
 
 
-def _size(metadata: bytes) -> int:
-    return LOADED_BYTES + len(metadata)
+def _loaded_size(metadata: bytes) -> int:
+    return REMOTE_OVERHEAD_BYTES + len(metadata)

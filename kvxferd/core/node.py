@@ -6,95 +6,102 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import assert_never
 
-from kvxferd.core.arriving import Arriving
-from kvxferd.core.attendance import Attendance
-from kvxferd.core.effects import CloseWorker, Effect, ToMover, ToPeer, ToRoute, ToWorker
+from kvxferd.core.arriving import ReassemblyMemory
+from kvxferd.core.attendance import PollRequests
+from kvxferd.core.effects import (
+    CloseWorkerConnection,
+    Effect,
+    ReplyToPeer,
+    SendToMover,
+    SendToPeer,
+    SendToWorker,
+)
 from kvxferd.core.events import (
-    DescriptorsCame,
-    DisownAsked,
-    DrainAsked,
+    AllowlistChanged,
+    DisownRequested,
+    DrainRequested,
     Event,
-    LanesSeen,
+    FdsArrived,
     LayoutsChecked,
+    MoverAssigned,
     MoverDied,
-    MoverSaid,
-    MoverTaken,
+    MoverMessage,
     MoverUnavailable,
-    OwnershipsRead,
-    PeerDropAsked,
-    PeerSaid,
+    OwnershipsLoaded,
+    PeerDropRequested,
+    PeerReply,
+    PeerRequest,
     PeerUnreachable,
     PidfdNotSent,
-    PullCancelAsked,
-    RouteSaid,
+    PullCancelRequested,
     Tick,
-    TransferCancelAsked,
-    TrustChanged,
-    WorkerClosed,
-    WorkerOpened,
-    WorkerSaid,
+    TransferCancelRequested,
+    TransportsSeen,
+    WorkerConnected,
+    WorkerDisconnected,
+    WorkerMessage,
 )
-from kvxferd.core.fences import Fences
-from kvxferd.core.granting import Granting
-from kvxferd.core.handshake import Handshakes
-from kvxferd.core.holds import Holds
+from kvxferd.core.fences import FencePages
+from kvxferd.core.granting import GrantServer
+from kvxferd.core.handshake import HandshakeServer
+from kvxferd.core.holds import GrantClient
 from kvxferd.core.home import Home
-from kvxferd.core.kept_ids import KeptIds, kept_bytes
-from kvxferd.core.layouts import Layouts
+from kvxferd.core.kept_ids import BlockIdMemory, request_bytes
+from kvxferd.core.layouts import LayoutCache
 from kvxferd.core.member import Member
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.ownerships import Disownable, Ownerships
 from kvxferd.core.peers import Peers
 from kvxferd.core.pulls import Pulls
-from kvxferd.core.questions import Questions
+from kvxferd.core.questions import PeerRequests
 from kvxferd.core.rank_reports import RankReports
-from kvxferd.core.ranks import Ranks
+from kvxferd.core.ranks import LocalRanks
 from kvxferd.core.registry import Registry
-from kvxferd.core.requests import Requests
-from kvxferd.core.routes import Routes
+from kvxferd.core.requests import WorkerRequests
+from kvxferd.core.routes import RouteVersions
 from kvxferd.core.sessions import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import list_pulls, list_transfers, show_engines, show_retired
+from kvxferd.core.showing import engine_snapshots, list_pulls, list_transfers, retired_mover_snapshots
 from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
-from kvxferd.core.source import Source
+from kvxferd.core.source import PublishedTransfers
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
-from kvxferd.wire.codec import negotiate
+from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.mover import (
-    Attend,
-    Attending,
     BindRefused,
     Bound,
     DisconnectJudged,
     DisconnectSeen,
     FenceMapped,
     FenceRefused,
-    Leaving,
-    Proved,
+    MoverLeaving,
+    MoverUp,
+    Polling,
+    ProbeResult,
     PullDone,
-    PullQuiet,
-    Up,
+    PullQuiesced,
+    SetPolling,
 )
-from kvxferd.wire.outlines import JoinOutline
+from kvxferd.wire.outlines import JoinRankOutline
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     AbandonTransfer,
     Acknowledge,
     AskGrant,
-    AttendRank,
     FetchEngine,
-    Greet,
-    Greeting,
     JoinRank,
     LeaveRank,
+    PeerHello,
     PeerMessage,
     PeerRefused,
+    PeerWelcome,
     RankReady,
     RenewGrants,
     ReturnGrant,
+    SetRankPolling,
     TransferReleased,
 )
 from kvxferd.wire.versions import for_version_1
@@ -127,77 +134,85 @@ class Node:
         settings: Settings | None = None,
         new_token: Callable[[], str],
     ) -> None:
-        self.moment = Moment(
+        self.context = NodeContext(
             boot=boot, endpoint=endpoint, settings=settings or Settings(), new_token=new_token
         )
         self.sessions: dict[SessionId, Session] = {}
-        self.ownerships = Ownerships(self.moment)
+        self.ownerships = Ownerships(self.context)
         self.registry = Registry(endpoint, self.ownerships)
-        self.arriving = Arriving(self.registry.has_rank_of)
-        self.movers = Movers(self.moment, self._mover_leaves, self._is_needed)
-        self.fences = Fences(self.moment)
-        self.questions = Questions(self.moment)
-        self.kept_ids = KeptIds()
-        layouts = self.layouts = Layouts()
-        self.routes = Routes()
-        self.peers = Peers(self.moment, self.questions, layouts)
-        self.attendance = Attendance(self.moment, self._ask_attend)
-        self.reports = RankReports(self.moment, self.registry)
-        self.source = Source(
-            self.moment,
+        self.reassembly_memory = ReassemblyMemory(self.registry.user_has_rank)
+        self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
+        self.fence_pages = FencePages(self.context)
+        self.peer_requests = PeerRequests(self.context)
+        self.block_id_memory = BlockIdMemory()
+        layout_cache = self.layouts = LayoutCache()
+        self.route_versions = RouteVersions()
+        self.peers = Peers(self.context, self.peer_requests, layout_cache)
+        self.poll_requests = PollRequests(self.context, self._request_polling)
+        self.rank_reports = RankReports(self.context, self.registry)
+        self.published = PublishedTransfers(
+            self.context,
             self.registry,
-            self.attendance,
-            self.fences,
-            self.questions,
-            self.reports,
-            self.kept_ids,
+            self.poll_requests,
+            self.fence_pages,
+            self.peer_requests,
+            self.rank_reports,
+            self.block_id_memory,
         )
-        self.granting = Granting(self.moment, self.registry, self.source, self.attendance, self.fences)
-        self.handshakes = Handshakes(self.moment, self.registry)
+        self.grant_server = GrantServer(
+            self.context, self.registry, self.published, self.poll_requests, self.fence_pages
+        )
+        self.handshake_server = HandshakeServer(self.context, self.registry)
         self.home = Home(
-            self.moment,
+            self.context,
             self.registry,
-            self.questions,
-            self.source,
-            layouts,
+            self.peer_requests,
+            self.published,
+            layout_cache,
             self._engine_changed,
-            self.granting.reconsider_transfer,
+            self.grant_server.reconsider_transfer,
         )
-        self.member = Member(self.moment, self.registry, self.peers, self.attendance)
-        self.holds = Holds(self.moment, self.peers, self.movers, self.kept_ids)
-        self.pulls = Pulls(self.moment, self.holds, self.movers, self.kept_ids)
-        self.ranks = Ranks(
-            self.moment,
+        self.member = Member(self.context, self.registry, self.peers, self.poll_requests)
+        self.grant_client = GrantClient(self.context, self.peers, self.movers, self.block_id_memory)
+        self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
+        self.local_ranks = LocalRanks(
+            self.context,
             self.registry,
             self.movers,
-            self.fences,
+            self.fence_pages,
             self.member,
-            self.source,
+            self.published,
             self.pulls,
-            self.reports,
+            self.rank_reports,
         )
-        self.requests = Requests(
-            self.moment, self.registry, self.source, self.holds, self.pulls, self.peers, self.member
+        self.worker_requests = WorkerRequests(
+            self.context,
+            self.registry,
+            self.published,
+            self.grant_client,
+            self.pulls,
+            self.peers,
+            self.member,
         )
 
     # --- the whole interface
 
     def feed(self, event: Event, now: float) -> list[Effect]:
         """Take one event at a time, `now` never going back. Return what is to be done, in order."""
-        self.moment.now = max(now, self.moment.now)
-        self._take(event)
-        self.moment.run_due()
-        return [self._as_spoken(effect) for effect in self.moment.take_effects()]
+        self.context.now = max(now, self.context.now)
+        self._handle(event)
+        self.context.run_due()
+        return [self._for_version_spoken(effect) for effect in self.context.pop_effects()]
 
-    def _as_spoken(self, effect: Effect) -> Effect:
+    def _for_version_spoken(self, effect: Effect) -> Effect:
         """Return the effect with a message that a side of version 1 understands, where it speaks no other."""
         match effect:
-            case ToWorker():
+            case SendToWorker():
                 session = self.sessions.get(effect.session)
                 version = session.version if session is not None else 1
-            case ToRoute():
-                version = self.routes.version_of(effect.route)
-            case ToPeer():
+            case ReplyToPeer():
+                version = self.route_versions.version_of(effect.route)
+            case SendToPeer():
                 version = self.peers.version_of(effect.endpoint)
             case _:
                 return effect
@@ -207,12 +222,12 @@ class Node:
 
     def next_deadline(self) -> float | None:
         """When to feed a `Tick` if nothing else happens before."""
-        return self.moment.timers.next_deadline()
+        return self.context.timers.next_deadline()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left that a drain would wait for."""
-        return not len(self.pulls) and not self.source.transfers.live
+        return not len(self.pulls) and not self.published.table.live
 
     def snapshot(self) -> NodeSnapshot:
         """Everything, as of the last event. With many transfers it takes long: see `snapshot_steps`."""
@@ -220,13 +235,13 @@ class Node:
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
         """Everything; None before it, where events may be fed: what changes meanwhile is shown either way."""
-        transfers = yield from list_transfers(self.source, self.registry, self.moment)
+        transfers = yield from list_transfers(self.published, self.registry, self.context)
         pulls = yield from list_pulls(self.pulls)
-        num_grants = self.holds.num_grants()
+        num_grants = self.grant_client.num_grants()
         yield NodeSnapshot(
-            boot=self.moment.boot,
-            endpoint=self.moment.endpoint,
-            draining=self.moment.draining,
+            boot=self.context.boot,
+            endpoint=self.context.endpoint,
+            draining=self.context.draining,
             num_sessions=len(self.sessions),
             num_quarantined=self.pulls.num_quarantined,
             quarantined_bytes=self.pulls.quarantined_bytes,
@@ -238,36 +253,36 @@ class Node:
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
-            retired_movers=show_retired(
-                self.movers, self.pulls, self.attendance, self.sessions, self.moment.now
+            retired_movers=retired_mover_snapshots(
+                self.movers, self.pulls, self.poll_requests, self.sessions, self.context.now
             ),
             ownerships=self.ownerships.snapshot(),
         )
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """The engines of which a rank is known here."""
-        return show_engines(self.registry, self.moment.endpoint, self.movers)
+        return engine_snapshots(self.registry, self.context.endpoint, self.movers)
 
-    def refusal_of_join(self, route: bytes, said: JoinOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
         """Why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
-        return self.home.refusal(route, said, key)
+        return self.home.refusal_of_join(route, message, key)
 
     def disownable(self, engine_id: EngineId) -> Disownable:
         """What an engine id would lose if an operator disowned it now."""
         uid = None if self.registry.has_local_rank(engine_id) else self.ownerships.uid_of(engine_id)
-        num_kept = self.ownerships.ranks.num_absent(engine_id)
+        num_kept = self.ownerships.rank_holders.num_absent(engine_id)
         return Disownable(uid, num_kept + self.home.num_silent(engine_id))
 
-    def is_asked(self, endpoint: Endpoint, request: int) -> bool:
+    def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
         """Whether a peer's answer to that question is waited for."""
-        return self.questions.is_open(endpoint, request)
+        return self.peer_requests.is_open(endpoint, request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""
-        self.source.check_integrity()
+        self.published.check_integrity()
         self.pulls.check_integrity()
         self.home.check_integrity()
-        self._check_kept_ids()
+        self._check_block_id_memory()
         for session in self.sessions.values():
             if session.rank is not None:
                 engine = self.registry.get(session.rank.spec.key)
@@ -276,247 +291,259 @@ class Node:
             for owner in engine.sessions():
                 assert owner in self.sessions, f"a rank of {engine.key} outlived its session"
 
-    def _check_kept_ids(self) -> None:
+    def _check_block_id_memory(self) -> None:
         running = self.pulls.running()
-        holds = [pull.hold for pull in running] + [pull.former for pull in running if pull.former]
+        holds = [pull.held_grant for pull in running] + [
+            pull.former_grant for pull in running if pull.former_grant
+        ]
         holds += [hold for session in self.sessions.values() for hold in session.prepared.values()]
-        kept = sum(transfer.kept_bytes for transfer in self.source.transfers.live.values())
-        kept += sum(hold.kept_bytes for hold in holds) + sum(kept_bytes(pull.blocks) for pull in running)
-        assert kept == self.kept_ids.num_bytes, f"{self.kept_ids.num_bytes} bytes of ids counted, {kept} kept"
+        charged = sum(transfer.charged_bytes for transfer in self.published.table.live.values())
+        charged += sum(hold.charged_bytes for hold in holds) + sum(
+            request_bytes(pull.blocks) for pull in running
+        )
+        assert charged == self.block_id_memory.num_bytes, (
+            f"{self.block_id_memory.num_bytes} bytes of ids counted, {charged} kept"
+        )
 
     # --- events
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
-            case WorkerOpened():
-                self._worker_opened(event)
-            case WorkerSaid():
-                self._worker_said(event)
-            case DescriptorsCame():
+            case WorkerConnected():
+                self._start_session(event)
+            case WorkerMessage():
+                self._receive_worker_message(event)
+            case FdsArrived():
                 if session := self.sessions.get(event.session):
-                    self.ranks.descriptors_came(session, event.problem)
-            case WorkerClosed():
-                self._worker_closed(event.session)
-            case MoverTaken():
+                    self.local_ranks.fds_arrived(session, event.problem)
+            case WorkerDisconnected():
+                self._end_session(event.session)
+            case MoverAssigned():
                 mover = Mover(event.mover, event.session, event.agent, resident=event.resident)
-                self.ranks.mover_taken(self.sessions.get(event.session), mover, event.library)
+                self.local_ranks.mover_assigned(self.sessions.get(event.session), mover, event.library)
             case MoverUnavailable():
                 if session := self.sessions.get(event.session):
-                    self.ranks.mover_unavailable(session, event.refusal)
-            case MoverSaid():
-                self._mover_said(event)
-            case LanesSeen():
+                    self.local_ranks.mover_unavailable(session, event.refusal)
+            case MoverMessage():
+                self._handle_mover_message(event)
+            case TransportsSeen():
                 if seen := self.movers.get(event.mover):
-                    self.ranks.lanes_seen(self.sessions.get(seen.session), seen.mover, event.lanes)
+                    self.local_ranks.transports_seen(
+                        self.sessions.get(seen.session), seen.mover_id, event.lanes
+                    )
             case MoverDied():
                 self._mover_died(event)
             case PidfdNotSent():
                 if session := self.sessions.get(event.session):
-                    self.ranks.pidfd_not_sent(session, event.mover)
-            case PeerSaid():
-                self._peer_said(event.endpoint, event.message)
-            case RouteSaid():
-                self._route_said(event.route, event.message, event.key)
+                    self.local_ranks.pidfd_not_sent(session, event.mover)
+            case PeerReply():
+                self._handle_peer_reply(event.endpoint, event.message)
+            case PeerRequest():
+                self._handle_peer_request(event.route, event.message, event.key)
             case LayoutsChecked():
                 for checked in event.layouts:
-                    self.layouts.learn(checked)
+                    self.layouts.add_checked(checked)
             case PeerUnreachable():
-                self.peers.unreachable(event.endpoint, event.reason)
-            case OwnershipsRead():
+                self.peers.mark_unreachable(event.endpoint, event.reason)
+            case OwnershipsLoaded():
                 self.ownerships.restore(event.listed)
-                self.ownerships.ranks.restore(event.ranks)
+                self.ownerships.rank_holders.restore(event.ranks)
             case (
-                DisownAsked() | DrainAsked() | TrustChanged()
-                | PeerDropAsked() | TransferCancelAsked() | PullCancelAsked()
+                DisownRequested() | DrainRequested() | AllowlistChanged()
+                | PeerDropRequested() | TransferCancelRequested() | PullCancelRequested()
             ):  # fmt: skip
-                self._operate(event)
+                self._handle_operator_request(event)
             case Tick():
                 pass
             case _:
                 assert_never(event)
 
-    def _operate(
+    def _handle_operator_request(
         self,
-        event: DisownAsked
-        | DrainAsked
-        | TrustChanged
-        | PeerDropAsked
-        | TransferCancelAsked
-        | PullCancelAsked,
+        event: DisownRequested
+        | DrainRequested
+        | AllowlistChanged
+        | PeerDropRequested
+        | TransferCancelRequested
+        | PullCancelRequested,
     ) -> None:
         """What the operator asks for."""
         match event:
-            case DisownAsked():
+            case DisownRequested():
                 if not self.registry.has_local_rank(event.engine_id):
                     self.ownerships.forget(event.engine_id)
-                self.ownerships.ranks.forget_absent(event.engine_id)
+                self.ownerships.rank_holders.forget_absent(event.engine_id)
                 self.home.disown(event.engine_id)
-            case DrainAsked():
-                self.moment.draining = True
-            case TrustChanged():
-                self.moment.trust = event.trust
-                self.peers.trust_changed()
-            case PeerDropAsked():
+            case DrainRequested():
+                self.context.draining = True
+            case AllowlistChanged():
+                self.context.allowlist = event.allowlist
+                self.peers.allowlist_changed()
+            case PeerDropRequested():
                 self.peers.drop(event.endpoint)
-            case TransferCancelAsked():
-                self.source.cancel(event.engine, event.transfer_id)
-            case PullCancelAsked():
+            case TransferCancelRequested():
+                self.published.cancel(event.engine, event.transfer_id)
+            case PullCancelRequested():
                 self.pulls.cancel_pull(event.pull)
             case _:
                 assert_never(event)
 
     # --- workers
 
-    def _worker_opened(self, event: WorkerOpened) -> None:
+    def _start_session(self, event: WorkerConnected) -> None:
         opened = Session(event.session, event.pid, event.uid)
-        opened.assembly = IdsAssembly(lambda num_bytes: self.arriving.reserve(opened, num_bytes))
+        opened.assembly = BlockIdAssembly(lambda num_bytes: self.reassembly_memory.reserve(opened, num_bytes))
         self.sessions[event.session] = opened
 
-    def _worker_said(self, event: WorkerSaid) -> None:
+    def _receive_worker_message(self, event: WorkerMessage) -> None:
         session = self.sessions.get(event.session)
         if session is None:
             return  # closed by us, and this was on its way
         try:
-            self._hear(session, event)
+            self._handle_worker_message(session, event)
         except ProtocolError as error:
-            self._expel(session, error)
+            self._disconnect(session, error)
 
-    def _hear(self, session: Session, event: WorkerSaid) -> None:
-        said = event.message
+    def _handle_worker_message(self, session: Session, event: WorkerMessage) -> None:
+        message = event.message
         if not session.greeted:
-            if not isinstance(said, Hello):
+            if not isinstance(message, Hello):
                 raise ProtocolError(
-                    f"the first frame must be hello, not {type(said).__name__}", Code.OUT_OF_PLACE
+                    f"the first frame must be hello, not {type(message).__name__}", Code.OUT_OF_PLACE
                 )
             if event.problem is not None:
                 raise ProtocolError(event.problem.message, event.problem.code)
-            self.requests.greet(session, said)
+            self.worker_requests.welcome(session, message)
             return
-        match said:
+        match message:
             case Register():
-                self.ranks.register(session, said, event.problem, event.lacks_descriptors)
+                self.local_ranks.register(session, message, event.problem, event.awaits_fds)
             case Attach():
-                self.ranks.attach(session, said)
+                self.local_ranks.attach(session, message)
             case Suspend():
-                self.ranks.suspend(session)
+                self.local_ranks.suspend(session)
             case Resume():
-                self.ranks.resume(session, said, event.problem)
+                self.local_ranks.resume(session, message, event.problem)
             case NewMover():
-                self.ranks.new_mover(session)
+                self.local_ranks.resident_mover_started(session)
             case MoverAcknowledged():
-                self.ranks.mover_acknowledged(session, said)
+                self.local_ranks.mover_acknowledged(session, message)
             case _:
-                self.requests.hear(session, said, event.fence_word)
-                if isinstance(said, Publish | Ready) and session.engine is not None:
-                    self.granting.reconsider_transfer((session.engine, said.transfer_id))
+                self.worker_requests.handle(session, message, event.fence_word)
+                if isinstance(message, Publish | Ready) and session.engine is not None:
+                    self.grant_server.reconsider_transfer((session.engine, message.transfer_id))
 
-    def _expel(self, session: Session, error: ProtocolError) -> None:
+    def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """The session broke protocol: it loses its connection, and nobody else notices."""
-        self._worker_closed(session.session)
-        self.moment.do(ToWorker(session.session, Farewell(code=error.code, message=error.message)))
-        self.moment.do(CloseWorker(session.session))
+        self._end_session(session.session_id)
+        self.context.emit(SendToWorker(session.session_id, Farewell(code=error.code, message=error.message)))
+        self.context.emit(CloseWorkerConnection(session.session_id))
 
-    def _worker_closed(self, session_id: SessionId) -> None:
+    def _end_session(self, session_id: SessionId) -> None:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
         engine = session.engine
-        self.requests.session_closed(session)
-        self.ranks.session_closed(session)
+        self.worker_requests.session_closed(session)
+        self.local_ranks.session_closed(session)
         if engine is not None:  # else nothing waited for it
             self._engine_changed(engine.engine_id)
 
     # --- movers
 
-    def _mover_said(self, event: MoverSaid) -> None:
+    def _handle_mover_message(self, event: MoverMessage) -> None:
         mover = self.movers.get(event.mover)
         if mover is None:
             return  # what a dead mover still says is void
         session = self.sessions.get(mover.session)
-        said = event.message
-        match said:
-            case Up():
+        message = event.message
+        match message:
+            case MoverUp():
                 pass
             case Bound():
-                if session is not None and self.ranks.is_binding(session, mover.mover):
-                    self.ranks.bound(session, said)
+                if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
+                    self.local_ranks.bound(session, message)
                     self._engine_of_mover_changed(mover)
             case BindRefused():
-                if session is not None and self.ranks.is_binding(session, mover.mover):
-                    self.ranks.bind_refused(session, Refusal(said.code, said.message))
-            case Proved():
-                self.ranks.proved(session, mover.mover, said)
+                if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
+                    self.local_ranks.bind_refused(session, Refusal(message.code, message.message))
+            case ProbeResult():
+                self.local_ranks.placement_proved(session, mover.mover_id, message)
             case FenceMapped():
-                if self.fences.mapped(mover.mover, mover.agent, said):
+                if self.fence_pages.page_mapped(mover.mover_id, mover.agent, message):
                     self._engine_of_mover_changed(mover)
             case FenceRefused():
-                self._fence_refused(mover.mover, said)
-            case Attending():
-                self._attends(mover.agent)
+                self._fence_refused(mover.mover_id, message)
+            case Polling():
+                self._polling_confirmed(mover.agent)
             case PullDone():
-                self.pulls.done(said.pull, mover.mover, said.outcome)
-            case PullQuiet():
-                self.pulls.quiet(said.pull, mover.mover)
+                self.pulls.mover_done(message.pull, mover.mover_id, message.outcome)
+            case PullQuiesced():
+                self.pulls.mover_quiesced(message.pull, mover.mover_id)
             case DisconnectSeen():
                 # Of a resident mover nobody reads a log; a child's question is answered before it comes here.
-                self.moment.do(ToMover(mover.mover, DisconnectJudged(number=said.number, over=False)))
-            case Leaving():
-                self.movers.kill(mover.mover)
+                self.context.emit(
+                    SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
+                )
+            case MoverLeaving():
+                self.movers.kill(mover.mover_id)
             case _:
-                assert_never(said)
+                assert_never(message)
 
-    def _fence_refused(self, mover: MoverId, said: FenceRefused) -> None:
+    def _fence_refused(self, mover: MoverId, message: FenceRefused) -> None:
         """Nobody can read the session's words: it starts anew, and its engine's mover goes on."""
-        if self.fences.refused(mover, said.session) and (session := self.sessions.get(said.session)):
-            text = f"cannot use the session's fence page: {said.message}"
+        if self.fence_pages.page_refused(mover, message.session) and (
+            session := self.sessions.get(message.session)
+        ):
+            text = f"cannot use the session's fence page: {message.message}"
             # A page of this daemon's making is no fault of the client's: it may try again.
-            code = said.code if session.version < FIRST_WITH_FENCE_PAGES else Code.MOVER_LOST
-            self._expel(session, ProtocolError(text, code))
+            code = message.code if session.version < FIRST_WITH_FENCE_PAGES else Code.MOVER_LOST
+            self._disconnect(session, ProtocolError(text, code))
 
     def _mover_died(self, event: MoverDied) -> None:
         mover = self.movers.remove(event.mover)
         if mover is None:
             return
-        self._mover_leaves(mover)  # first: what is read again goes to the next one
-        self.pulls.mover_died(mover.mover)
-        self.attendance.forget(mover.agent)
+        self._detach_mover(mover)  # first: what is read again goes to the next one
+        self.pulls.mover_died(mover.mover_id)
+        self.poll_requests.forget(mover.agent)
         if session := self.sessions.get(mover.session):
-            self.ranks.mover_died(session, mover)
+            self.local_ranks.mover_died(session, mover)
         self._engine_of_mover_changed(mover)
 
-    def _mover_leaves(self, mover: Mover) -> None:
+    def _detach_mover(self, mover: Mover) -> None:
         """The mover serves nobody from here on. What it posted may still write until it is dead."""
-        if mover.left:
+        if mover.has_left:
             return
-        mover.left = True
-        self.fences.mover_gone(mover.mover)
+        mover.has_left = True
+        self.fence_pages.remove_mover(mover.mover_id)
         if not mover.retired:  # else those who read from it go on, and it polls for them
-            self.attendance.forget(mover.agent)
+            self.poll_requests.forget(mover.agent)
         self.member.mover_gone(mover.agent)
-        self.ranks.mover_left(self.sessions.get(mover.session), mover)
+        self.local_ranks.mover_left(self.sessions.get(mover.session), mover)
 
-    def _is_needed(self, mover: Mover) -> bool:
+    def _is_mover_needed(self, mover: Mover) -> bool:
         """Whether a retired mover has work left: pulls that run, or readers."""
-        return self.pulls.runs_on(mover.mover) or self.attendance.is_held(mover.agent)
+        return self.pulls.runs_on(mover.mover_id) or self.poll_requests.has_holders(mover.agent)
 
-    def _ask_attend(self, agent: AgentName, on: bool) -> None:
-        if mover := self.movers.of_agent(agent):
-            self.moment.do(ToMover(mover.mover, Attend(on=on)))
-            self.movers.reconsider(mover.mover)
+    def _request_polling(self, agent: AgentName, on: bool) -> None:
+        if mover := self.movers.get_by_agent(agent):
+            self.context.emit(SendToMover(mover.mover_id, SetPolling(on=on)))
+            self.movers.reconsider(mover.mover_id)
             return
 
         def answered(attends: bool) -> None:
             if attends:
-                self._attends(agent)
+                self._polling_confirmed(agent)
             else:
-                self.attendance.refused(agent)
+                self.poll_requests.request_failed(agent)
 
-        self.home.ask_attend(agent, on, answered)
+        self.home.request_polling(agent, on, answered)
 
-    def _attends(self, agent: AgentName) -> None:
-        if self.attendance.confirmed(agent):
-            self.granting.reconsider_agent(agent)
-        self.member.reconsider()
+    def _polling_confirmed(self, agent: AgentName) -> None:
+        if self.poll_requests.confirm(agent):
+            self.grant_server.reconsider_agent(agent)
+        self.member.reply_to_polling_requests()
 
     def _engine_of_mover_changed(self, mover: Mover) -> None:
         """A mover serves the pages and readers of its rank's engine alone."""
@@ -525,56 +552,58 @@ class Node:
 
     def _engine_changed(self, engine_id: EngineId) -> None:
         """Let everybody who waits for any start of the engine look again."""
-        self.ranks.serve_orphans(engine_id, self.sessions)
-        self.handshakes.reconsider(engine_id)
-        self.granting.reconsider(engine_id)
-        self.member.reconsider()
+        self.local_ranks.reassign_fence_pages(engine_id, self.sessions)
+        self.handshake_server.reconsider(engine_id)
+        self.grant_server.reconsider(engine_id)
+        self.member.reply_to_polling_requests()
 
     # --- other daemons
 
-    def _peer_said(self, endpoint: Endpoint, message: PeerMessage) -> None:
+    def _handle_peer_reply(self, endpoint: Endpoint, message: PeerMessage) -> None:
         match message:
-            case AttendRank():
-                self.member.attend(endpoint, message)
+            case SetRankPolling():
+                self.member.set_polling(endpoint, message)
             case TransferReleased():
-                self.member.released(endpoint, message)
+                self.member.handle_released(endpoint, message)
             case _:
                 try:
-                    self.peers.said(endpoint, message)
+                    self.peers.handle(endpoint, message)
                 except ProtocolError as error:
-                    self.peers.broke_protocol(endpoint, error)
+                    self.peers.protocol_broken(endpoint, error)
 
-    def _route_said(self, route: bytes, message: PeerMessage, key: str) -> None:
+    def _handle_peer_request(self, route: bytes, message: PeerMessage, key: str) -> None:
         match message:
-            case Greet():
-                self._greet(route, message)
+            case PeerHello():
+                self._welcome_peer(route, message)
             case FetchEngine():
-                self.handshakes.fetch(route, message, key)
+                self.handshake_server.fetch(route, message, key)
             case AskGrant():
-                self.granting.ask(route, message, key)
+                self.grant_server.acquire(route, message, key)
             case RenewGrants():
-                self.granting.renew(route, message, key)
+                self.grant_server.renew(route, message, key)
             case ReturnGrant():
-                self.granting.give_back(route, message, key)
+                self.grant_server.release(route, message, key)
             case Acknowledge():
-                self.granting.acknowledge(route, message, key)
+                self.grant_server.acknowledge(route, message, key)
             case AbandonTransfer():
-                self.granting.abandon(route, message, key)
+                self.grant_server.abandon(route, message, key)
             case JoinRank():
                 self.home.join(route, message, key)
             case LeaveRank():
                 self.home.leave(route, message, key)
             case RankReady():
-                self.home.ready(route, message, key)
+                self.home.rank_ready(route, message, key)
             case _:
-                self.questions.route_said(route, message, key)
+                self.peer_requests.handle_inbound_reply(route, message, key)
 
-    def _greet(self, route: bytes, said: Greet) -> None:
+    def _welcome_peer(self, route: bytes, message: PeerHello) -> None:
         try:
-            version = negotiate(PEER_VERSIONS, said.versions)
+            version = negotiate_version(PEER_VERSIONS, message.versions)
         except ProtocolError as error:
-            refused = PeerRefused(request=said.request, code=error.code, message=error.message)
-            self.moment.do(ToRoute(route, refused))
+            refused = PeerRefused(request=message.request, code=error.code, message=error.message)
+            self.context.emit(ReplyToPeer(route, refused))
             return
-        self.routes.greeted(route, version)
-        self.moment.do(ToRoute(route, Greeting(request=said.request, version=version, boot=self.moment.boot)))
+        self.route_versions.set_version(route, version)
+        self.context.emit(
+            ReplyToPeer(route, PeerWelcome(request=message.request, version=version, boot=self.context.boot))
+        )

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvxferd.core.effects import SaveOwnerships
-from kvxferd.core.moment import Moment
-from kvxferd.core.rank_holders import KeptRank, RankHolders
+from kvxferd.core.moment import NodeContext
+from kvxferd.core.rank_holders import RankHolders, SavedRank
 from kvxferd.core.snapshot import OwnershipSnapshot
 from kvxferd.ids import EngineId
 
@@ -44,81 +44,83 @@ class Disownable:
 class Ownerships:
     """Engine ids and their users. What the shell keeps on disk is `kept`."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
-        self._kept: dict[EngineId, _Ownership] = {}  # the longest not ready first
-        self.ranks = RankHolders(moment)
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._entries: dict[EngineId, _Ownership] = {}  # the longest not ready first
+        self.rank_holders = RankHolders(context)
 
     def uid_of(self, engine_id: EngineId) -> int | None:
         """Return the user who has the id; None: nobody."""
-        kept = self._kept.get(engine_id)
+        kept = self._entries.get(engine_id)
         return kept.uid if kept is not None else None
 
-    def kept(self) -> tuple[tuple[tuple[EngineId, int], ...], tuple[KeptRank, ...]]:
+    def saved_state(self) -> tuple[tuple[tuple[EngineId, int], ...], tuple[SavedRank, ...]]:
         """Return what the next daemon must know: users, and who holds which rank."""
-        return self.listed(), self.ranks.listed()
+        return self.saved_users(), self.rank_holders.saved_ranks()
 
-    def listed(self) -> tuple[tuple[EngineId, int], ...]:
+    def saved_users(self) -> tuple[tuple[EngineId, int], ...]:
         """Return every id with its user, in the order in which `restore` takes them."""
-        return tuple((engine_id, kept.uid) for engine_id, kept in self._kept.items())
+        return tuple((engine_id, kept.uid) for engine_id, kept in self._entries.items())
 
     def snapshot(self) -> tuple[OwnershipSnapshot, ...]:
         """For people: at most `MAX_OWNERSHIPS`, those of local users first. 4,096 take 10 ms."""
-        ids = itertools.chain(self._kept, (e for e in self.ranks.absent_engines() if e not in self._kept))
-        return tuple(map(self._show, itertools.islice(ids, MAX_OWNERSHIPS)))
+        ids = itertools.chain(
+            self._entries, (e for e in self.rank_holders.absent_engines() if e not in self._entries)
+        )
+        return tuple(map(self._snapshot_of, itertools.islice(ids, MAX_OWNERSHIPS)))
 
-    def _show(self, engine_id: EngineId) -> OwnershipSnapshot:
-        kept = self._kept.get(engine_id)
+    def _snapshot_of(self, engine_id: EngineId) -> OwnershipSnapshot:
+        kept = self._entries.get(engine_id)
         is_absent = kept is not None and not kept.present
         return OwnershipSnapshot(
             engine_id=engine_id,
             uid=kept.uid if kept is not None else None,
-            expires_in_s=round(kept.expires_at - self._moment.now, 3) if kept and is_absent else None,
-            num_kept_ranks=self.ranks.num_absent(engine_id),
+            expires_in_s=round(kept.expires_at - self._context.now, 3) if kept and is_absent else None,
+            num_kept_ranks=self.rank_holders.num_absent(engine_id),
         )
 
     def restore(self, listed: Iterable[tuple[EngineId, int]]) -> None:
         """Take what an earlier daemon listed. Each is kept as if its last rank had left now."""
         for engine_id, uid in listed:
             if self._make_room(uid):
-                self._kept[engine_id] = _Ownership(uid, present=False)
+                self._entries[engine_id] = _Ownership(uid, present=False)
                 self._expire_later(engine_id)
 
     def rank_ready(self, engine_id: EngineId, uid: int) -> None:
         """A rank of the engine is readable: the id is its user's."""
-        known = self._kept.pop(engine_id, None)
-        self._moment.timers.stop(_timer(engine_id))
+        known = self._entries.pop(engine_id, None)
+        self._context.timers.cancel(_timer_name(engine_id))
         if known is None and not self._make_room(uid):
             return  # it is the engine's as long as it is here, and no longer
-        self._kept[engine_id] = _Ownership(uid, present=True)
+        self._entries[engine_id] = _Ownership(uid, present=True)
         if known is None or known.uid != uid:
-            self._moment.do(SaveOwnerships())
+            self._context.emit(SaveOwnerships())
 
     def last_rank_left(self, engine_id: EngineId) -> None:
         """No rank of the engine is here any more."""
-        if kept := self._kept.get(engine_id):
+        if kept := self._entries.get(engine_id):
             kept.present = False
             self._expire_later(engine_id)
 
     def forget(self, engine_id: EngineId) -> None:
         """The id is nobody's."""
-        self._moment.timers.stop(_timer(engine_id))
-        if self._kept.pop(engine_id, None) is not None:
-            self._moment.do(SaveOwnerships())
+        self._context.timers.cancel(_timer_name(engine_id))
+        if self._entries.pop(engine_id, None) is not None:
+            self._context.emit(SaveOwnerships())
 
     def _expire_later(self, engine_id: EngineId) -> None:
-        after_s = self._moment.settings.ownership_s
-        self._kept[engine_id].expires_at = self._moment.now + after_s
-        self._moment.after(_timer(engine_id), after_s, lambda: self.forget(engine_id))
+        after_s = self._context.settings.ownership_s
+        self._entries[engine_id].expires_at = self._context.now + after_s
+        self._context.after(_timer_name(engine_id), after_s, lambda: self.forget(engine_id))
 
     def _make_room(self, uid: int) -> bool:
         """At the user's bound, drop that user's oldest. Return False at the node's: none is dropped."""
-        own = [engine_id for engine_id, kept in self._kept.items() if kept.uid == uid]
+        own = [engine_id for engine_id, kept in self._entries.items() if kept.uid == uid]
         if len(own) >= MAX_PER_USER:
-            absent = (engine_id for engine_id in own if not self._kept[engine_id].present)
+            absent = (engine_id for engine_id in own if not self._entries[engine_id].present)
             self.forget(next(absent, own[0]))
-        return len(self._kept) < MAX_OWNERSHIPS
+        return len(self._entries) < MAX_OWNERSHIPS
 
 
-def _timer(engine_id: EngineId) -> tuple[str, EngineId]:
+def _timer_name(engine_id: EngineId) -> tuple[str, EngineId]:
     return ("ownership", engine_id)

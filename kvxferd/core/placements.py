@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from kvxferd.core.effects import Observed
-from kvxferd.core.lanes import ITSELF, Lanes, for_data, slow_ones
-from kvxferd.core.moment import Moment
+from kvxferd.core.effects import EmitRecord
+from kvxferd.core.lanes import ITSELF, TransportsUsed, data_transports, slow_transports
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.snapshot import LanesRecord, PlacementRecord
+from kvxferd.core.snapshot import PlacementRecord, TransportsRecord
 from kvxferd.wire.common import Placement
 
 
 class Placements:
     """Keeps what is known of a rank's present mover on the rank; each finding is told once."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
 
-    def mover_taken(self, rank: LocalRank) -> None:
+    def reset(self, rank: LocalRank) -> None:
         """Another mover: what was known of the last one is void."""
-        rank.placement, rank.lanes = Placement(), ()
+        rank.placement, rank.transports_used = Placement(), ()
 
-    def found(self, rank: LocalRank, placement: Placement) -> None:
+    def record_placement(self, rank: LocalRank, placement: Placement) -> None:
         """The mover has bound the rank, or has proved what it had bound."""
         rank.placement = placement
         if is_proved(placement) or placement.why:
@@ -30,31 +30,33 @@ class Placements:
                 placement=placement.kind,
                 proved=is_proved(placement),
                 why=placement.why,
-                lanes=lanes_of(rank),
+                lanes=own_transports(rank),
                 gigabytes_per_s=placement.gigabytes_per_s,
             )
-            self._moment.do(Observed(record))
+            self._context.emit(EmitRecord(record))
 
-    def lanes_seen(self, rank: LocalRank, lanes: Lanes) -> None:
+    def record_transports(self, rank: LocalRank, lanes: TransportsUsed) -> None:
         """The rank's mover has connected in a way in which it had not before."""
-        rank.lanes += (lanes,)
+        rank.transports_used += (lanes,)
         if lanes.reach == ITSELF:
             return
-        record = LanesRecord(
+        record = TransportsRecord(
             engine_id=rank.spec.engine_id,
             rank=rank.spec.rank,
             reach=lanes.reach,
-            lanes=for_data(lanes.transports),
-            slow=lanes in slow_ones(rank.lanes),
+            lanes=data_transports(lanes.transports),
+            slow=lanes in slow_transports(rank.transports_used),
         )
-        self._moment.do(Observed(record))
+        self._context.emit(EmitRecord(record))
 
 
-def lanes_of(rank: LocalRank) -> str:
+def own_transports(rank: LocalRank) -> str:
     """Return by what the rank's mover reads from itself; "" while that is not known."""
     if rank.placement.lanes:
         return rank.placement.lanes
-    return next((for_data(lanes.transports) for lanes in rank.lanes if lanes.reach == ITSELF), "")
+    return next(
+        (data_transports(lanes.transports) for lanes in rank.transports_used if lanes.reach == ITSELF), ""
+    )
 
 
 def is_proved(placement: Placement) -> bool:

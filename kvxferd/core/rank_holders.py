@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.identity import SECRET_HOLDER
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.ids import EngineId, EngineKey, Generation, Rank
 
 # A home has 4,096 ranks of other nodes, 2,048 of one peer, and 128 of its own (`limits.max_ranks`). Twice the
 # first is room for those that have left in the last minutes. An entry takes 0.5 KB: 4 MB. A user may register
 # four ranks a second, so one that does nothing else loses its own oldest entries, and no other user's.
-MAX_KEPT, MAX_KEPT_OF_PEER, MAX_KEPT_OF_USER = 8192, 2048, 512
+MAX_HELD_RANKS, MAX_HELD_RANKS_PER_PEER, MAX_HELD_RANKS_PER_USER = 8192, 2048, 512
 
 _USER = "uid:"
 
 # Engine, generation, pipeline and tensor rank, holder: as the shell writes it to disk.
-KeptRank = tuple[EngineId, Generation, int, int, str]
+SavedRank = tuple[EngineId, Generation, int, int, str]
 
 
 def holder_of_user(uid: int) -> str:
@@ -31,30 +31,30 @@ def holder_of_user(uid: int) -> str:
     return f"{_USER}{uid}"
 
 
-def is_user(holder: str) -> bool:
+def is_local_user(holder: str) -> bool:
     """Whether that holder is a user of this node."""
     return holder.startswith(_USER)
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldRank:
     holder: str
     is_present: bool
     has_left: bool = False  # said so; else it was there when an earlier daemon ended
-    until: float = 0.0  # where it is not present
+    expires_at: float = 0.0  # where it is not present
 
 
 class RankHolders:
     """Holders of ranks by engine, generation and rank. What the shell keeps on disk is `listed`."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
-        self._held: dict[EngineId, dict[tuple[EngineKey, Rank], _Held]] = {}
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._held: dict[EngineId, dict[tuple[EngineKey, Rank], _HeldRank]] = {}
         self._num = 0
-        self._num_of: Counter[str] = Counter()
+        self._num_by_holder: Counter[str] = Counter()
         # Those that are not present: of each engine id by holder, and of each holder the oldest first.
-        self._absent: dict[EngineId, Counter[str]] = {}
-        self._absent_of: dict[str, dict[tuple[EngineKey, Rank], None]] = {}
+        self._num_absent_by_engine: dict[EngineId, Counter[str]] = {}
+        self._absent_by_holder: dict[str, dict[tuple[EngineKey, Rank], None]] = {}
         self._local_left_at: dict[EngineId, float] = {}  # when the last rank of this node went
 
     def __len__(self) -> int:
@@ -70,33 +70,33 @@ class RankHolders:
         held = self._get(key, rank)
         return held.holder if held is not None and not held.is_present else None
 
-    def left_s(self, key: EngineKey, rank: Rank) -> float:
+    def remaining_s(self, key: EngineKey, rank: Rank) -> float:
         """Return for how long an absent holder keeps the rank."""
         held = self._get(key, rank)
-        return max(0.0, held.until - self._moment.now) if held is not None else 0.0
+        return max(0.0, held.expires_at - self._context.now) if held is not None else 0.0
 
-    def members_are_absent(self, engine_id: EngineId, but: str = "") -> bool:
+    def has_absent_members(self, engine_id: EngineId, excluding: str = "") -> bool:
         """Whether a rank of any generation is kept for an absent daemon of another node, `but` excepted."""
-        absent = self._absent.get(engine_id, ())
-        return any(not is_user(holder) and holder != but for holder in absent)
+        absent = self._num_absent_by_engine.get(engine_id, ())
+        return any(not is_local_user(holder) and holder != excluding for holder in absent)
 
-    def local_has_just_left(self, engine_id: EngineId) -> bool:
+    def local_left_recently(self, engine_id: EngineId) -> bool:
         """Whether a worker of this node that was a rank of the engine may be back within moments."""
         left_at = self._local_left_at.get(engine_id)
         return (
-            left_at is not None and self._moment.now < left_at + self._moment.settings.member_silent_after_s
+            left_at is not None and self._context.now < left_at + self._context.settings.member_silent_after_s
         )
 
-    def local_is_absent(self, key: EngineKey) -> bool:
+    def has_absent_local(self, key: EngineKey) -> bool:
         """Whether a rank of that generation is kept for a worker of this node that is not here."""
         if key.engine_id not in self._local_left_at:
             return False
         return any(
-            of == key and is_user(held.holder) and not held.is_present
+            of == key and is_local_user(held.holder) and not held.is_present
             for (of, _), held in self._held[key.engine_id].items()
         )
 
-    def listed(self) -> tuple[KeptRank, ...]:
+    def saved_ranks(self) -> tuple[SavedRank, ...]:
         """Return what the next daemon must know: who is here, and who was when this daemon started."""
         return tuple(
             (key.engine_id, key.generation, rank.pp_rank, rank.tp_rank, held.holder)
@@ -105,23 +105,23 @@ class RankHolders:
             if not held.has_left
         )
 
-    def restore(self, listed: Iterable[KeptRank]) -> None:
+    def restore(self, listed: Iterable[SavedRank]) -> None:
         """Take what an earlier daemon listed, as if all had left now.
 
         Secrets are kept shorter: a member's daemon that restarts too has another one, and its silence is all
         that shows that it is gone, here as where it is present.
         """
-        settings = self._moment.settings
+        settings = self._context.settings
         for engine_id, generation, pp_rank, tp_rank, holder in listed:
             key, rank = EngineKey(engine_id, generation), Rank(pp_rank, tp_rank)
             if self._get(key, rank) is None and self._make_room(holder):
                 is_secret = holder.startswith(SECRET_HOLDER)
-                self._add(key, rank, _Held(holder, is_present=True))
+                self._add(key, rank, _HeldRank(holder, is_present=True))
                 self._set_absent(
                     key, rank, settings.member_silent_after_s if is_secret else settings.ownership_s
                 )
 
-    def take(self, key: EngineKey, rank: Rank, holder: str) -> None:
+    def set_holder(self, key: EngineKey, rank: Rank, holder: str) -> None:
         """The rank is here, and that holder's."""
         known = self._get(key, rank)
         if known is not None and known.holder == holder:
@@ -129,59 +129,59 @@ class RankHolders:
             return
         self._remove(key, rank)
         if holder and self._make_room(holder):
-            self._add(key, rank, _Held(holder, is_present=True))
-            self._moment.do(SaveOwnerships())
+            self._add(key, rank, _HeldRank(holder, is_present=True))
+            self._context.emit(SaveOwnerships())
 
-    def leave(self, key: EngineKey, rank: Rank) -> None:
+    def rank_left(self, key: EngineKey, rank: Rank) -> None:
         """The rank has left. With a key it is kept for its holder: its mover may only be replaced.
 
         A member's daemon that restarts has another secret: nothing is kept for that.
         """
-        held, settings = self._get(key, rank), self._moment.settings
+        held, settings = self._get(key, rank), self._context.settings
         if held is None:
             return
         if held.holder.startswith(SECRET_HOLDER):
             self.forget(key, rank)
-        elif is_user(held.holder):
+        elif is_local_user(held.holder):
             # No other node has it in this generation: it is kept as long as the engine id is its user's.
             self._set_absent(key, rank, settings.ownership_s)
         elif not held.has_left:
             held.has_left = True
             self._set_absent(key, rank, settings.member_silent_after_s)
-            self._moment.do(SaveOwnerships())
+            self._context.emit(SaveOwnerships())
 
     def forget(self, key: EngineKey, rank: Rank) -> None:
         """The rank is nobody's."""
         if self._remove(key, rank):
-            self._moment.do(SaveOwnerships())
+            self._context.emit(SaveOwnerships())
 
-    def forget_absent(self, engine_id: EngineId, but: EngineKey | None = None) -> int:
+    def forget_absent(self, engine_id: EngineId, excluding: EngineKey | None = None) -> int:
         """Forget whoever of the engine is not here, in that generation excepted. Return how many ranks."""
         kept = self._held.get(engine_id, {})
-        absent = [place for place, held in kept.items() if not held.is_present and place[0] != but]
+        absent = [place for place, held in kept.items() if not held.is_present and place[0] != excluding]
         for place in absent:
             self.forget(*place)
         return len(absent)
 
     def num_absent(self, engine_id: EngineId) -> int:
         """Of how many ranks of the engine the holder is not here."""
-        absent = self._absent.get(engine_id)
+        absent = self._num_absent_by_engine.get(engine_id)
         return absent.total() if absent is not None else 0
 
     def absent_engines(self) -> Iterable[EngineId]:
         """The engines of which a rank's holder is not here."""
-        return self._absent
+        return self._num_absent_by_engine
 
     # --- upkeep
 
-    def _get(self, key: EngineKey, rank: Rank) -> _Held | None:
+    def _get(self, key: EngineKey, rank: Rank) -> _HeldRank | None:
         kept = self._held.get(key.engine_id)
         return kept.get((key, rank)) if kept is not None else None
 
-    def _add(self, key: EngineKey, rank: Rank, held: _Held) -> None:
+    def _add(self, key: EngineKey, rank: Rank, held: _HeldRank) -> None:
         self._held.setdefault(key.engine_id, {})[key, rank] = held
         self._num += 1
-        self._num_of[held.holder] += 1
+        self._num_by_holder[held.holder] += 1
 
     def _remove(self, key: EngineKey, rank: Rank) -> bool:
         held = self._get(key, rank)
@@ -193,46 +193,46 @@ class RankHolders:
         if not kept:
             del self._held[key.engine_id]
         self._num -= 1
-        self._num_of[held.holder] -= 1
-        if not self._num_of[held.holder]:
-            del self._num_of[held.holder]
+        self._num_by_holder[held.holder] -= 1
+        if not self._num_by_holder[held.holder]:
+            del self._num_by_holder[held.holder]
         return True
 
     def _set_absent(self, key: EngineKey, rank: Rank, keep_s: float) -> None:
         held = self._held[key.engine_id][key, rank]
         if held.is_present:
             held.is_present = False
-            self._absent.setdefault(key.engine_id, Counter())[held.holder] += 1
-            self._absent_of.setdefault(held.holder, {})[key, rank] = None
-        if is_user(held.holder):
-            self._local_left_at[key.engine_id] = self._moment.now
-        held.until = self._moment.now + keep_s
-        self._moment.after(("rank-holder", key, rank), keep_s, lambda: self.forget(key, rank))
+            self._num_absent_by_engine.setdefault(key.engine_id, Counter())[held.holder] += 1
+            self._absent_by_holder.setdefault(held.holder, {})[key, rank] = None
+        if is_local_user(held.holder):
+            self._local_left_at[key.engine_id] = self._context.now
+        held.expires_at = self._context.now + keep_s
+        self._context.after(("rank-holder", key, rank), keep_s, lambda: self.forget(key, rank))
 
-    def _set_present(self, key: EngineKey, rank: Rank, held: _Held) -> None:
+    def _set_present(self, key: EngineKey, rank: Rank, held: _HeldRank) -> None:
         if held.has_left:
-            self._moment.do(SaveOwnerships())
+            self._context.emit(SaveOwnerships())
         if not held.is_present:
-            counts, places = self._absent[key.engine_id], self._absent_of[held.holder]
+            counts, places = self._num_absent_by_engine[key.engine_id], self._absent_by_holder[held.holder]
             counts[held.holder] -= 1
             if not counts[held.holder]:
                 del counts[held.holder]
             if not counts:
-                del self._absent[key.engine_id]
-            if not any(is_user(holder) for holder in counts):
+                del self._num_absent_by_engine[key.engine_id]
+            if not any(is_local_user(holder) for holder in counts):
                 self._local_left_at.pop(key.engine_id, None)
             del places[key, rank]
             if not places:
-                del self._absent_of[held.holder]
-            self._moment.timers.stop(("rank-holder", key, rank))
+                del self._absent_by_holder[held.holder]
+            self._context.timers.cancel(("rank-holder", key, rank))
         held.is_present, held.has_left = True, False
 
     def _make_room(self, holder: str) -> bool:
         """At the bound of one, drop its oldest absent entry. Return False at that of all: none is dropped."""
-        limit = MAX_KEPT_OF_USER if is_user(holder) else MAX_KEPT_OF_PEER
-        if self._num_of[holder] >= limit:
-            oldest = next(iter(self._absent_of.get(holder, ())), None)
+        limit = MAX_HELD_RANKS_PER_USER if is_local_user(holder) else MAX_HELD_RANKS_PER_PEER
+        if self._num_by_holder[holder] >= limit:
+            oldest = next(iter(self._absent_by_holder.get(holder, ())), None)
             if oldest is None:
                 return False
             self.forget(*oldest)
-        return len(self) < MAX_KEPT
+        return len(self) < MAX_HELD_RANKS

@@ -7,8 +7,8 @@ reconnects; a report is sent when a session joins, and whenever a rank comes or 
 
 from __future__ import annotations
 
-from kvxferd.core.effects import ToWorker
-from kvxferd.core.moment import Moment
+from kvxferd.core.effects import SendToWorker
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.registry import Registry
 from kvxferd.core.sessions import Session
 from kvxferd.ids import EngineKey, Incarnation, Rank, SessionId
@@ -18,8 +18,8 @@ from kvxferd.wire.worker import EngineRanks
 class RankReports:
     """Sends each session what is new about its engine's ranks, once."""
 
-    def __init__(self, moment: Moment, registry: Registry) -> None:
-        self._moment = moment
+    def __init__(self, context: NodeContext, registry: Registry) -> None:
+        self._context = context
         self._registry = registry
         self._sessions: dict[EngineKey, dict[SessionId, Session]] = {}
 
@@ -27,29 +27,29 @@ class RankReports:
         """Report the engine's ranks to the session from here on. Before it is answered `Registered`."""
         if session.version < 2:
             return
-        self._sessions.setdefault(engine, {})[session.session] = session
+        self._sessions.setdefault(engine, {})[session.session_id] = session
         known = self._registry.get(engine)
-        if known is not None and self._may_know(session, engine):
+        if known is not None and self._may_receive(session, engine):
             ranks = tuple((rank, record.incarnation) for rank, record in known.ranks.items())
-            self._moment.do(ToWorker(session.session, EngineRanks(ranks=ranks)))
+            self._context.emit(SendToWorker(session.session_id, EngineRanks(ranks=ranks)))
 
     def remove(self, session: Session, engine: EngineKey) -> None:
         """The session does not publish for the engine any more. Harmless where it never did."""
         sessions = self._sessions.get(engine)
         if sessions is None:
             return
-        sessions.pop(session.session, None)
+        sessions.pop(session.session_id, None)
         if not sessions:
             del self._sessions[engine]
 
-    def mapped(self, engine: EngineKey, rank: Rank, incarnation: Incarnation) -> None:
+    def report_mapping(self, engine: EngineKey, rank: Rank, incarnation: Incarnation) -> None:
         """A rank has come, or its memory has another mapping."""
         report = EngineRanks(ranks=((rank, incarnation),))
         for session in self._sessions.get(engine, {}).values():
-            if self._may_know(session, engine):
-                self._moment.do(ToWorker(session.session, report))
+            if self._may_receive(session, engine):
+                self._context.emit(SendToWorker(session.session_id, report))
 
-    def _may_know(self, session: Session, engine: EngineKey) -> bool:
+    def _may_receive(self, session: Session, engine: EngineKey) -> bool:
         """A session may have attached before the engine's ranks came, which are another user's."""
         return self._registry.is_owner(session.uid, engine.engine_id)
 

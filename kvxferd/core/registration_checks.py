@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvxferd.core.limits import RETRY_LATER_S, check_share
-from kvxferd.core.moment import Moment
-from kvxferd.core.rates import Rate
+from kvxferd.core.moment import NodeContext
+from kvxferd.core.rates import RateLimiter
 from kvxferd.core.registry import LocalRank, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.errors import BusyError, Code, EngineError
@@ -25,10 +25,10 @@ REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 class RegistrationChecks:
     """Raises what a request is refused with; changes nothing but the rate of started movers."""
 
-    def __init__(self, moment: Moment, registry: Registry) -> None:
-        self._moment = moment
+    def __init__(self, context: NodeContext, registry: Registry) -> None:
+        self._context = context
         self._registry = registry
-        self._started_movers = Rate(REGISTER_BURST, REGISTER_PER_S)
+        self._started_movers = RateLimiter(REGISTER_BURST, REGISTER_PER_S)
 
     def check_session(self, session: Session) -> None:
         """Raise EngineError where this connection, or this daemon, registers nothing now."""
@@ -36,7 +36,7 @@ class RegistrationChecks:
             raise EngineError(
                 "cannot register: this connection is attached as a publisher; open another", Code.OUT_OF_PLACE
             )
-        if self._moment.draining:
+        if self._context.draining:
             raise EngineError(
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
@@ -44,7 +44,7 @@ class RegistrationChecks:
     def check_room(self, session: Session) -> None:
         """Raise BusyError where the user has all the ranks that it may."""
         held_by = self._registry.num_ranks_by_user()
-        limit = self._moment.settings.limits.max_ranks
+        limit = self._context.settings.limits.max_ranks
         what = f"register: {held_by.total()} ranks are registered here"
         check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
 
@@ -71,7 +71,7 @@ class RegistrationChecks:
 
     def check_start(self, session: Session, key: EngineKey) -> None:
         """Raise EngineError where it would replace a generation that has ranks of other nodes alone."""
-        is_own = session.uid == self._moment.settings.own_uid
+        is_own = session.uid == self._context.settings.own_uid
         if not is_own and not self._registry.may_start(session.uid, key):
             newest = self._registry.newest(key.engine_id)
             raise EngineError(
@@ -93,7 +93,7 @@ class RegistrationChecks:
 
     def start_mover_wait_s(self, uid: int) -> float:
         """Count one more mover for that user; or return for how long there may be none, above 0."""
-        return self._started_movers.take(uid, self._moment.now)
+        return self._started_movers.acquire(uid, self._context.now)
 
 
 def check_problem(problem: Refusal | None) -> None:
@@ -124,13 +124,14 @@ def check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None
     given = {export.region: export.size_bytes for export in exports}
     if len(given) != len(exports) or given != wanted:
         raise EngineError(
-            f"cannot register: the layout names regions {_some(wanted)}, and {_some(given)} were exported; "
+            f"cannot register: the layout names regions {_format_regions(wanted)}, and "
+            f"{_format_regions(given)} were exported; "
             "export each once",
             Code.REGION_INVALID,
         )
 
 
-def _some(regions: dict[RegionId, int]) -> str:
+def _format_regions(regions: dict[RegionId, int]) -> str:
     """As many as one reads: a thousand regions were a sentence of 380 KB."""
     shown = ", ".join(f"{name[:80]!r}: {size}" for name, size in list(regions.items())[:8])
     return f"{{{shown}}}" if len(regions) <= 8 else f"{{{shown}, ...}} ({len(regions)} of them)"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
-from kvxferd.core.lanes import Lanes
+from kvxferd.core.lanes import TransportsUsed
 from kvxferd.core.ownerships import Ownerships
-from kvxferd.core.rank_holders import is_user
+from kvxferd.core.rank_holders import is_local_user
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -49,12 +49,12 @@ class RankState(StrEnum):
 
 
 @dataclass(slots=True)
-class Planned:
+class RemotePlan:
     """What a local rank reads of a remote engine."""
 
     remote: Callable[[], object]  # what was learnt of the engine, while anybody else holds it
     plan: Plan
-    wanted: float  # when it was last asked for
+    last_used: float  # when it was last asked for
 
 
 @dataclass(slots=True)
@@ -70,23 +70,23 @@ class LocalRank:
     uid: int = 0  # the worker's user
     pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
-    notices: bool = False  # its movers say Delivered to the worker themselves
+    has_delivery_socket: bool = False  # its movers say Delivered to the worker themselves
     version: int = 1  # of the worker's protocol
     state: RankState = RankState.MAPPING
-    lacks_descriptors: bool = False  # its worker was told to send the rest
-    answered: bool = False  # Registered was sent for the present mapping
-    brings_fence: bool = False  # that Registered carries the session's fence page
+    awaits_fds: bool = False  # its worker was told to send the rest
+    registered_sent: bool = False  # Registered was sent for the present mapping
+    sends_fence_page: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
-    offered: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
-    wants_resident: bool = False  # its worker was told to start another mover, and has not brought it
+    offer_number: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
+    awaits_resident: bool = False  # its worker was told to start another mover, and has not brought it
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: Placement = field(default_factory=Placement)
-    lanes: tuple[Lanes, ...] = ()  # how its mover has connected so far
-    planned: dict[EngineId, Planned] = field(default_factory=dict)  # the longest unwanted first
+    transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
+    remote_plans: dict[EngineId, RemotePlan] = field(default_factory=dict)  # the longest unwanted first
     topology: TransferTopology = field(init=False)
     block_bytes: dict[GroupName, int] = field(init=False)
     rules: BlockRules = field(init=False)
@@ -125,7 +125,7 @@ class MemberRank:
     route: bytes
     boot: BootId
     identity: MemberIdentity = UNKNOWN_MEMBER
-    heard_at: float = 0.0  # when it last joined: its heartbeat
+    last_seen_at: float = 0.0  # when it last joined: its heartbeat
     rules: BlockRules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class LocalEngine:
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
     _rules: BlockRules = ()  # of all ranks; worked out when asked for
-    _named: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
+    _interned: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
 
     @property
     def key(self) -> EngineKey:
@@ -188,7 +188,7 @@ class LocalEngine:
         self.ranks[record.spec.rank] = record
         self._rules = ()
 
-    def take_out(self, rank: Rank) -> None:
+    def remove(self, rank: Rank) -> None:
         """A rank is gone."""
         del self.ranks[rank]
         self._rules = ()
@@ -200,27 +200,27 @@ class LocalEngine:
             self._rules = engine_rules(record.rules for record in self.ranks.values())
         return self._rules
 
-    def absent(self) -> list[Rank]:
+    def unregistered(self) -> list[Rank]:
         """The ranks of which nothing is known, not even their groups."""
         return [rank for rank in self.spec.ranks() if rank not in self.ranks]
 
-    def lacking(self) -> list[Rank]:
+    def missing(self) -> list[Rank]:
         """The ranks that cannot be read (yet)."""
         return [
             r for r in self.spec.ranks() if (record := self.ranks.get(r)) is None or not record.is_readable
         ]
 
-    def shared(self, named: RankIncarnations) -> Mapping[Rank, Incarnation]:
+    def intern_incarnations(self, named: RankIncarnations) -> Mapping[Rank, Incarnation]:
         """Return what a publish names, of this engine's ranks. One object for all that name the same:
 
         thousands of transfers of 64 ranks would else keep 5 KiB each.
         """
-        if self._named[0] != named:
+        if self._interned[0] != named:
             shape = frozenset(self.spec.ranks())
-            self._named = (named, {rank: inc for rank, inc in named if rank in shape})
-        return self._named[1]
+            self._interned = (named, {rank: inc for rank, inc in named if rank in shape})
+        return self._interned[1]
 
-    def mapped_anew(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
+    def find_remapped(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
         """Return a rank whose memory is not the mapping that is named there; None where there is none.
 
         Ranks that are absent are not judged: a daemon that has restarted does not know them yet.
@@ -234,7 +234,7 @@ class LocalEngine:
     @property
     def is_complete(self) -> bool:
         """Whether every rank of every stage can be read."""
-        return not self.lacking()
+        return not self.missing()
 
     def sessions(self) -> Iterator[SessionId]:
         """The sessions of its ranks that are connected here."""
@@ -251,7 +251,7 @@ class Registry:
         self.ownerships = ownerships
         self._engines: dict[EngineKey, LocalEngine] = {}
         self._newest: dict[EngineId, EngineKey] = {}
-        self._starts: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
+        self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
 
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())
@@ -275,7 +275,7 @@ class Registry:
         """Whether a rank of any start of the engine is connected here."""
         return any(
             isinstance(record, LocalRank)
-            for engine in self._starts.get(engine_id, {}).values()
+            for engine in self._generations.get(engine_id, {}).values()
             for record in engine.ranks.values()
         )
 
@@ -293,23 +293,24 @@ class Registry:
         """
         if uid == 0 or key in self._engines or self.owners(key.engine_id):
             return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._newest and not self.ownerships.ranks.members_are_absent(
+        return key.engine_id not in self._newest and not self.ownerships.rank_holders.has_absent_members(
             key.engine_id
         )
 
     def check_holder(self, spec: EngineSpec) -> None:
         """Raise EngineError where a rank that a worker here registers is kept for another node's daemon."""
-        ranks = self.ownerships.ranks
+        ranks = self.ownerships.rank_holders
         holder = ranks.absent_holder(spec.key, spec.rank)
-        if holder is None or is_user(holder) or not self.is_home(spec):
+        if holder is None or is_local_user(holder) or not self.is_home(spec):
             return
         error = EngineError(
             f"cannot register rank {spec.rank} of engine {spec.key}: it is another node's, and is kept for "
-            f"its daemon for {ranks.left_s(spec.key, spec.rank):.0f} s; register it there, start this engine "
+            f"its daemon for {ranks.remaining_s(spec.key, spec.rank):.0f} s; register it there, start this "
+            "engine "
             "with a new generation, or have the operator disown it",
             Code.RANK_TAKEN,
         )
-        error.retry_after_s = ranks.left_s(spec.key, spec.rank)
+        error.retry_after_s = ranks.remaining_s(spec.key, spec.rank)
         raise error
 
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
@@ -325,7 +326,7 @@ class Registry:
         records = (record for engine in self for record in engine.ranks.values())
         return Counter(record.uid for record in records if isinstance(record, LocalRank))
 
-    def has_rank_of(self, uid: int) -> bool:
+    def user_has_rank(self, uid: int) -> bool:
         """Whether a worker of that user is a rank here."""
         records = (record for engine in self for record in engine.ranks.values())
         return any(isinstance(record, LocalRank) and record.uid == uid for record in records)
@@ -339,9 +340,9 @@ class Registry:
         """Whether this daemon aggregates the engine."""
         return spec.home in ("", self._endpoint)
 
-    def of_engine(self, engine_id: EngineId) -> list[LocalEngine]:
+    def generations_of(self, engine_id: EngineId) -> list[LocalEngine]:
         """Every generation of the engine that is here."""
-        return list(self._starts.get(engine_id, {}).values())
+        return list(self._generations.get(engine_id, {}).values())
 
     def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
         """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
@@ -351,7 +352,7 @@ class Registry:
         spec = record.spec
         engine = self._engines.get(spec.key)
         if engine is None:
-            self._check_alone(record)
+            self._check_single_rank(record)
             return
         check_same_engine(engine.spec, spec)
         present = engine.ranks.get(spec.rank)
@@ -369,7 +370,7 @@ class Registry:
             except KvxferdError as error:
                 raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
 
-    def _check_alone(self, record: RankRecord) -> None:
+    def _check_single_rank(self, record: RankRecord) -> None:
         if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
             check_engine({record.spec.rank: (record.spec, record.layout)})
 
@@ -380,7 +381,7 @@ class Registry:
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
-            self._starts.setdefault(key.engine_id, {})[key] = engine
+            self._generations.setdefault(key.engine_id, {})[key] = engine
             self._newest[key.engine_id] = key
         engine.put(record)
         return engine
@@ -391,18 +392,18 @@ class Registry:
         engine = self._engines.get(key)
         if engine is None or engine.ranks.get(record.spec.rank) is not record:
             return
-        engine.take_out(record.spec.rank)
+        engine.remove(record.spec.rank)
         if engine.ranks:
             return
         del self._engines[key]
-        older = self._starts[key.engine_id]
+        older = self._generations[key.engine_id]
         del older[key]
         if self._newest.get(key.engine_id) == key:
             self._newest.pop(key.engine_id)
             if older:
                 self._newest[key.engine_id] = next(reversed(older))
         if not older:
-            del self._starts[key.engine_id]
+            del self._generations[key.engine_id]
 
     def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
         """Every rank of a complete engine, stage by stage."""

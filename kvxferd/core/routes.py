@@ -4,16 +4,16 @@ from __future__ import annotations
 
 # As many as the peer socket has connections at a time; 16,384 entries are about 3 MB.
 MAX_ROUTES = 16_384
-UNGREETED = 1  # version 1 did not say that a greet must come first
+DEFAULT_VERSION = 1  # version 1 did not say that a greet must come first
 
 
-class Routes:
+class RouteVersions:
     """Remembers the routes that were used last."""
 
     def __init__(self) -> None:
         self._versions: dict[bytes, int] = {}
 
-    def greeted(self, route: bytes, version: int) -> None:
+    def set_version(self, route: bytes, version: int) -> None:
         """A version was agreed on."""
         self._versions.pop(route, None)
         self._versions[route] = version
@@ -24,6 +24,6 @@ class Routes:
         """Return the version that the route speaks."""
         version = self._versions.pop(route, None)
         if version is None:
-            return UNGREETED
+            return DEFAULT_VERSION
         self._versions[route] = version
         return version

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxferd.core.holds import Hold
+from kvxferd.core.holds import HeldGrant
 from kvxferd.core.registry import LocalRank
 from kvxferd.ids import EngineKey, Rank, SessionId
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 
 
 @dataclass(slots=True)
 class Session:
     """One connection. It is a rank, or publishes for an engine, or is nothing yet."""
 
-    session: SessionId
+    session_id: SessionId
     pid: int
     uid: int
     greeted: bool = False
     version: int = 1  # of the worker protocol, once greeted
-    notices: bool = False  # its rank's mover says Delivered to it itself
+    has_delivery_socket: bool = False  # its rank's mover says Delivered to it itself
     rank: LocalRank | None = None
     attached: EngineKey | None = None
     awaits_mover: bool = False  # a child was asked for and has not come: there is one at a time
     num_offers: int = 0  # of movers, each with a number of its own
-    assembly: IdsAssembly = field(default_factory=IdsAssembly)
-    arrives_with_rank: bool = False  # what the assembly holds is counted among users who have a rank
-    prepared: dict[TransferRef, Hold] = field(default_factory=dict)
-    num_left: int = 0  # holds taken ahead and left, whose questions may still wait for an answer
+    assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
+    charged_with_rank: bool = False  # what the assembly holds is counted among users who have a rank
+    prepared: dict[TransferRef, HeldGrant] = field(default_factory=dict)
+    num_discarded: int = 0  # holds taken ahead and left, whose questions may still wait for an answer
     abandoning: set[TransferRef] = field(default_factory=set)  # told to the source, and not answered
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.limits import DEFAULT_LIMITS, Limits
-from kvxferd.core.trust import EVERYBODY, Trust
+from kvxferd.core.trust import ALLOW_ALL, PeerAllowlist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,12 @@ class Settings:
     silent_after_s: float = 10.0  # a peer that answers nothing for so long is unreachable
     acknowledge_for_s: float = 120.0  # an acknowledgement is repeated no longer than this
     quiesce_s: float = 5.0  # a mover in doubt is given this long, then killed
-    attend_linger_s: float = 2.0  # a source mover polls on after its last grant ended
+    polling_linger_s: float = 2.0  # a source mover polls on after its last grant ended
     member_heartbeat_s: float = 3.0  # a member repeats its ranks to the engine's home
     ownership_s: float = 600.0  # an engine id stays its user's after its last rank has left
     own_uid: int = 0  # the daemon's own user, who may replace what has no user here
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
-    trust: Trust = EVERYBODY  # at the start; see `TrustChanged`
+    allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `TrustChanged`
     limits: Limits = DEFAULT_LIMITS
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage
 

@@ -7,29 +7,29 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvxferd.core.attendance import Attendance
-from kvxferd.core.lanes import for_data, slow_ones
-from kvxferd.core.moment import Moment
+from kvxferd.core.attendance import PollRequests
+from kvxferd.core.lanes import data_transports, slow_transports
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.movers import Mover, Movers
-from kvxferd.core.placements import is_proved, lanes_of
-from kvxferd.core.pull import Phase
+from kvxferd.core.placements import is_proved, own_transports
+from kvxferd.core.pull import PullPhase
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
 from kvxferd.core.sessions import Session
 from kvxferd.core.snapshot import (
     EngineSnapshot,
-    LanesSnapshot,
     PlacementSnapshot,
     PullSnapshot,
     RankSnapshot,
     RetiredMoverSnapshot,
     TransferSnapshot,
+    TransportsSnapshot,
 )
-from kvxferd.core.source import Source
+from kvxferd.core.source import PublishedTransfers
 from kvxferd.ids import Endpoint, MoverId, Rank, SessionId
 
 # 2,000 transfers take 5 ms to show. With pauses between such pieces a look at the node holds nobody up.
-PIECE = 2_000
+BATCH = 2_000
 # As many transfers, and as many pulls, are shown; all are counted. It is the limit of one engine, and takes
 # 30 ms of a core.
 MAX_SHOWN = 8_192
@@ -49,18 +49,20 @@ class Listing(Generic[Shown]):
 Steps = Generator[None, None, Listing[Shown]]
 
 
-def list_transfers(source: Source, registry: Registry, moment: Moment) -> Steps[TransferSnapshot]:
+def list_transfers(
+    published: PublishedTransfers, registry: Registry, context: NodeContext
+) -> Steps[TransferSnapshot]:
     """Go through the live transfers of this node's engines in pieces; yield after each, return all."""
     listing: Listing[TransferSnapshot] = Listing()
-    live = list(source.transfers.live.values())
-    for start in range(0, len(live), PIECE):
-        for transfer in live[start : start + PIECE]:
+    live = list(published.table.live.values())
+    for start in range(0, len(live), BATCH):
+        for transfer in live[start : start + BATCH]:
             engine = registry.get(transfer.engine)
-            state = transfer.state(engine is not None and source.is_ready(transfer, engine))
+            state = transfer.state(engine is not None and published.is_ready(transfer, engine))
             listing.states[state] += 1
             listing.num_grants += len(transfer.grants)
             if len(listing.shown) < MAX_SHOWN:
-                listing.shown.append(transfer.snapshot(moment.now, state))
+                listing.shown.append(transfer.snapshot(context.now, state))
         yield None
     return listing
 
@@ -69,9 +71,9 @@ def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
     """The same for pulls that have not ended."""
     listing: Listing[PullSnapshot] = Listing()
     running = pulls.running()
-    for start in range(0, len(running), PIECE):
-        for pull in running[start : start + PIECE]:
-            shown = pulls.show(pull)
+    for start in range(0, len(running), BATCH):
+        for pull in running[start : start + BATCH]:
+            shown = pulls.snapshot_of(pull)
             listing.states[shown.phase] += 1
             if len(listing.shown) < MAX_SHOWN:
                 listing.shown.append(shown)
@@ -79,13 +81,19 @@ def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
     return listing
 
 
-def show_engines(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
+def engine_snapshots(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
     """Every engine of which a rank is known here. `endpoint`: this daemon's."""
-    return tuple(_engine(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry)
+    return tuple(
+        _engine_snapshot(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry
+    )
 
 
-def show_retired(
-    movers: Movers, pulls: Pulls, attendance: Attendance, sessions: Mapping[SessionId, Session], now: float
+def retired_mover_snapshots(
+    movers: Movers,
+    pulls: Pulls,
+    poll_requests: PollRequests,
+    sessions: Mapping[SessionId, Session],
+    now: float,
 ) -> tuple[RetiredMoverSnapshot, ...]:
     """The movers that wait for their end, and for what each waits."""
     if not (retired := movers.retired()):
@@ -93,14 +101,14 @@ def show_retired(
     reading: Counter[MoverId | None] = Counter()
     in_doubt: Counter[MoverId | None] = Counter()
     for pull in pulls.running():
-        (in_doubt if pull.phase is Phase.IN_DOUBT else reading)[pull.mover] += 1
+        (in_doubt if pull.phase is PullPhase.IN_DOUBT else reading)[pull.mover] += 1
 
     def kept_by(mover: Mover) -> str:
         if mover.dying:
             return "exit"
-        if reading[mover.mover]:
+        if reading[mover.mover_id]:
             return "pulls"
-        return "readers" if attendance.is_held(mover.agent) else "exit"
+        return "readers" if poll_requests.has_holders(mover.agent) else "exit"
 
     def rank_of(mover: Mover) -> Rank | None:
         session = sessions.get(mover.session)
@@ -108,21 +116,23 @@ def show_retired(
 
     return tuple(
         RetiredMoverSnapshot(
-            mover=mover.mover,
+            mover=mover.mover_id,
             agent=mover.agent,
             engine_id=mover.engine.engine_id if mover.engine is not None else None,
             rank=rank_of(mover),
             kept_by=kept_by(mover),
-            num_pulls=reading[mover.mover],
-            num_in_doubt=in_doubt[mover.mover],
+            num_pulls=reading[mover.mover_id],
+            num_in_doubt=in_doubt[mover.mover_id],
             age_s=round(now - mover.retired_at, 3),
         )
         for mover in retired
     )
 
 
-def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers) -> EngineSnapshot:
-    lacking = tuple(engine.lacking())
+def _engine_snapshot(
+    engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers
+) -> EngineSnapshot:
+    lacking = tuple(engine.missing())
     return EngineSnapshot(
         engine_id=engine.key.engine_id,
         generation=engine.key.generation,
@@ -133,35 +143,35 @@ def _engine(engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Move
         lacking=lacking if is_home else (),
         problem="" if is_home else "aggregated at its home",
         home=engine.spec.home or endpoint,
-        ranks=tuple(_rank(record, movers) for _, record in sorted(engine.ranks.items())),
+        ranks=tuple(_rank_snapshot(record, movers) for _, record in sorted(engine.ranks.items())),
     )
 
 
-def _placement(rank: LocalRank) -> PlacementSnapshot:
+def _placement_snapshot(rank: LocalRank) -> PlacementSnapshot:
     found = rank.placement
     return PlacementSnapshot(
         kind=found.kind,
         proved=is_proved(found),
         why=found.why,
-        lanes=lanes_of(rank),
+        lanes=own_transports(rank),
         gigabytes_per_s=found.gigabytes_per_s,
     )
 
 
-def _lanes(rank: LocalRank) -> tuple[LanesSnapshot, ...]:
-    slow = slow_ones(rank.lanes)
+def _transports_snapshots(rank: LocalRank) -> tuple[TransportsSnapshot, ...]:
+    slow = slow_transports(rank.transports_used)
     return tuple(
-        LanesSnapshot(
+        TransportsSnapshot(
             reach=lanes.reach,
             transports=lanes.transports,
-            lanes=for_data(lanes.transports),
+            lanes=data_transports(lanes.transports),
             slow=lanes in slow,
         )
-        for lanes in rank.lanes
+        for lanes in rank.transports_used
     )
 
 
-def _rank(record: RankRecord, movers: Movers) -> RankSnapshot:
+def _rank_snapshot(record: RankRecord, movers: Movers) -> RankSnapshot:
     local = isinstance(record, LocalRank)
     return RankSnapshot(
         rank=record.spec.rank,
@@ -169,8 +179,10 @@ def _rank(record: RankRecord, movers: Movers) -> RankSnapshot:
         agent=record.agent,
         library=record.library if isinstance(record, LocalRank) else "",
         bytes=sum(region.size_bytes for region in record.layout.regions) if local else 0,
-        placement=_placement(record) if isinstance(record, LocalRank) and record.is_readable else None,
-        lanes=_lanes(record) if isinstance(record, LocalRank) else (),
+        placement=_placement_snapshot(record)
+        if isinstance(record, LocalRank) and record.is_readable
+        else None,
+        lanes=_transports_snapshots(record) if isinstance(record, LocalRank) else (),
         worker_pid=record.pid if isinstance(record, LocalRank) else 0,
         worker_uid=record.uid if isinstance(record, LocalRank) else 0,
         num_stuck=movers.num_stuck(record.session) if isinstance(record, LocalRank) else 0,

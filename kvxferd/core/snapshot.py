@@ -82,7 +82,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     gigabytes_per_s: float
 
 
-class LanesRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TransportsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's mover has connected to another process in a way in which it had not before."""
 
     engine_id: EngineId
@@ -92,7 +92,7 @@ class LanesRecord(msgspec.Struct, frozen=True, kw_only=True):
     slow: bool  # TCP on one node, where there is something faster
 
 
-Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | PlacementRecord | LanesRecord
+Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | PlacementRecord | TransportsRecord
 
 
 class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     gigabytes_per_s: float  # of one read in the mover's own process; 0: not measured
 
 
-class LanesSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class TransportsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which a rank's mover has connected."""
 
     reach: str  # "itself", "node", "network"
@@ -123,7 +123,7 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     library: str
     bytes: int
     placement: PlacementSnapshot | None = None  # of a local rank that is bound
-    lanes: tuple[LanesSnapshot, ...] = ()
+    lanes: tuple[TransportsSnapshot, ...] = ()
     worker_pid: int = 0  # of a local rank; as this daemon's PID namespace names it, 0 where it cannot
     worker_uid: int = 0
     num_stuck: int = 0  # resident movers that were told to end and have not

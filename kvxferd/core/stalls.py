@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import TransferRef
@@ -21,38 +21,38 @@ REFUSED_S = 30.0
 MAX_SOURCES = 1024
 
 
-class Stalls:
+class SourceBreaker:
     """Counts stalls by reading user and source engine; forgets them after `WINDOW_S`."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
-        self._at: dict[tuple[int, Endpoint, EngineKey], deque[float]] = {}  # the longest quiet first
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._stalled_at: dict[tuple[int, Endpoint, EngineKey], deque[float]] = {}  # the longest quiet first
 
     def __len__(self) -> int:
-        return len(self._at)
+        return len(self._stalled_at)
 
-    def note(self, uid: int, ref: TransferRef) -> None:
+    def record_stall(self, uid: int, ref: TransferRef) -> None:
         """A mover of that user's was retired because a read from the reference's engine did not end."""
         source = (uid, ref.endpoint, ref.engine)
-        at = self._at.pop(source, None) or deque(maxlen=MAX_STALLS)
-        at.append(self._moment.now)
-        self._at[source] = at
+        at = self._stalled_at.pop(source, None) or deque(maxlen=MAX_STALLS)
+        at.append(self._context.now)
+        self._stalled_at[source] = at
         self._forget_old()
 
     def _forget_old(self) -> None:
-        oldest = self._moment.now - WINDOW_S
-        while self._at:
-            source, at = next(iter(self._at.items()))
-            if at[-1] > oldest and len(self._at) <= MAX_SOURCES:
+        oldest = self._context.now - WINDOW_S
+        while self._stalled_at:
+            source, at = next(iter(self._stalled_at.items()))
+            if at[-1] > oldest and len(self._stalled_at) <= MAX_SOURCES:
                 return
-            del self._at[source]
+            del self._stalled_at[source]
 
     def check(self, uid: int, ref: TransferRef, what: str) -> None:
         """Raise EngineError(source-stalled) while that user is not to read the reference's engine."""
-        at = self._at.get((uid, ref.endpoint, ref.engine))
+        at = self._stalled_at.get((uid, ref.endpoint, ref.engine))
         if at is None or len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
             return
-        left_s = at[-1] + REFUSED_S - self._moment.now
+        left_s = at[-1] + REFUSED_S - self._context.now
         if left_s <= 0:
             return
         error = EngineError(

@@ -13,25 +13,25 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
+class PeerAllowlist:
     """The allow-lists. Without any, whoever can be reached is spoken with."""
 
-    key: str = ""  # this daemon's own public key, 64 hex digits; "": no CURVE
+    own_key: str = ""  # this daemon's own public key, 64 hex digits; "": no CURVE
     allowed_keys: frozenset[str] | None = frozenset()  # besides its own; None: any
     networks: tuple[Network, ...] = ()  # peers' addresses; empty: any
 
-    def admits_key(self, key: str) -> bool:
+    def allows_key(self, key: str) -> bool:
         """Whether who proved to hold this key may speak with this daemon."""
-        return self.allowed_keys is None or key == self.key or key in self.allowed_keys
+        return self.allowed_keys is None or key == self.own_key or key in self.allowed_keys
 
-    def admits_all_of(self, other: Trust) -> bool:
+    def allows_all_of(self, other: PeerAllowlist) -> bool:
         """Whether these lists leave nobody out whom those let in."""
         keys = self.allowed_keys
         if keys is not None and (other.allowed_keys is None or other.allowed_keys - keys):
             return False
         return not self.networks or (bool(other.networks) and set(other.networks) <= set(self.networks))
 
-    def admits_address(self, address: str) -> bool:
+    def allows_address(self, address: str) -> bool:
         """Whether a connection with this numeric address at its other end is wanted."""
         if not self.networks:
             return True
@@ -51,19 +51,19 @@ class Trust:
         """
         what, key = f"cannot reach {address_of(endpoint)}", key_of(endpoint)
         problem = ""
-        if self.key and not key:
+        if self.own_key and not key:
             problem = (
                 f"it names no public key, and this daemon speaks by CURVE only; give {endpoint}#KEY, as that "
                 "daemon's `kvxferd status` shows it"
             )
-        elif key and not self.key:
+        elif key and not self.own_key:
             problem = "it wants CURVE, and this daemon has no key; set peer.curve_secret_key_file"
-        elif key and not self.admits_key(key):
+        elif key and not self.allows_key(key):
             problem = f"its key {key} is not in peer.curve_allowed_keys"
-        elif not self.admits_address(host_of(endpoint)):
+        elif not self.allows_address(host_of(endpoint)):
             problem = "its address is not in peer.allowed_addresses, which take numeric addresses alone"
         if problem:
             raise EngineError(f"{what}: {problem}", Code.NOT_ALLOWED)
 
 
-EVERYBODY = Trust()
+ALLOW_ALL = PeerAllowlist()

@@ -40,7 +40,7 @@ def pack_ids(ids: Sequence[int] | memoryview | array.array[int]) -> bytes:
         view = memoryview(ids)  # type: ignore[arg-type]
     except TypeError:
         return array.array("i", ids).tobytes()
-    _check_items(view)
+    _check_int32(view)
     return view.tobytes()
 
 
@@ -51,13 +51,13 @@ def lend_ids(ids: Buffer) -> bytes:
     for what is no buffer, and ValueError for another item type or one whose bytes do not lie together.
     """
     view = memoryview(ids)
-    _check_items(view)
+    _check_int32(view)
     if view.ndim != 1 or not view.c_contiguous:
         raise ValueError("cannot lend block ids that do not lie side by side: give a copy")
     return cast(bytes, view.cast("B")) if view.nbytes else b""
 
 
-def _check_items(view: memoryview) -> None:
+def _check_int32(view: memoryview) -> None:
     if view.format not in ("i", "=i", "<i", "l") or view.itemsize != 4:
         raise ValueError(f"cannot take block ids of format {view.format!r}: give an int32 buffer")
 

@@ -40,9 +40,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     def ranks(self) -> list[Rank]:
         """Every rank of the engine, stage by stage."""
-        return list(_grid(self.pp_size, self.tp_size))
+        return list(_all_ranks(self.pp_size, self.tp_size))
 
 
 @lru_cache(maxsize=64)
-def _grid(pp_size: int, tp_size: int) -> tuple[Rank, ...]:
+def _all_ranks(pp_size: int, tp_size: int) -> tuple[Rank, ...]:
     return tuple(Rank(pp, tp) for pp in range(pp_size) for tp in range(tp_size))

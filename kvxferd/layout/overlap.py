@@ -14,14 +14,14 @@ Axis = tuple[int, int]  # length, stride in bytes
 StridedSet = tuple[int, int, Sequence[Axis]]  # offset, contiguous bytes, axes
 
 # Known layouts need none: they nest. 16,384 places take 25 to 40 ms, in which nobody else is served.
-MAX_PLACES = 1 << 14
+MAX_OVERLAP_WORK = 1 << 14
 
 
-class Places:
+class OverlapBudget:
     """How many places may still be written out or compared: in one layout, or in all that come together."""
 
-    def __init__(self, left: int = MAX_PLACES) -> None:
-        self.left = left
+    def __init__(self, remaining: int = MAX_OVERLAP_WORK) -> None:
+        self.left = remaining
 
     def spend(self, count: int) -> bool:
         """Take some; False: there were not so many left."""
@@ -29,7 +29,7 @@ class Places:
         return self.left >= 0
 
 
-class _Part(NamedTuple):
+class _StridedPart(NamedTuple):
     """A set, or a part of one, on the way to being compared."""
 
     start: int
@@ -37,15 +37,15 @@ class _Part(NamedTuple):
     axes: tuple[Axis, ...]  # longer than 1, largest stride first
     owner: int  # index of the set it comes from
     # For every axis taken modulo its stride: which of its indexes there are, shifted to a common origin.
-    taken: tuple[tuple[int, int], ...] = ()
+    index_ranges: tuple[tuple[int, int], ...] = ()
 
     @property
-    def extent(self) -> int:
+    def span_bytes(self) -> int:
         """Bytes from its first to past its last."""
         return self.num_bytes + sum((length - 1) * stride for length, stride in self.axes)
 
     @property
-    def nests(self) -> bool:
+    def is_nested(self) -> bool:
         """Whether every axis steps over all that lies inside it, so that no two places can meet."""
         inside = self.num_bytes
         for length, stride in reversed(self.axes):
@@ -55,72 +55,74 @@ class _Part(NamedTuple):
         return True
 
 
-def find_overlap(sets: Sequence[StridedSet], places: Places | None = None) -> tuple[int, int] | None:
+def find_overlap(sets: Sequence[StridedSet], budget: OverlapBudget | None = None) -> tuple[int, int] | None:
     """Return the indexes of two sets that share a byte, twice the same if one meets itself, else None.
 
     A pair that `places` (MAX_PLACES) do not suffice to tell apart is returned as if it overlapped.
     """
-    places = Places() if places is None else places
+    budget = OverlapBudget() if budget is None else budget
     parts = []
     for index, (offset, num_bytes, axes) in enumerate(sets):
         longer = tuple(sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]))
         if any(stride < num_bytes for _, stride in longer):
             return index, index
-        parts.append(_Part(offset, num_bytes, longer, index))
+        parts.append(_StridedPart(offset, num_bytes, longer, index))
     pending = [parts]
     while pending:
-        for cluster in _clusters(pending.pop()):
-            if len(cluster) == 1 and cluster[0].nests:
+        for cluster in _touching_parts(pending.pop()):
+            if len(cluster) == 1 and cluster[0].is_nested:
                 continue
             stride = max((part.axes[0][1] for part in cluster if part.axes), default=0)
             if stride == 0:
-                pair = _meeting(cluster, places)
+                pair = _overlapping_pair(cluster, budget)
                 if pair is not None:
                     return pair
                 continue
-            if all(part.axes and part.axes[0][1] == stride >= _inside(part) for part in cluster):
-                pending.append(list(_modulo(cluster, stride)))
+            if all(part.axes and part.axes[0][1] == stride >= _inner_bytes(part) for part in cluster):
+                pending.append(list(_fold_by_stride(cluster, stride)))
                 continue
-            opened = list(_written_out(cluster, stride, places.left))
-            if not places.spend(len(opened)):
+            opened = list(_unroll(cluster, stride, budget.left))
+            if not budget.spend(len(opened)):
                 return cluster[0].owner, cluster[-1].owner
             pending.append(opened)
     return None
 
 
-def _clusters(parts: list[_Part]) -> Iterator[list[_Part]]:
+def _touching_parts(parts: list[_StridedPart]) -> Iterator[list[_StridedPart]]:
     """Yield the parts whose extents hang together."""
-    cluster: list[_Part] = []
+    cluster: list[_StridedPart] = []
     end = 0
     for part in sorted(parts):
         if cluster and part.start >= end:
             yield cluster
             cluster = []
-        end = max(end, part.start + part.extent) if cluster else part.start + part.extent
+        end = max(end, part.start + part.span_bytes) if cluster else part.start + part.span_bytes
         cluster.append(part)
     if cluster:
         yield cluster
 
 
-def _inside(part: _Part) -> int:
+def _inner_bytes(part: _StridedPart) -> int:
     """Return the bytes spanned at one index of the outermost axis."""
     length, stride = part.axes[0]
-    return part.extent - (length - 1) * stride
+    return part.span_bytes - (length - 1) * stride
 
 
-def _modulo(cluster: list[_Part], stride: int) -> Iterator[_Part]:
+def _fold_by_stride(cluster: list[_StridedPart], stride: int) -> Iterator[_StridedPart]:
     """Yield the parts modulo their common outermost stride; what wraps around appears at both ends."""
     origin = cluster[0].start
     for part in cluster:
         turn, start = divmod(part.start - origin, stride)
         length = part.axes[0][0]
         inside = part._replace(axes=part.axes[1:])
-        yield inside._replace(start=start, taken=(*part.taken, (turn, turn + length)))
-        if start + inside.extent > stride:
-            yield inside._replace(start=start - stride, taken=(*part.taken, (turn + 1, turn + 1 + length)))
+        yield inside._replace(start=start, index_ranges=(*part.index_ranges, (turn, turn + length)))
+        if start + inside.span_bytes > stride:
+            yield inside._replace(
+                start=start - stride, index_ranges=(*part.index_ranges, (turn + 1, turn + 1 + length))
+            )
 
 
-def _written_out(cluster: list[_Part], stride: int, budget: int) -> Iterator[_Part]:
+def _unroll(cluster: list[_StridedPart], stride: int, budget: int) -> Iterator[_StridedPart]:
     """Yield the parts with every axis of the largest stride written out; ends soon after `budget`."""
     count = 0
     for part in cluster:
@@ -134,17 +136,18 @@ def _written_out(cluster: list[_Part], stride: int, budget: int) -> Iterator[_Pa
             yield part._replace(start=part.start + step * stride, axes=part.axes[1:])
 
 
-def _meeting(cluster: list[_Part], places: Places) -> tuple[int, int] | None:
+def _overlapping_pair(cluster: list[_StridedPart], budget: OverlapBudget) -> tuple[int, int] | None:
     """Return two contiguous parts that share a byte at indexes that both of them have."""
     for at, first in enumerate(cluster):
         for other in range(at + 1, len(cluster)):
             second = cluster[other]
             if second.start >= first.start + first.num_bytes:
                 break
-            if not places.spend(1):
+            if not budget.spend(1):
                 return first.owner, second.owner
-            if len(first.taken) != len(second.taken) or all(
-                max(a, c) < min(b, d) for (a, b), (c, d) in zip(first.taken, second.taken, strict=True)
+            if len(first.index_ranges) != len(second.index_ranges) or all(
+                max(a, c) < min(b, d)
+                for (a, b), (c, d) in zip(first.index_ranges, second.index_ranges, strict=True)
             ):
                 return first.owner, second.owner
     return None

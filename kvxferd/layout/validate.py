@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvxferd.errors import LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.overlap import Places, find_overlap
+from kvxferd.layout.overlap import OverlapBudget, find_overlap
 from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout
 
 MAX_NAME_CHARS = 256  # longer than any layer or component name in use
@@ -37,7 +37,7 @@ MAX_BLOCKS = 1 << 31
 _Named = TypeVar("_Named")
 
 
-def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None = None) -> None:
+def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget | None = None) -> None:
     """Raise LayoutError (layout-invalid) for the first contradiction, naming where and the values.
 
     After it: ranks and layers are in range; every tensor names a known group and region; every
@@ -46,7 +46,7 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None 
     the work for layouts that come together, as one rank's work is bounded without.
     """
     validate_spec(spec)
-    _check_range(spec, layout)
+    _check_layer_range(spec, layout)
     _check_counts(layout)
     regions = _by_name(layout.regions, lambda region: region.region, "region")
     for region in layout.regions:
@@ -61,15 +61,15 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, places: Places | None 
     for tensor in layout.tensors:
         place = (tensor.layer, tensor.component)
         if place in seen:
-            raise LayoutError(f"{_cannot(tensor)}: it is listed twice")
+            raise LayoutError(f"{_cannot_use(tensor)}: it is listed twice")
         seen.add(place)
         if tensor.group not in groups:
-            raise LayoutError(f"{_cannot(tensor)}: there is no group {tensor.group!r}")
+            raise LayoutError(f"{_cannot_use(tensor)}: there is no group {tensor.group!r}")
         if tensor.region not in regions:
-            raise LayoutError(f"{_cannot(tensor)}: there is no region {tensor.region!r}")
+            raise LayoutError(f"{_cannot_use(tensor)}: there is no region {tensor.region!r}")
         _check_tensor(layout, tensor, groups[tensor.group])
-        _check_extent(tensor, groups[tensor.group], regions[tensor.region].size_bytes)
-    _check_overlaps(layout, groups, Places() if places is None else places)
+        _check_end(tensor, groups[tensor.group], regions[tensor.region].size_bytes)
+    _check_overlaps(layout, groups, OverlapBudget() if budget is None else budget)
 
 
 def validate_spec(spec: EngineSpec) -> None:
@@ -97,7 +97,7 @@ def validate_spec(spec: EngineSpec) -> None:
         _require(0 <= rank < size, f"cannot use {name} {rank}: the engine has {size} of them, from 0 on")
 
 
-def _check_range(spec: EngineSpec, layout: RankLayout) -> None:
+def _check_layer_range(spec: EngineSpec, layout: RankLayout) -> None:
     _require(
         0 <= layout.start_layer <= layout.end_layer <= spec.num_layers,
         f"cannot use layers [{layout.start_layer}, {layout.end_layer}) of rank {spec.rank}: the engine's "
@@ -164,32 +164,34 @@ def _check_tensor(layout: RankLayout, tensor: CacheTensor, group: Group) -> None
     for name, text in (("component", tensor.component), ("dtype", tensor.dtype)):
         _check_name(text, name)
     if len(tensor.encoding) > MAX_NAME_CHARS:
-        raise LayoutError(f"{_cannot(tensor)}: its encoding is over {MAX_NAME_CHARS} characters")
+        raise LayoutError(f"{_cannot_use(tensor)}: its encoding is over {MAX_NAME_CHARS} characters")
     if not layout.start_layer <= tensor.layer < layout.end_layer:
         raise LayoutError(
-            f"{_cannot(tensor)}: the rank's layers are [{layout.start_layer}, {layout.end_layer})"
+            f"{_cannot_use(tensor)}: the rank's layers are [{layout.start_layer}, {layout.end_layer})"
         )
     for name in ("offset", "block_stride", "token_stride", "unit_stride", "chunk_stride", "chunk_bytes"):
         if not 0 <= (value := getattr(tensor, name)) <= MAX_BYTES:
-            raise LayoutError(f"{_cannot(tensor)}: {name} {value} is not 0 to {MAX_BYTES}")
+            raise LayoutError(f"{_cannot_use(tensor)}: {name} {value} is not 0 to {MAX_BYTES}")
     for name in ("num_chunks", "itemsize", "granule_tokens"):
         if not 1 <= (value := getattr(tensor, name)) <= MAX_UNITS:
-            raise LayoutError(f"{_cannot(tensor)}: {name} {value} is not 1 to {MAX_UNITS}")
+            raise LayoutError(f"{_cannot_use(tensor)}: {name} {value} is not 1 to {MAX_UNITS}")
     _check_units(tensor)
     granule = tensor.granule_tokens
     if group.kind is GroupKind.STATE:
         if granule != 1:
-            raise LayoutError(f"{_cannot(tensor)}: a state has no tokens, granule_tokens is {granule}")
+            raise LayoutError(f"{_cannot_use(tensor)}: a state has no tokens, granule_tokens is {granule}")
         return
     block_tokens = group.block_tokens // group.physical_blocks_per_logical
     if block_tokens % granule:
         raise LayoutError(
-            f"{_cannot(tensor)}: granule_tokens {granule} does not divide its blocks of {block_tokens} tokens"
+            f"{_cannot_use(tensor)}: granule_tokens {granule} does not divide its blocks of {block_tokens} "
+            "tokens"
         )
     shard = group.token_shard
     if shard.count != 1 and shard.interleave % granule:
         raise LayoutError(
-            f"{_cannot(tensor)}: granule_tokens {granule} does not divide the interleave {shard.interleave}"
+            f"{_cannot_use(tensor)}: granule_tokens {granule} does not divide the interleave "
+            f"{shard.interleave}"
         )
 
 
@@ -197,21 +199,23 @@ def _check_units(tensor: CacheTensor) -> None:
     """Unit ranges: none empty, none twice. A component of no width is one empty range, or no range."""
     if len(tensor.units) > MAX_UNIT_RANGES:
         raise LayoutError(
-            f"{_cannot(tensor)}: its units are in {len(tensor.units)} ranges, {MAX_UNIT_RANGES} go"
+            f"{_cannot_use(tensor)}: its units are in {len(tensor.units)} ranges, {MAX_UNIT_RANGES} go"
         )
     if len(tensor.units) == 1:
         ((start, stop),) = ((units.start, units.stop) for units in tensor.units)
         if start != stop and not 0 <= start < stop <= MAX_UNITS:
-            raise LayoutError(f"{_cannot(tensor)}: unit range [{start}, {stop}) is empty")
+            raise LayoutError(f"{_cannot_use(tensor)}: unit range [{start}, {stop}) is empty")
         return
     ordered = sorted((units.start, units.stop) for units in tensor.units)
     for start, stop in ordered:
-        _require(0 <= start < stop <= MAX_UNITS, f"{_cannot(tensor)}: unit range [{start}, {stop}) is empty")
+        _require(
+            0 <= start < stop <= MAX_UNITS, f"{_cannot_use(tensor)}: unit range [{start}, {stop}) is empty"
+        )
     for (_, end), (start, stop) in itertools.pairwise(ordered):
-        _require(end <= start, f"{_cannot(tensor)}: units [{start}, {min(end, stop)}) are listed twice")
+        _require(end <= start, f"{_cannot_use(tensor)}: units [{start}, {min(end, stop)}) are listed twice")
 
 
-def _check_extent(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
+def _check_end(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
     """The last byte of the last place of the last block lies inside the region."""
     if tensor.num_units == 0 or tensor.content_bytes == 0:
         return
@@ -220,7 +224,8 @@ def _check_extent(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
         reach += (count - 1) * stride
     if reach > region_bytes:
         raise LayoutError(
-            f"{_cannot(tensor)}: its last block, {group.num_blocks - 1}, reaches to byte {reach} of region "
+            f"{_cannot_use(tensor)}: its last block, {group.num_blocks - 1}, reaches to byte {reach} of "
+            "region "
             f"{tensor.region!r}, which has {region_bytes}"
         )
 
@@ -239,7 +244,7 @@ def axes_of(tensor: CacheTensor, group: Group) -> list[tuple[int, int]]:
     ]
 
 
-def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], places: Places) -> None:
+def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], budget: OverlapBudget) -> None:
     """No byte belongs to two places of one group. Groups may overlay one another."""
     together: dict[tuple[GroupName, RegionId], list[CacheTensor]] = {}
     for tensor in layout.tensors:
@@ -247,11 +252,13 @@ def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], places: Pla
             together.setdefault((tensor.group, tensor.region), []).append(tensor)
     for (name, region), tensors in together.items():
         group = groups[name]
-        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors], places)
+        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors], budget)
         if found is not None:
             first, second = (tensors[index] for index in found)
             what = "itself" if first is second else f"layer {second.layer}'s component {second.component!r}"
-            raise LayoutError(f"{_cannot(first)}: it overlaps {what} in group {name!r}, region {region!r}")
+            raise LayoutError(
+                f"{_cannot_use(first)}: it overlaps {what} in group {name!r}, region {region!r}"
+            )
 
 
 def _by_name(items: Iterable[_Named], name_of: Callable[[_Named], str], what: str) -> dict[str, _Named]:
@@ -270,7 +277,7 @@ def _check_name(text: str, what: str) -> None:
         raise LayoutError(f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed")
 
 
-def _cannot(tensor: CacheTensor) -> str:
+def _cannot_use(tensor: CacheTensor) -> str:
     return f"cannot use layer {tensor.layer}'s component {tensor.component!r}"
 
 

@@ -37,8 +37,8 @@ _WORD = ctypes.sizeof(ctypes.c_size_t)
 # glibc's header of a block: two words before what malloc returns. In the second the size, and in its
 # three lowest bits: previous block in use, block is a mapping of its own, block of another arena.
 _HEADER_BYTES = 2 * _WORD
-_IS_MAPPED = 0x2
-_FLAGS = 0x7
+_MMAPPED_FLAG = 0x2
+_FLAGS_MASK = 0x7
 # Exchanged in steps, so that little is there twice; a step that is all zeros takes no memory.
 _STEP_BYTES = 16 << 20
 
@@ -50,7 +50,7 @@ class Adopted(NamedTuple):
     offset: int  # bytes; a multiple of the page size if the address was
 
 
-class _Mapped(NamedTuple):
+class _MapsEntry(NamedTuple):
     """A line of /proc/self/maps."""
 
     start: int
@@ -59,7 +59,7 @@ class _Mapped(NamedTuple):
     name: str
 
 
-class _Symbol(ctypes.Structure):
+class _DlInfo(ctypes.Structure):
     _fields_ = (
         ("file", ctypes.c_char_p),
         ("base", ctypes.c_void_p),
@@ -75,10 +75,10 @@ def adopt(address: int, size_bytes: int, *, allocated_at: int | None = None) -> 
     returned, if the range begins elsewhere. Raises EngineError(region-invalid) saying why not; then
     nothing has changed.
     """
-    start, length = _own_mapping(address if allocated_at is None else allocated_at)
+    start, length = _mapping_of_block(address if allocated_at is None else allocated_at)
     behind = start + length - (address + size_bytes)
     if not start <= address <= address + size_bytes or not 0 <= behind < mmap.PAGESIZE:
-        raise _refused(
+        raise _cannot_adopt(
             address,
             f"its {size_bytes} bytes are not the whole block that glibc mapped, {length} at {start:#x}",
         )
@@ -87,16 +87,16 @@ def adopt(address: int, size_bytes: int, *, allocated_at: int | None = None) -> 
     try:
         while done < start + length:
             step = min(_STEP_BYTES, start + length - done)
-            _exchange(memory, start, done, step)
+            _exchange_pages(memory, start, done, step)
             done += step
     except OSError as error:
-        _give_back(start, done - start)
+        _make_private_again(start, done - start)
         memory.close()
-        raise _refused(address, f"the kernel refused: {error}") from error
+        raise _cannot_adopt(address, f"the kernel refused: {error}") from error
     return Adopted(memory, address - start)
 
 
-def _exchange(memory: SealedMemory, start: int, at: int, length: int) -> None:
+def _exchange_pages(memory: SealedMemory, start: int, at: int, length: int) -> None:
     """Copy some pages, then put the copy in their place."""
     if not _is_zero(at, length):
         content = memoryview((ctypes.c_char * length).from_address(at)).cast("B")
@@ -106,7 +106,7 @@ def _exchange(memory: SealedMemory, start: int, at: int, length: int) -> None:
     map_over(at, length, memory.fd, at - start)
 
 
-def _give_back(start: int, length: int) -> None:
+def _make_private_again(start: int, length: int) -> None:
     """Make the first bytes of a mapping private again, content kept, as far as that can be."""
     for at in range(start, start + length, _STEP_BYTES):
         step = min(_STEP_BYTES, start + length - at)
@@ -115,37 +115,37 @@ def _give_back(start: int, length: int) -> None:
         ctypes.memmove(at, content, step)
 
 
-def _own_mapping(block: int) -> tuple[int, int]:
+def _mapping_of_block(block: int) -> tuple[int, int]:
     """Return start and length of the mapping that glibc made for a block alone. Raises EngineError."""
-    allocator = _allocator()
+    allocator = _malloc_library()
     if not Path(allocator).name.startswith("libc.so"):
-        raise _refused(block, f"malloc is {allocator}, whose blocks share their mappings")
+        raise _cannot_adopt(block, f"malloc is {allocator}, whose blocks share their mappings")
     header = block - _HEADER_BYTES
     if not _is_private(header, block):
-        raise _refused(block, "it is not in private anonymous memory")
+        raise _cannot_adopt(block, "it is not in private anonymous memory")
     before = ctypes.c_size_t.from_address(header).value
     size = ctypes.c_size_t.from_address(header + _WORD).value
-    start, length = header - before, before + (size & ~_FLAGS)
+    start, length = header - before, before + (size & ~_FLAGS_MASK)
     if (
-        size & _FLAGS != _IS_MAPPED
+        size & _FLAGS_MASK != _MMAPPED_FLAG
         or start % mmap.PAGESIZE
         or length % mmap.PAGESIZE
         or length <= 0
         or start + length <= block
     ):
-        raise _refused(block, "glibc has not mapped it by itself, other blocks may share its pages")
+        raise _cannot_adopt(block, "glibc has not mapped it by itself, other blocks may share its pages")
     if not _is_private(start, start + length):
-        raise _refused(block, f"its {length} bytes at {start:#x} are not all private anonymous memory")
+        raise _cannot_adopt(block, f"its {length} bytes at {start:#x} are not all private anonymous memory")
     return start, length
 
 
-def _allocator() -> str:
+def _malloc_library() -> str:
     """Return the file whose malloc this process uses."""
     libc = ctypes.CDLL(None)
-    libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Symbol)]
+    libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DlInfo)]
     files = set()
     for function in (libc.malloc, libc.posix_memalign, libc.free):
-        found = _Symbol()
+        found = _DlInfo()
         if not libc.dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(found)) or not found.file:
             return "unknown"
         files.add(found.file.decode())
@@ -155,7 +155,7 @@ def _allocator() -> str:
 def _is_private(start: int, end: int) -> bool:
     """Whether all of a range is readable, writable, private memory without a file or a name."""
     at = start
-    for mapped in _maps():
+    for mapped in _read_maps():
         if mapped.end <= at:
             continue
         if mapped.start > at or mapped.permissions != "rw-p" or mapped.name:
@@ -166,13 +166,13 @@ def _is_private(start: int, end: int) -> bool:
     return False
 
 
-def _maps() -> Iterator[_Mapped]:
+def _read_maps() -> Iterator[_MapsEntry]:
     """Yield this process's mappings, in order."""
     with open("/proc/self/maps") as lines:
         for line in lines:
             places, permissions, _, _, _, *name = line.split(maxsplit=5)
             start, end = (int(place, 16) for place in places.split("-"))
-            yield _Mapped(start, end, permissions, name[0].strip() if name else "")
+            yield _MapsEntry(start, end, permissions, name[0].strip() if name else "")
 
 
 def _is_zero(at: int, length: int) -> bool:
@@ -181,5 +181,5 @@ def _is_zero(at: int, length: int) -> bool:
     return first == b"\0" and not _LIBC.memcmp(at, at + 1, length - 1)
 
 
-def _refused(address: int, why: str) -> EngineError:
+def _cannot_adopt(address: int, why: str) -> EngineError:
     return EngineError(f"cannot adopt the memory at {address:#x}: {why}", Code.REGION_INVALID)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.memory.driver import Device, Stretch, WriteOrder
+from kvxferd.memory.driver import AddressRange, Device, WriteOrder
 
 _NAME_BYTES = 256
 
@@ -37,7 +37,7 @@ class CudaDriver:
             ) from error
         version = int(self._call("cuDriverGetVersion"))
         self.name = f"cuda {version // 1000}.{version % 1000 // 10}"
-        self._devices = tuple(self._device(i) for i in range(int(self._call("cuDeviceGetCount"))))
+        self._devices = tuple(self._query_device(i) for i in range(int(self._call("cuDeviceGetCount"))))
         if not self._devices:
             raise DeviceError("cannot use a GPU: the driver shows none", Code.DEVICE_UNAVAILABLE)
         self._contexts: dict[str, Any] = {}
@@ -46,10 +46,10 @@ class CudaDriver:
         """Return a call's result, a tuple where it has several. Raises DeviceError."""
         status, *results = getattr(self._cuda, name)(*arguments)
         if status != self._cuda.CUresult.CUDA_SUCCESS:
-            raise DeviceError(f"cannot {name}: {self._say(status)}", _code_of(status.name))
+            raise DeviceError(f"cannot {name}: {self._status_text(status)}", _code_of(status.name))
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _say(self, status: Any) -> str:
+    def _status_text(self, status: Any) -> str:
         failed, text = self._cuda.cuGetErrorString(status)
         if failed != self._cuda.CUresult.CUDA_SUCCESS or not text:
             return str(status.name)
@@ -57,7 +57,7 @@ class CudaDriver:
 
     # --- devices
 
-    def _device(self, ordinal: int) -> Device:
+    def _query_device(self, ordinal: int) -> Device:
         device = self._call("cuDeviceGet", ordinal)
         # Of a MIG slice it is the slice's own, which nvidia-smi writes with another prefix. Bindings before
         # 13 have two calls, of which the first tells of the whole card, the same for all of its slices.
@@ -80,18 +80,18 @@ class CudaDriver:
             "dma-buf": "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED",
         }
         for device in self._devices:
-            able = [what for what, name in attributes.items() if self._has(device.ordinal, name)]
+            able = [what for what, name in attributes.items() if self._has_attribute(device.ordinal, name)]
             described[f"{device.uuid} ({device.name})"] = ", ".join(able) or "nothing that is needed"
         return described
 
-    def _has(self, ordinal: int, attribute: str) -> bool:
+    def _has_attribute(self, ordinal: int, attribute: str) -> bool:
         return bool(self._attribute(ordinal, attribute))
 
     def _attribute(self, ordinal: int, attribute: str) -> int:
         number = getattr(self._cuda.CUdevice_attribute, attribute)
         return int(self._call("cuDeviceGetAttribute", number, self._call("cuDeviceGet", ordinal)))
 
-    def _find(self, uuid: str) -> Device:
+    def _device_of_uuid(self, uuid: str) -> Device:
         for device in self._devices:
             if device.uuid == uuid:
                 return device
@@ -103,13 +103,13 @@ class CudaDriver:
 
     def _context(self, uuid: str) -> Any:
         if uuid not in self._contexts:
-            device = self._call("cuDeviceGet", self._find(uuid).ordinal)
+            device = self._call("cuDeviceGet", self._device_of_uuid(uuid).ordinal)
             self._contexts[uuid] = self._call("cuDevicePrimaryCtxRetain", device)
         return self._contexts[uuid]
 
     def use(self, uuid: str) -> int:
         self._call("cuCtxSetCurrent", self._context(uuid))
-        return self._find(uuid).ordinal
+        return self._device_of_uuid(uuid).ordinal
 
     @contextlib.contextmanager
     def on(self, uuid: str) -> Iterator[None]:
@@ -124,9 +124,9 @@ class CudaDriver:
         return self._devices[int(self._call("cuPointerGetAttribute", attribute, address))].uuid
 
     def write_order(self, uuid: str) -> WriteOrder:
-        ordinal = self._find(uuid).ordinal
+        ordinal = self._device_of_uuid(uuid).ordinal
         ways = ("CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED", "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED")
-        if not any(self._has(ordinal, way) for way in ways):
+        if not any(self._has_attribute(ordinal, way) for way in ways):
             return WriteOrder.NATIVE  # no card can write there
         cuda = self._cuda
         none = cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE
@@ -145,18 +145,18 @@ class CudaDriver:
     # --- physical memory
 
     def _properties(self, uuid: str) -> Any:
-        cuda, device = self._cuda, self._find(uuid)
+        cuda, device = self._cuda, self._device_of_uuid(uuid)
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = device.ordinal
-        properties.requestedHandleTypes = self._descriptor
+        properties.requestedHandleTypes = self._fd_handle_type
         rdma = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
-        properties.allocFlags.gpuDirectRDMACapable = int(self._has(device.ordinal, rdma))
+        properties.allocFlags.gpuDirectRDMACapable = int(self._has_attribute(device.ordinal, rdma))
         return properties
 
     @property
-    def _descriptor(self) -> Any:
+    def _fd_handle_type(self) -> Any:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def granularity(self, uuid: str) -> int:
@@ -169,7 +169,7 @@ class CudaDriver:
     def retain(self, address: int) -> int:
         allowed = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
         kinds = int(self._call("cuPointerGetAttribute", allowed, address))
-        if not kinds & int(self._descriptor):
+        if not kinds & int(self._fd_handle_type):
             raise DeviceError(
                 f"cannot export memory at {address:#x}: it was not allocated to be shared by descriptor "
                 f"(its handle types: {kinds:#x}; cudaMalloc's are 0)",
@@ -182,37 +182,41 @@ class CudaDriver:
 
     def export(self, handle: int) -> int:
         try:
-            fd = int(self._call("cuMemExportToShareableHandle", handle, self._descriptor, 0))
+            fd = int(self._call("cuMemExportToShareableHandle", handle, self._fd_handle_type, 0))
         except DeviceError as error:
             raise DeviceError(error.message, Code.REGION_NOT_EXPORTABLE) from error
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, uuid: str, fd: int, size_bytes: int) -> int:
-        handle = int(self._call("cuMemImportFromShareableHandle", fd, self._descriptor))
+        handle = int(self._call("cuMemImportFromShareableHandle", fd, self._fd_handle_type))
         try:
             location = self._call("cuMemGetAllocationPropertiesFromHandle", handle).location
             where = location.type, int(location.id)
-            here = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self._find(uuid).ordinal
+            here = (
+                self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
+                self._device_of_uuid(uuid).ordinal,
+            )
             if where != here:
                 raise DeviceError(
-                    f"cannot import memory of {uuid}: it is on {self._place(*where)}", Code.REGION_INVALID
+                    f"cannot import memory of {uuid}: it is on {self._location_name(*where)}",
+                    Code.REGION_INVALID,
                 )
         except BaseException:
             self.release(handle)
             raise
         return handle
 
-    def _place(self, kind: Any, number: int) -> str:
+    def _location_name(self, kind: Any, number: int) -> str:
         named = {device.ordinal: device.uuid for device in self._devices}
         is_device = kind == self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         return named.get(number, f"device {number}") if is_device else f"no device ({kind!s}, {number})"
 
     # --- addresses
 
-    def stretch(self, address: int) -> Stretch:
+    def allocation_range(self, address: int) -> AddressRange:
         base, size = self._call("cuMemGetAddressRange", address)
-        return Stretch(int(base), int(size))
+        return AddressRange(int(base), int(size))
 
     def reserve(self, size_bytes: int) -> int:
         return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
@@ -223,10 +227,10 @@ class CudaDriver:
     def map(self, address: int, size_bytes: int, handle: int) -> None:
         self._call("cuMemMap", address, size_bytes, 0, handle, 0)
 
-    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+    def set_access(self, uuid: str, address: int, size_bytes: int) -> None:
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._find(uuid).ordinal
+        access.location.id = self._device_of_uuid(uuid).ordinal
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, size_bytes, [access], 1)
 
@@ -263,7 +267,7 @@ class CudaDriver:
         for destination, origin, size in zip(to, source, length, strict=True):
             (status,) = start(destination, origin, size, stream)
             if status != done:
-                raise DeviceError(f"cannot cuMemcpyAsync {size} bytes: {self._say(status)}")
+                raise DeviceError(f"cannot cuMemcpyAsync {size} bytes: {self._status_text(status)}")
 
     def record(self, stream: Any) -> Any:
         event = self._call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -279,7 +283,7 @@ class CudaDriver:
         if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if status != self._cuda.CUresult.CUDA_SUCCESS:
-            raise DeviceError(f"cannot copy: {self._say(status)}")
+            raise DeviceError(f"cannot copy: {self._status_text(status)}")
         return True
 
     def drop_event(self, event: Any) -> None:

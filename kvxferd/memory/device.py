@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.memory.driver import Driver, Stretch
+from kvxferd.memory.driver import AddressRange, Driver
 from kvxferd.memory.drivers import open_driver
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class DeviceMemory:
         self.driver = driver or open_driver()
         self.device = self.driver.device_of(address)
         with self.driver.on(self.device):
-            self.stretches = tuple(_stretches(self.driver, address, size_bytes))
+            self.allocations = tuple(_allocations_under(self.driver, address, size_bytes))
             # All of it is exportable, or the engine must know now: plain and shared memory never mix in
             # one tensor, so the first allocation tells.
-            self.driver.release(self.driver.retain(self.stretches[0].base))
+            self.driver.release(self.driver.retain(self.allocations[0].base))
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor) -> DeviceMemory:
@@ -41,15 +41,15 @@ class DeviceMemory:
         storage = tensor.untyped_storage()
         return cls(storage.data_ptr(), storage.nbytes())
 
-    def under(self, offset: int, size_bytes: int) -> list[Stretch]:
+    def allocations_under(self, offset: int, size_bytes: int) -> list[AddressRange]:
         """Return the physical allocations under a part of the memory, in order of address."""
         start, end = self.address + offset, self.address + offset + size_bytes
-        return [s for s in self.stretches if s.base < end and start < s.base + s.size_bytes]
+        return [s for s in self.allocations if s.base < end and start < s.base + s.size_bytes]
 
-    def export(self, stretch: Stretch) -> int:
+    def export(self, allocation: AddressRange) -> int:
         """Return a descriptor of one physical allocation, to be closed by the caller."""
         with self.driver.on(self.device):
-            handle = self.driver.retain(stretch.base)
+            handle = self.driver.retain(allocation.base)
             try:
                 return self.driver.export(handle)
             finally:
@@ -65,18 +65,18 @@ class ResidentMemory:
     device: str = ""  # UUID of the GPU; "": host memory
 
 
-def _stretches(driver: Driver, address: int, size_bytes: int) -> Iterable[Stretch]:
+def _allocations_under(driver: Driver, address: int, size_bytes: int) -> Iterable[AddressRange]:
     """Yield the physical allocations under a range, in order of address."""
     end, position = address + size_bytes, address
     while position < end:
-        stretch = driver.stretch(position)
+        stretch = driver.allocation_range(position)
         if not stretch.base <= position < stretch.base + stretch.size_bytes:
             raise DeviceError(f"cannot export memory at {position:#x}: the driver places it at {stretch}")
         yield stretch
         position = stretch.base + stretch.size_bytes
 
 
-class ImportedHandle(NamedTuple):
+class MappedAllocation(NamedTuple):
     """One physical allocation in a mover: where it is mapped, as it was registered or may be."""
 
     address: int
@@ -90,7 +90,7 @@ class DeviceMapping:
         self._driver = driver
         self._address = address
         self._reserved_bytes = sum(sizes)
-        self._mapped: list[ImportedHandle] = []
+        self._mapped: list[MappedAllocation] = []
         self.uuid = uuid
 
     @classmethod
@@ -103,15 +103,15 @@ class DeviceMapping:
         mapping = cls(driver, uuid, driver.reserve(sum(sizes)), sizes)
         try:
             for fd, size in exported:
-                mapping._add(fd, size)
-            driver.allow(uuid, mapping._address, sum(sizes))
+                mapping._map_next(fd, size)
+            driver.set_access(uuid, mapping._address, sum(sizes))
         except BaseException:
             mapping.unmap()
             raise
         return mapping
 
-    def _add(self, fd: int, size_bytes: int) -> None:
-        last = self._mapped[-1] if self._mapped else ImportedHandle(self._address, 0)
+    def _map_next(self, fd: int, size_bytes: int) -> None:
+        last = self._mapped[-1] if self._mapped else MappedAllocation(self._address, 0)
         address = last.address + last.size_bytes
         handle = self._driver.import_fd(self.uuid, fd, size_bytes)
         try:
@@ -119,10 +119,10 @@ class DeviceMapping:
         finally:
             # What is mapped lives until it is unmapped.
             self._driver.release(handle)
-        self._mapped.append(ImportedHandle(address, size_bytes))
+        self._mapped.append(MappedAllocation(address, size_bytes))
 
     @property
-    def handles(self) -> tuple[ImportedHandle, ...]:
+    def allocations(self) -> tuple[MappedAllocation, ...]:
         """The allocations, in the order given."""
         return tuple(self._mapped)
 

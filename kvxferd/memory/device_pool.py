@@ -61,7 +61,7 @@ class _Allocations:
         try:
             self._driver.map(address, size, handle)
             try:
-                self._driver.allow(self._uuid, address, size)
+                self._driver.set_access(self._uuid, address, size)
             except BaseException:
                 self._driver.unmap(address, size)
                 raise
@@ -86,7 +86,7 @@ class _Allocations:
             return sum(block.size_bytes for block in self._blocks.values())
 
 
-class _TorchSide:
+class _TorchCallbacks:
     """What torch calls: two C functions. They outlive the pool, as tensors and torch's own cache may."""
 
     def __init__(self, allocations: _Allocations, ordinal: int) -> None:
@@ -122,7 +122,7 @@ class _TorchSide:
 
 
 # Never shortened: torch may call them until the process ends, and they are a few hundred bytes each.
-_KEPT: list[_TorchSide] = []
+_KEPT_CALLBACKS: list[_TorchCallbacks] = []
 
 
 class DevicePool:
@@ -133,7 +133,7 @@ class DevicePool:
         self._driver = driver or open_driver()
         self._uuid = uuid
         self._allocations = _Allocations(uuid, self._driver)
-        self._torch_side: _TorchSide | None = None
+        self._torch_callbacks: _TorchCallbacks | None = None
         self._torch_pool: Any = None
 
     def allocate(self, size_bytes: int) -> PoolBlock:
@@ -147,7 +147,7 @@ class DevicePool:
     @property
     def num_bytes(self) -> int:
         """What is allocated now, for torch too."""
-        sides = [self._allocations] + ([self._torch_side.allocations] if self._torch_side else [])
+        sides = [self._allocations] + ([self._torch_callbacks.allocations] if self._torch_callbacks else [])
         return sum(side.num_bytes for side in sides)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class DevicePool:
         if self._torch_pool is None:
             import torch
 
-            side = self._for_torch()
+            side = self._open_torch_callbacks()
             with torch.cuda.device(side.ordinal):  # a MemPool is of the device that is current
                 if side.allocator is None:
                     # The public way in takes the name of a shared library; what it does with it is this.
@@ -176,9 +176,9 @@ class DevicePool:
                 self._torch_pool = torch.cuda.MemPool(side.allocator)
         return self._torch_pool
 
-    def _for_torch(self) -> _TorchSide:
-        if self._torch_side is None:
+    def _open_torch_callbacks(self) -> _TorchCallbacks:
+        if self._torch_callbacks is None:
             ordinal = next(d.ordinal for d in self._driver.devices() if d.uuid == self._uuid)
-            self._torch_side = _TorchSide(_Allocations(self._uuid, self._driver), ordinal)
-            _KEPT.append(self._torch_side)
-        return self._torch_side
+            self._torch_callbacks = _TorchCallbacks(_Allocations(self._uuid, self._driver), ordinal)
+            _KEPT_CALLBACKS.append(self._torch_callbacks)
+        return self._torch_callbacks

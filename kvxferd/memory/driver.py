@@ -26,7 +26,7 @@ class Device(NamedTuple):
     total_bytes: int
 
 
-class Stretch(NamedTuple):
+class AddressRange(NamedTuple):
     """The addresses under which one physical allocation is mapped."""
 
     base: int
@@ -111,7 +111,7 @@ class Driver(Protocol):
 
     # --- addresses
 
-    def stretch(self, address: int) -> Stretch:
+    def allocation_range(self, address: int) -> AddressRange:
         """Return where the allocation that is mapped at the address begins, and how long it is."""
         ...
 
@@ -127,7 +127,7 @@ class Driver(Protocol):
         """Map all of a physical allocation at reserved addresses; `allow` makes it usable."""
         ...
 
-    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+    def set_access(self, uuid: str, address: int, size_bytes: int) -> None:
         """Let the device, and copies, read and write what is mapped there."""
         ...
 

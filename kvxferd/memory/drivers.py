@@ -15,11 +15,11 @@ def open_driver(name: str = "") -> Driver:
     Not before a fork: a process that has used CUDA has no children that can. Raises
     DeviceError(device-unavailable), which says what is missing.
     """
-    return _opened(name or os.environ.get(DRIVER_VARIABLE, "") or "cuda")
+    return _open_once(name or os.environ.get(DRIVER_VARIABLE, "") or "cuda")
 
 
 @functools.cache
-def _opened(chosen: str) -> Driver:
+def _open_once(chosen: str) -> Driver:
     if chosen == "cuda":
         from kvxferd.memory.cuda import CudaDriver
 

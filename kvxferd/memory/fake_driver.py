@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError, EngineError
-from kvxferd.memory.driver import Device, Stretch, WriteOrder
+from kvxferd.memory.driver import AddressRange, Device, WriteOrder
 from kvxferd.memory.inspect import check_memfd
 from kvxferd.memory.memfd import SealedMemory
 
@@ -38,7 +38,7 @@ _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
-_FREE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -47,7 +47,7 @@ class _Physical:
     fd: int
     size_bytes: int
     uuid: str
-    holders: int = 1  # handles and mappings of this process
+    num_references: int = 1  # handles and mappings of this process
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Stream:
 class _Event:
     stream: _Stream
     after: int  # copies of the stream that must be done
-    asked: int = 0
+    num_polls: int = 0
 
 
 class FakeDriver:
@@ -74,7 +74,7 @@ class FakeDriver:
         self.num_flushes = 0
         self.polls_per_copy = 1  # an event says no so often before its copies land
         self._handles: dict[int, _Physical] = {}
-        self._numbers = itertools.count(1)
+        self._handle_numbers = itertools.count(1)
         self._reserved: dict[int, int] = {}
         self._mapped: dict[int, tuple[int, _Physical]] = {}  # address: size and what is there
         self._plain: dict[int, tuple[int, str]] = {}
@@ -95,7 +95,7 @@ class FakeDriver:
         yield
 
     def device_of(self, address: int) -> str:
-        base = self.stretch(address).base
+        base = self.allocation_range(address).base
         return self._mapped[base][1].uuid if base in self._mapped else self._plain[base][1]
 
     def write_order(self, uuid: str) -> WriteOrder:
@@ -127,20 +127,20 @@ class FakeDriver:
         return sum(one.size_bytes for one in {id(one): one for one in held}.values() if one.uuid == uuid)
 
     def retain(self, address: int) -> int:
-        base = self.stretch(address).base
+        base = self.allocation_range(address).base
         if base not in self._mapped:
             raise DeviceError(
                 f"cannot export memory at {address:#x}: it was allocated as cudaMalloc does",
                 Code.REGION_NOT_EXPORTABLE,
             )
         physical = self._mapped[base][1]
-        physical.holders += 1
+        physical.num_references += 1
         return self._add(physical)
 
     def release(self, handle: int) -> None:
         if handle not in self._handles:
             raise DeviceError(f"cannot release handle {handle}: it is not known")
-        _let_go(self._handles.pop(handle))
+        _release_physical(self._handles.pop(handle))
 
     def export(self, handle: int) -> int:
         return os.dup(self._physical(handle).fd)
@@ -159,7 +159,7 @@ class FakeDriver:
         return self._add(_Physical(os.dup(fd), size_bytes, uuid))
 
     def _add(self, physical: _Physical) -> int:
-        handle = next(self._numbers)
+        handle = next(self._handle_numbers)
         self._handles[handle] = physical
         return handle
 
@@ -170,15 +170,15 @@ class FakeDriver:
 
     # --- addresses
 
-    def stretch(self, address: int) -> Stretch:
+    def allocation_range(self, address: int) -> AddressRange:
         for base, (size, _) in (*self._mapped.items(), *self._plain.items()):
             if base <= address < base + size:
-                return Stretch(base, size)
+                return AddressRange(base, size)
         raise DeviceError(f"cannot find an allocation at {address:#x}: it is no device memory")
 
     def reserve(self, size_bytes: int) -> int:
         _check_size("reserve addresses", size_bytes)
-        address = _mmap(None, size_bytes, _PROT_NONE, _FREE)
+        address = _mmap(None, size_bytes, _PROT_NONE, _ANONYMOUS)
         self._reserved[address] = size_bytes
         return address
 
@@ -197,7 +197,7 @@ class FakeDriver:
         if not self._is_free(address, size_bytes):
             raise DeviceError(f"cannot map at {address:#x}: those addresses are not reserved, or taken")
         _mmap(address, size_bytes, _PROT_NONE, mmap.MAP_SHARED | _MAP_FIXED, physical.fd)
-        physical.holders += 1
+        physical.num_references += 1
         self._mapped[address] = (size_bytes, physical)
 
     def _is_free(self, address: int, size_bytes: int) -> bool:
@@ -206,7 +206,7 @@ class FakeDriver:
         taken = any(base < end and address < base + size for base, (size, _) in self._mapped.items())
         return inside and not taken and address % mmap.PAGESIZE == 0
 
-    def allow(self, uuid: str, address: int, size_bytes: int) -> None:
+    def set_access(self, uuid: str, address: int, size_bytes: int) -> None:
         covered = sum(
             size for base, (size, _) in self._mapped.items() if address <= base < address + size_bytes
         )
@@ -223,12 +223,12 @@ class FakeDriver:
         if physical is None or size != size_bytes:
             raise DeviceError(f"cannot unmap {size_bytes} bytes at {address:#x}: not so mapped")
         del self._mapped[address]
-        _mmap(address, size_bytes, _PROT_NONE, _FREE | _MAP_FIXED)
-        _let_go(physical)
+        _mmap(address, size_bytes, _PROT_NONE, _ANONYMOUS | _MAP_FIXED)
+        _release_physical(physical)
 
     def allocate_plain(self, uuid: str, size_bytes: int) -> int:
         _device(uuid)
-        address = _mmap(None, size_bytes, _READ_WRITE, _FREE)
+        address = _mmap(None, size_bytes, _READ_WRITE, _ANONYMOUS)
         self._plain[address] = (size_bytes, uuid)
         return address
 
@@ -239,7 +239,7 @@ class FakeDriver:
     # --- copies
 
     def allocate_host(self, size_bytes: int) -> int:
-        address = _mmap(None, size_bytes, _READ_WRITE, _FREE)
+        address = _mmap(None, size_bytes, _READ_WRITE, _ANONYMOUS)
         self._host[address] = size_bytes
         return address
 
@@ -263,20 +263,20 @@ class FakeDriver:
     def is_done(self, event: Any) -> bool:
         if event.stream.done >= event.after:
             return True
-        event.asked += 1
-        if event.asked <= self.polls_per_copy:
+        event.num_polls += 1
+        if event.num_polls <= self.polls_per_copy:
             return False
-        self._run(event.stream, event.after)
+        self._run_copies(event.stream, event.after)
         return True
 
     def drop_event(self, event: Any) -> None:
         """Nothing is kept for it."""
 
     def synchronize(self, stream: Any) -> None:
-        self._run(stream, stream.started)
+        self._run_copies(stream, stream.started)
 
     @staticmethod
-    def _run(stream: _Stream, until: int) -> None:
+    def _run_copies(stream: _Stream, until: int) -> None:
         while stream.done < until:
             for to, source, length in zip(*stream.pending.popleft(), strict=True):
                 ctypes.memmove(to, source, length)
@@ -286,7 +286,7 @@ class FakeDriver:
         found: set[str] = set()
         for process in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                found |= _memories_of(process)
+                found |= _fake_memory_of(process)
         return sum(int(name.split(":")[2]) for name in found if name.split(":")[1] == uuid)
 
 
@@ -302,9 +302,9 @@ def _check_size(what: str, size_bytes: int) -> None:
         raise DeviceError(f"cannot {what} of {size_bytes} bytes: give a multiple of {GRANULARITY}")
 
 
-def _let_go(physical: _Physical) -> None:
-    physical.holders -= 1
-    if not physical.holders:
+def _release_physical(physical: _Physical) -> None:
+    physical.num_references -= 1
+    if not physical.num_references:
         os.close(physical.fd)
 
 
@@ -315,7 +315,7 @@ def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd:
     return int(mapped)
 
 
-def _name_in(text: str) -> str:
+def _fake_name_in(text: str) -> str:
     """Return the name of fake device memory in a descriptor's link, "" if it is none."""
     _, found, rest = text.partition("/memfd:" + _PREFIX)
     return _PREFIX + rest.split(" ")[0] if found else ""
@@ -323,16 +323,16 @@ def _name_in(text: str) -> str:
 
 def _describe_fd(fd: int) -> tuple[str, int] | None:
     with contextlib.suppress(OSError):
-        if name := _name_in(os.readlink(f"/proc/self/fd/{fd}")):
+        if name := _fake_name_in(os.readlink(f"/proc/self/fd/{fd}")):
             _, uuid, size, _ = name.split(":")
             return uuid, int(size)
     return None
 
 
-def _memories_of(process: str) -> set[str]:
+def _fake_memory_of(process: str) -> set[str]:
     # Who maps memory keeps its descriptor (`_Physical`), and there are fewer of these than of mappings.
     names: set[str] = set()
     for fd in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(OSError):
-            names.add(_name_in(os.readlink(f"/proc/{process}/fd/{fd}")))
+            names.add(_fake_name_in(os.readlink(f"/proc/{process}/fd/{fd}")))
     return names - {""}

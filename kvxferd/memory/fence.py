@@ -50,14 +50,14 @@ class FencePage:
 
     def write(self, slot: int, word: bytes) -> None:
         """Put a transfer's word in its place. Raises ValueError for a wrong slot or length."""
-        start = _start(slot)
+        start = _offset_of(slot)
         if len(word) != FENCE_WORD_BYTES:
             raise ValueError(f"cannot write a fence word of {len(word)} bytes: it has {FENCE_WORD_BYTES}")
         self._words[start : start + FENCE_WORD_BYTES] = word
 
     def read(self, slot: int) -> bytes:
         """Return the word that lies there."""
-        start = _start(slot)
+        start = _offset_of(slot)
         return bytes(self._words[start : start + FENCE_WORD_BYTES])
 
     def overwrite(self, slot: int) -> None:
@@ -95,7 +95,7 @@ class UnmappedFencePage:
         return cls(fd)
 
     @classmethod
-    def adopt(cls, fd: int) -> UnmappedFencePage:
+    def from_fd(cls, fd: int) -> UnmappedFencePage:
         """Take over a client's own page (protocol version 1).
 
         Raises EngineError as `check_fence_page` does; then the descriptor is still the caller's.
@@ -105,14 +105,14 @@ class UnmappedFencePage:
 
     def read(self, slot: int) -> bytes:
         """Return the word that lies there. Raises ValueError for a wrong slot, OSError."""
-        return os.pread(self.fd, FENCE_WORD_BYTES, _start(slot))
+        return os.pread(self.fd, FENCE_WORD_BYTES, _offset_of(slot))
 
     def overwrite(self, slot: int) -> None:
         """From the return of this call on, no read of the transfer counts as delivered.
 
         Raises ValueError for a wrong slot, OSError where the client has made its page unwritable.
         """
-        written = os.pwrite(self.fd, os.urandom(FENCE_WORD_BYTES), _start(slot))
+        written = os.pwrite(self.fd, os.urandom(FENCE_WORD_BYTES), _offset_of(slot))
         if written != FENCE_WORD_BYTES:
             raise OSError(f"{written} bytes of a fence word were written")
 
@@ -123,7 +123,7 @@ class UnmappedFencePage:
             os.close(fd)
 
 
-def _start(slot: int) -> int:
+def _offset_of(slot: int) -> int:
     if not 0 <= slot < FENCE_SLOTS:
         raise ValueError(f"cannot use fence slot {slot}: there are {FENCE_SLOTS}")
     return slot * FENCE_WORD_BYTES

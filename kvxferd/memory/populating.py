@@ -21,20 +21,20 @@ _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in the mmap module
 
 
-def populate(mapping: Mapping) -> Iterator[None]:
+def prefault(mapping: Mapping) -> Iterator[None]:
     """Map the pages that the memory has, a step at a time; those that nobody has written stay away.
 
     Ends early where the kernel cannot do it.
     """
     for offset in range(0, mapping.size_bytes, STEP_BYTES):
         size = min(STEP_BYTES, mapping.size_bytes - offset)
-        for start, length in _present(mapping.address + offset, size):
+        for start, length in _existing_pages(mapping.address + offset, size):
             if _LIBC.madvise(start, length, _POPULATE_WRITE):
                 return
         yield
 
 
-def _present(address: int, size_bytes: int) -> list[tuple[int, int]]:
+def _existing_pages(address: int, size_bytes: int) -> list[tuple[int, int]]:
     """Return the stretches whose pages exist: (address, bytes)."""
     pages = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
     if _LIBC.mincore(address, size_bytes, pages):

@@ -16,8 +16,8 @@ from kvxferd.memory.device import DeviceMapping
 from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.drivers import open_driver
 from kvxferd.memory.inspect import check_exports
-from kvxferd.memory.populating import populate
-from kvxferd.mover.probe import Proof, placement_of, prove
+from kvxferd.memory.populating import prefault
+from kvxferd.mover.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.staging import StagedTransport
 from kvxferd.mover.transport import Span, TransportError
 from kvxferd.wire.common import Placement, RegionAddress
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 M = TypeVar("M", Mapping, DeviceMapping)
 
 
-class Spread(NamedTuple):
+class BoundRegions(NamedTuple):
     """Regions where they lie in this process, and what of that the library can reach."""
 
     regions: tuple[RegionAddress, ...]
@@ -42,8 +42,8 @@ class Bindings:
     def __init__(
         self,
         transport: StagedTransport,
-        driver: Callable[[], Driver] = open_driver,
-        own: Sequence[RegionExport] = (),
+        make_driver: Callable[[], Driver] = open_driver,
+        own_regions: Sequence[RegionExport] = (),
         always_stage: bool = False,
     ) -> None:
         """`driver` is called when there is GPU memory to bind, and not before.
@@ -51,13 +51,13 @@ class Bindings:
         `own` are the regions of this process's memory that may be bound where they lie. A child has none.
         `always_stage`: read GPU memory by copies, whatever the library could do.
         """
-        self._own = frozenset(own)
+        self._own_regions = frozenset(own_regions)
         self._mappings: list[Mapping | DeviceMapping] = []
         self._transport = transport
-        self._driver = driver
+        self._make_driver = make_driver
         self._fences: dict[SessionId, Mapping] = {}
         self._host_spans: tuple[Span, ...] = ()
-        self._populating: deque[Iterator[None]] = deque()
+        self._prefaulting: deque[Iterator[None]] = deque()
         self._always_stage = always_stage
         self._placement = Placement()
         self.regions: tuple[RegionAddress, ...] = ()
@@ -75,7 +75,7 @@ class Bindings:
             spread = [
                 self._bind_host(by_kind["memfd"], fds, undoing),
                 self._bind_device(by_kind["vmm"], fds, undoing),
-                self._bind_own(by_kind["resident"], undoing),
+                self._bind_resident(by_kind["resident"], undoing),
             ]
             metadata = self._transport.metadata([span for part in spread for span in part.spans])
             undoing.pop_all()
@@ -84,17 +84,17 @@ class Bindings:
         return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
     @property
-    def has_pages_to_map(self) -> bool:
+    def has_pages_to_prefault(self) -> bool:
         """Whether host memory is bound whose pages may not be at hand yet."""
-        return bool(self._populating)
+        return bool(self._prefaulting)
 
-    def map_pages(self) -> None:
+    def prefault_some(self) -> None:
         """Map some of them, for less than a millisecond."""
-        for _ in self._populating[0]:
+        for _ in self._prefaulting[0]:
             return
-        self._populating.popleft()
+        self._prefaulting.popleft()
 
-    def prove(self, placement: Placement) -> Placement | None:
+    def probe_host_memory(self, placement: Placement) -> Placement | None:
         """Return what a read of the bound host memory shows; None where there is none, or it is known.
 
         The first region and the last stand for all: they were mapped and registered alike.
@@ -102,33 +102,35 @@ class Bindings:
         if not self._host_spans or placement.gigabytes_per_s or placement.why:
             return None
         ends = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
-        return placement_of(placement.kind, self._prove(ends))
+        return placement_of(placement.kind, self._probe(ends))
 
     # --- one kind each: all or nothing, undone by what is left on the stack
 
-    def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> Spread:
+    def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> BoundRegions:
         regions, spans = [], []
         for export in exports:
-            mapping = self._kept(_map(export, fds), undoing)
-            spans.append(self._register(_span(mapping), undoing))
+            mapping = self._keep_mapping(_map_region(export, fds), undoing)
+            spans.append(self._register(_span_of(mapping), undoing))
             regions.append(RegionAddress(export.region, mapping.address, mapping.size_bytes))
-            self._populating.append(populate(mapping))
-            undoing.callback(self._populating.clear)
+            self._prefaulting.append(prefault(mapping))
+            undoing.callback(self._prefaulting.clear)
         self._host_spans = tuple(spans)
-        return Spread(tuple(regions), tuple(spans))
+        return BoundRegions(tuple(regions), tuple(spans))
 
-    def _bind_device(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> Spread:
+    def _bind_device(
+        self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack
+    ) -> BoundRegions:
         if not exports:
-            return Spread((), ())
-        uuid, driver = _one_device(exports), self._driver()
+            return BoundRegions((), ())
+        uuid, driver = _only_device(exports), self._make_driver()
         ordinal = driver.use(uuid)
         sizes = _sizes_by_descriptor(exports)
         numbers = sorted(sizes)
         mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
-        self._kept(mapping, undoing)
-        handles = dict(zip(numbers, mapping.handles, strict=True))
-        found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.handles]
-        spans = self._reach("direct", driver, uuid, found, undoing)
+        self._keep_mapping(mapping, undoing)
+        handles = dict(zip(numbers, mapping.allocations, strict=True))
+        found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.allocations]
+        spans = self._register_or_stage("direct", driver, uuid, found, undoing)
         regions = tuple(
             RegionAddress(
                 export.region,
@@ -141,9 +143,9 @@ class Bindings:
             )
             for export in exports
         )
-        return Spread(regions, spans)
+        return BoundRegions(regions, spans)
 
-    def _reach(
+    def _register_or_stage(
         self, kind: str, driver: Driver, uuid: str, found: Sequence[Span], undoing: ExitStack
     ) -> tuple[Span, ...]:
         """Have a GPU's memory read by the library, or by copies. Returns what readers must load.
@@ -163,9 +165,9 @@ class Bindings:
                 try:
                     for span in found:
                         self._register(span, registering)
-                    proof = self._prove(dict.fromkeys((found[0], found[-1])), driver)
+                    proof = self._probe(dict.fromkeys((found[0], found[-1])), driver)
                 except TransportError as error:
-                    proof = Proof(False, error.message, False, 0.0)
+                    proof = ProbeOutcome(False, error.message, False, 0.0)
                 if proof.ok:
                     self._placement = placement_of(kind, proof)
                     self.flush = driver.flush_writes if order is WriteOrder.FLUSH else None
@@ -178,19 +180,19 @@ class Bindings:
         self._placement = Placement("staged", why)
         return self._transport.stage(driver, found)
 
-    def _prove(self, spans: Iterable[Span], driver: Driver | None = None) -> Proof:
+    def _probe(self, spans: Iterable[Span], driver: Driver | None = None) -> ProbeOutcome:
         """Return the first proof that fails, or else the last: all were mapped and registered alike."""
-        proof = Proof(True, "", False, 0.0)
+        proof = ProbeOutcome(True, "", False, 0.0)
         for span in spans:
-            proof = prove(self._transport, span, driver)
+            proof = probe_span(self._transport, span, driver)
             if not proof.ok:
                 break
         return proof
 
-    def _bind_own(self, exports: list[RegionExport], undoing: ExitStack) -> Spread:
+    def _bind_resident(self, exports: list[RegionExport], undoing: ExitStack) -> BoundRegions:
         """Memory of this very process: the mover is a thread of the worker."""
         for export in exports:
-            if export not in self._own:
+            if export not in self._own_regions:
                 raise EngineError(
                     f"cannot bind region {export.region} where it lies: not memory of this mover's process",
                     Code.REGION_INVALID,
@@ -201,18 +203,18 @@ class Bindings:
         spans = [self._register(Span(e.address, e.size_bytes), undoing) for e in on_host]
         regions = [RegionAddress(e.region, e.address, e.size_bytes) for e in on_host]
         if on_device := [export for export in exports if export.device]:
-            uuid, driver = _one_device(on_device), self._driver()
+            uuid, driver = _only_device(on_device), self._make_driver()
             ordinal = driver.use(uuid)
             found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
-            spans += self._reach("resident", driver, uuid, found, undoing)
+            spans += self._register_or_stage("resident", driver, uuid, found, undoing)
             staged = self._placement.kind == "staged"
             regions += [
                 RegionAddress(e.region, e.address, e.size_bytes, ordinal, driver.mem_type, staged=staged)
                 for e in on_device
             ]
-        return Spread(tuple(regions), tuple(spans))
+        return BoundRegions(tuple(regions), tuple(spans))
 
-    def _kept(self, mapping: M, undoing: ExitStack) -> M:
+    def _keep_mapping(self, mapping: M, undoing: ExitStack) -> M:
         undoing.callback(mapping.unmap)
         self._mappings.append(mapping)
         return mapping
@@ -232,7 +234,7 @@ class Bindings:
         mapping = map_memfd(fd, size_bytes)
         with ExitStack() as undoing:
             undoing.callback(mapping.unmap)
-            span = self._register(_span(mapping), undoing)
+            span = self._register(_span_of(mapping), undoing)
             metadata = self._transport.metadata([span])
             undoing.pop_all()
         self._fences[session] = mapping
@@ -248,7 +250,7 @@ class Bindings:
         """
         mapping = self._fences.pop(session, None)
         if mapping is not None:
-            self._transport.deregister(_span(mapping))
+            self._transport.deregister(_span_of(mapping))
             mapping.blank()
 
     def close(self) -> None:
@@ -256,21 +258,21 @@ class Bindings:
 
         Whoever unmaps what an agent may still send dies by SIGSEGV.
         """
-        self._populating.clear()
+        self._prefaulting.clear()
         for mapping in (*self._mappings, *self._fences.values()):
             mapping.unmap()
         self._mappings.clear()
         self._fences.clear()
 
 
-def _map(export: RegionExport, fds: Sequence[int]) -> Mapping:
+def _map_region(export: RegionExport, fds: Sequence[int]) -> Mapping:
     try:
         return map_memfd(fds[export.fd_index], export.size_bytes, export.fd_offset)
     except EngineError as error:
         raise EngineError(f"cannot bind region {export.region}: {error.message}", error.code) from error
 
 
-def _one_device(exports: Iterable[RegionExport]) -> str:
+def _only_device(exports: Iterable[RegionExport]) -> str:
     devices = sorted({export.device for export in exports})
     if len(devices) > 1:
         raise EngineError(
@@ -304,5 +306,5 @@ def pieces_of(export: RegionExport) -> tuple[tuple[int, int], ...]:
     return tuple((len(list(alike)), size) for size, alike in groupby(sizes))
 
 
-def _span(mapping: Mapping) -> Span:
+def _span_of(mapping: Mapping) -> Span:
     return Span(mapping.address, mapping.size_bytes)

@@ -11,40 +11,40 @@ from typing import NamedTuple, NoReturn
 
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import AgentName
-from kvxferd.link import Link
-from kvxferd.mover.loop import Mover
-from kvxferd.mover.nixl_transport import Library, NixlTransport
-from kvxferd.mover.pacing import Pacer
-from kvxferd.mover.process import Crowd, close_all_but, die_with_parent, exit_when, prepare_thread
+from kvxferd.link import FrameSocket
+from kvxferd.mover.loop import MoverLoop
+from kvxferd.mover.nixl_transport import NixlTransport, TransferLibrary
+from kvxferd.mover.pacing import PollBackoff
+from kvxferd.mover.process import MoverCount, close_all_but, die_with_parent, exit_when, prepare_thread
 
 _LOG = logging.getLogger(__name__)
 
 
-class Surroundings(NamedTuple):
+class ForkContext(NamedTuple):
     """What a mover has from its parent."""
 
-    parent: int  # its process id
-    crowd: Crowd
-    keep: tuple[int, ...]  # descriptors that stay open besides the mover's own
+    forkserver_pid: int  # its process id
+    mover_count: MoverCount
+    keep_fds: tuple[int, ...]  # descriptors that stay open besides the mover's own
 
 
-def run(link: int, agent: AgentName, library: Library, surroundings: Surroundings) -> NoReturn:
+def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: ForkContext) -> NoReturn:
     """Be a mover on the socket `link` until the daemon, the parent or the worker goes.
 
     Ends the process; never returns.
     """
     status = 1
     try:
-        die_with_parent(surroundings.parent)
+        die_with_parent(context.forkserver_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         prepare_thread("kvxferd-mover")
-        close_all_but((0, 1, 2, link, *surroundings.keep))
+        close_all_but((0, 1, 2, socket_fd, *context.keep_fds))
         # No events: only the hang-up, which is reported always.
-        exit_when(link, 0, "lifeline")
-        stream = Link(socket.socket(fileno=link))
+        exit_when(socket_fd, 0, "lifeline")
+        stream = FrameSocket(socket.socket(fileno=socket_fd))
         transport = NixlTransport(library, agent)
-        pacer = Pacer(lambda: surroundings.crowd.is_crowded)
-        Mover(stream, transport, pacer, _exit_with_worker).serve()
+        pacer = PollBackoff(lambda: context.mover_count.is_oversubscribed)
+        MoverLoop(stream, transport, pacer, _exit_with_worker).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover %s ends: %s", agent, error.message)

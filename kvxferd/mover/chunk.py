@@ -8,17 +8,17 @@ from enum import Enum, auto
 from typing import Any
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import Kinds, ReadHandle, TransportError
+from kvxferd.mover.transport import ReadHandle, ReadKinds, TransportError
 from kvxferd.plan import Runs
-from kvxferd.wire.notes import Lent
+from kvxferd.wire.notes import ChunkReady
 
 
-class Stage(Enum):
+class ChunkState(Enum):
     """What a chunk waits for."""
 
-    ASKED = auto()  # the source copies it
+    REQUESTED = auto()  # the source copies it
     READING = auto()
-    CHECKING = auto()  # was it still the chunk that was asked for?
+    VERIFYING = auto()  # was it still the chunk that was asked for?
     COPYING = auto()  # into the place where it belongs
 
 
@@ -27,14 +27,14 @@ class Chunk:
     """As much of a read as one slot holds."""
 
     runs: Runs
-    stage: Stage
-    since: float
+    state: ChunkState
+    created_at: float
     slot: int | None = None  # of the own ring
     number: int = 0  # of the ask
-    lent: Lent | None = None
+    ready: ChunkReady | None = None
     handle: ReadHandle | None = None
     stamp_slot: int | None = None
-    copied: Any = None
+    copy_event: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +42,10 @@ class StagedRead:
     """One post: its chunks, those that are to come and those under way."""
 
     agent: AgentName
-    kinds: Kinds
-    left: Iterator[Runs]
+    kinds: ReadKinds
+    remaining: Iterator[Runs]
     next: Runs | None
     active: list[Chunk] = field(default_factory=list)
-    fault: TransportError | None = None
-    touched: bool = False  # some of it was posted
+    error: TransportError | None = None
+    has_posted: bool = False  # some of it was posted
     done: bool = False

@@ -10,7 +10,7 @@ import struct
 import termios
 from collections.abc import Callable
 
-from kvxferd.core.lanes import UcxLine, is_about_lanes, parse_line
+from kvxferd.core.lanes import UcxLine, is_about_connection, parse_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,49 +18,49 @@ READ_BYTES = 64 << 10
 MAX_LINE_BYTES = 4 << 10  # a traceback's line; what is longer is cut, what never ends is not kept
 
 
-class Complaints:
+class StderrReader:
     """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
 
     def __init__(
-        self, pipe: int, on_ucx: Callable[[UcxLine], None], on_loss: Callable[[], None] = lambda: None
+        self, pipe: int, on_ucx_line: Callable[[UcxLine], None], on_loss: Callable[[], None] = lambda: None
     ) -> None:
         """Take over the reading end. `on_ucx` gets what UCX says for information; the rest are warnings.
 
         `on_loss`: the pipe was so full that lines may be lost.
         """
-        self._on_ucx = on_ucx
+        self._on_ucx_line = on_ucx_line
         self._on_loss = on_loss
         self._capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
         os.set_blocking(pipe, False)
         self._pipe = pipe
-        self._rest = b""
+        self._partial_line = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe, self._read)
 
-    def catch_up(self) -> None:
+    def read_available(self) -> None:
         """Take all that was written before this call."""
-        left = self._num_waiting()
+        left = self._num_unread_bytes()
         while left > 0 and self._pipe >= 0:
             self._read()
             left -= READ_BYTES
 
-    def _num_waiting(self) -> int:
+    def _num_unread_bytes(self) -> int:
         if self._pipe < 0:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
 
     def _read(self) -> None:
         # A line that does not fit into a page's rest begins another page: a pipe is full at half its bytes.
-        if self._num_waiting() > self._capacity // 4:
+        if self._num_unread_bytes() > self._capacity // 4:
             self._on_loss()
         try:
             chunk = os.read(self._pipe, READ_BYTES)
         except BlockingIOError:
             return
-        *lines, rest = (self._rest + chunk).split(b"\n")
+        *lines, rest = (self._partial_line + chunk).split(b"\n")
         for line in lines:
             self._log(line)
-        self._rest = rest[:MAX_LINE_BYTES]
+        self._partial_line = rest[:MAX_LINE_BYTES]
         if not chunk:
             self.close()
 
@@ -69,14 +69,14 @@ class Complaints:
         said = parse_line(text)
         if said is not None and said.level == "INFO":
             _LOG.debug("%s", text)
-            self._on_ucx(said)
+            self._on_ucx_line(said)
             return
-        if is_about_lanes(text):
+        if is_about_connection(text):
             self._on_loss()  # whose it is cannot be read: something else was written into the line
         if text:
             _LOG.warning("%s", text)
 
-    def drain(self) -> None:
+    def read_rest_and_close(self) -> None:
         """Take what is there and stop: the parent is gone, and its movers with it."""
         for _ in range(16):
             if self._pipe >= 0:
@@ -87,7 +87,7 @@ class Complaints:
         """Stop reading. Idempotent."""
         if self._pipe < 0:
             return
-        self._log(self._rest)
+        self._log(self._partial_line)
         self._loop.remove_reader(self._pipe)
         os.close(self._pipe)
         self._pipe = -1

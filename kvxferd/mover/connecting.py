@@ -11,87 +11,91 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.disconnects import Disconnects
-from kvxferd.mover.remotes import Remotes
-from kvxferd.mover.scratch import Scratch, word_run
+from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.mover.remotes import RemoteAgents
+from kvxferd.mover.scratch import WordSlots, single_word_run
 from kvxferd.mover.transport import ReadHandle, Transport, TransportError
 
 _LOG = logging.getLogger(__name__)
 
 # By then there is a connection, or nobody at the other end: no reason to keep a core awake.
-PATIENCE_S = 2.0
+WARMUP_TIMEOUT_S = 2.0
 
 
-class _Reading(NamedTuple):
+class _WarmupRead(NamedTuple):
     handle: ReadHandle
     agent: AgentName
     slot: int
-    until: float
+    deadline: float
 
 
-class Connecting:
+class ConnectionWarmup:
     """The reads that are under way. One thread."""
 
     def __init__(
         self,
         transport: Transport,
-        remotes: Remotes,
-        scratch: Scratch,
-        disconnects: Disconnects,
+        remotes: RemoteAgents,
+        word_slots: WordSlots,
+        disconnects: DisconnectRequests,
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._remotes = remotes
-        self._scratch = scratch
+        self._word_slots = word_slots
         self._disconnects = disconnects
         self._clock = clock
-        self._readings: list[_Reading] = []
-        self._met: set[AgentName] = set()
+        self._reads: list[_WarmupRead] = []
+        self._started: set[AgentName] = set()
 
     @property
     def is_busy(self) -> bool:
         """Something is under way that is worth waiting for."""
-        return bool(self._readings) and self._clock() < self._readings[-1].until
+        return bool(self._reads) and self._clock() < self._reads[-1].deadline
 
-    def connect(self, agent: AgentName, address: int) -> None:
+    def start(self, agent: AgentName, address: int) -> None:
         """Read a word at an address of the agent's host memory, once for each agent."""
-        if agent in self._met or self._remotes.prepare(agent) or (slot := self._scratch.take()) is None:
+        if (
+            agent in self._started
+            or self._remotes.ensure_loaded(agent)
+            or (slot := self._word_slots.acquire()) is None
+        ):
             return
-        self._met.add(agent)
-        self._remotes.began(agent)
+        self._started.add(agent)
+        self._remotes.read_started(agent)
         try:
-            handle = self._transport.post(agent, word_run(slot, address))
+            handle = self._transport.post(agent, single_word_run(slot, address))
         except TransportError as error:
-            self._failed(agent, slot, error)
+            self._on_failure(agent, slot, error)
             return
-        self._readings.append(_Reading(handle, agent, slot, self._clock() + PATIENCE_S))
+        self._reads.append(_WarmupRead(handle, agent, slot, self._clock() + WARMUP_TIMEOUT_S))
 
     def forget(self, agent: AgentName) -> None:
         """The agent is dropped: who comes under its name is met anew."""
-        self._met.discard(agent)
+        self._started.discard(agent)
 
     def poll(self) -> bool:
         """Return whether any is over."""
         moved = False
-        for reading in tuple(self._readings):
+        for reading in tuple(self._reads):
             try:
                 if not self._transport.poll(reading.handle):
                     continue
             except TransportError as error:
-                self._failed(reading.agent, reading.slot, error)
+                self._on_failure(reading.agent, reading.slot, error)
             else:
                 self._transport.release(reading.handle)
-                self._remotes.ended(reading.agent)
-                self._scratch.give_back(reading.slot)
-            self._readings.remove(reading)
+                self._remotes.read_ended(reading.agent)
+                self._word_slots.release(reading.slot)
+            self._reads.remove(reading)
             moved = True
         return moved
 
-    def _failed(self, agent: AgentName, slot: int, error: TransportError) -> None:
+    def _on_failure(self, agent: AgentName, slot: int, error: TransportError) -> None:
         _LOG.info("agent %s was not connected ahead: %s", agent, error.message)
-        self._met.discard(agent)
-        self._remotes.ended(agent, error.lost)
+        self._started.discard(agent)
+        self._remotes.read_ended(agent, error.lost)
         if error.settled:  # else something may still land there
-            self._scratch.give_back(slot)
+            self._word_slots.release(slot)
         elif error.lost:
-            self._disconnects.ask(lambda over: self._scratch.give_back(slot) if over else None)
+            self._disconnects.request(lambda over: self._word_slots.release(slot) if over else None)

@@ -14,13 +14,13 @@ class Fork(Message, frozen=True, tag="fork"):
     agent: AgentName
 
 
-class Ready(Message, frozen=True, tag="ready"):
+class LibraryLoaded(Message, frozen=True, tag="ready"):
     """The library is imported; movers can be forked. First message, or `Unavailable` is."""
 
     library: str
 
 
-class Unavailable(Message, frozen=True, tag="unavailable"):
+class LibraryUnavailable(Message, frozen=True, tag="unavailable"):
     """There is no transfer library that works: there will be no movers."""
 
     reason: str
@@ -40,7 +40,7 @@ class ForkFailed(Message, frozen=True, tag="fork-failed"):
     reason: str
 
 
-TO_PARENT: Decoder[Fork] = Decoder(Fork)
-FROM_PARENT: Decoder[Ready | Unavailable | Forked | ForkFailed] = Decoder(
-    Ready | Unavailable | Forked | ForkFailed
+TO_FORKSERVER: Decoder[Fork] = Decoder(Fork)
+FROM_FORKSERVER: Decoder[LibraryLoaded | LibraryUnavailable | Forked | ForkFailed] = Decoder(
+    LibraryLoaded | LibraryUnavailable | Forked | ForkFailed
 )

@@ -12,52 +12,56 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvxferd.core.lanes import Lanes, kind_of
+from kvxferd.core.lanes import TransportsUsed, transport_kind
 from kvxferd.wire.mover import DisconnectSeen, FromMover
 
 # The transports on which nothing lands after a disconnect, each with what shows it. Whatever is not here is
 # in doubt: rc, dc and ud (two rails), cuda_ipc, rocm and gaudi (copies of a device), posix, sysv, xpmem and
 # knem (never chosen here: they do not report a peer's death), and whatever is not known.
-PROVES_OVER = {
+NO_WRITES_AFTER_DISCONNECT = {
     "cma": "the reader's own call copies the bytes; source killed mid-read: no byte after the report",
     "tcp": "the reader's own thread takes the bytes off the socket; source killed mid-read: no byte after it",
     "self": "the source is this very thread",
 }
 
 
-def lanes_prove_over(lanes: Sequence[Lanes]) -> bool:
+def transports_prove_over(lanes: Sequence[TransportsUsed]) -> bool:
     """Whether a disconnect ends every read of a mover that has connected in these ways, and in no other.
 
     UCX does not report which peer a line is about. So all of its connections count; where none is known,
     nothing is proved.
     """
     return bool(lanes) and all(
-        one.is_whole and one.transports and all(kind_of(t) in PROVES_OVER for t in one.transports)
+        one.is_fully_parsed
+        and one.transports
+        and all(transport_kind(t) in NO_WRITES_AFTER_DISCONNECT for t in one.transports)
         for one in lanes
     )
 
 
-def setting_proves_over(ucx_tls: str) -> bool:
+def ucx_tls_proves_over(ucx_tls: str) -> bool:
     """Whether UCX may use nothing but such transports, by its setting `UCX_TLS`."""
     names = [name.strip() for name in ucx_tls.split(",")]
-    return all(name in PROVES_OVER for name in names)  # a negation, an alias or nothing at all is not
+    return all(
+        name in NO_WRITES_AFTER_DISCONNECT for name in names
+    )  # a negation, an alias or nothing at all is not
 
 
-class Disconnects:
+class DisconnectRequests:
     """A mover's questions whether its lost connections are over. One thread."""
 
     def __init__(self, outbox: deque[FromMover] | None = None) -> None:
         self.outbox: deque[FromMover] = deque() if outbox is None else outbox
         self._waiting: dict[int, Callable[[bool], None]] = {}
-        self._last = 0
+        self._last_number = 0
 
-    def ask(self, act: Callable[[bool], None]) -> None:
+    def request(self, on_reply: Callable[[bool], None]) -> None:
         """Have `act` called once with whether what was read over a connection that was just lost is over."""
-        self._last += 1
-        self._waiting[self._last] = act
-        self.outbox.append(DisconnectSeen(number=self._last))
+        self._last_number += 1
+        self._waiting[self._last_number] = on_reply
+        self.outbox.append(DisconnectSeen(number=self._last_number))
 
-    def judged(self, number: int, over: bool) -> None:
+    def handle_reply(self, number: int, over: bool) -> None:
         """The daemon's answer. One that was not asked for is ignored."""
         act = self._waiting.pop(number, None)
         if act is not None:

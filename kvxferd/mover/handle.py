@@ -11,14 +11,14 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from kvxferd.core.lanes import Lanes
+from kvxferd.core.lanes import TransportsUsed
 from kvxferd.errors import KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import Link, close_all, close_frames, duplicates
+from kvxferd.link import FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.descriptors import first_of_last, parts_ahead
-from kvxferd.wire.mover import FromMover, Up
+from kvxferd.wire.descriptors import leading_fd_batches, start_of_last_batch
+from kvxferd.wire.mover import FromMover, MoverUp
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class MoverHandle:
         self,
         mover_id: MoverId,
         agent: AgentName,
-        link: socket.socket,
+        sock: socket.socket,
         on_message: Callable[[MoverHandle, FromMover], None],
         on_exit: Callable[[MoverHandle], None],
     ) -> None:
@@ -42,9 +42,9 @@ class MoverHandle:
         self.library = ""
         self.pid = -1
         self.pidfd = -1
-        self.lanes: list[Lanes] = []  # how it has connected so far
-        self.has_unknown_lanes = False  # it has connected in a way that cannot be read, or not any more
-        self._stream = Link(link)
+        self.transports_used: list[TransportsUsed] = []  # how it has connected so far
+        self.has_unknown_transports = False  # it has connected in a way that cannot be read, or not any more
+        self._stream = FrameSocket(sock)
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -70,11 +70,11 @@ class MoverHandle:
             return
         payload, copies = (
             encode(message),
-            duplicates(fds),
+            dup_fds(fds),
         )  # all or none: parts alone would go with the next one
-        for ahead, part in parts_ahead(copies):
+        for ahead, part in leading_fd_batches(copies):
             self._stream.send(encode(ahead), part)
-        self._stream.send(payload, copies[first_of_last(len(copies)) :])
+        self._stream.send(payload, copies[start_of_last_batch(len(copies)) :])
         if not self._writing:
             self._flush()
 
@@ -91,7 +91,7 @@ class MoverHandle:
         self.pid = pid
         self.pidfd = pidfd
         self._loop.add_reader(self._stream.fileno(), self._read)
-        self._loop.add_reader(pidfd, self._exited)
+        self._loop.add_reader(pidfd, self._handle_exit)
 
     def discard(self) -> None:
         """There was never a process, or nobody is to hear of it: no callback will come."""
@@ -105,7 +105,7 @@ class MoverHandle:
 
     def _flush(self) -> None:
         self._stream.flush()
-        done = self._stream.idle
+        done = self._stream.is_flushed
         if done == self._writing:
             self._writing = not done
             if done:
@@ -120,9 +120,9 @@ class MoverHandle:
             waiting = iter(frames or ())
             try:
                 for frame in waiting:
-                    self._deliver(frame.payload, frame.fds)
+                    self._decode_frame(frame.payload, frame.fds)
             finally:
-                close_frames(waiting)  # behind one that is nonsense
+                close_frame_fds(waiting)  # behind one that is nonsense
         except (ProtocolError, OSError) as error:
             _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
             self._close_stream()
@@ -135,12 +135,12 @@ class MoverHandle:
             return False
         return bool(frames)
 
-    def _deliver(self, payload: bytes, fds: tuple[int, ...]) -> None:
-        close_all(fds)
-        self._hear(FROM_MOVER.decode(payload))
+    def _decode_frame(self, payload: bytes, fds: tuple[int, ...]) -> None:
+        close_fds(fds)
+        self._handle(FROM_MOVER.decode(payload))
 
-    def _hear(self, message: FromMover) -> None:
-        if isinstance(message, Up):
+    def _handle(self, message: FromMover) -> None:
+        if isinstance(message, MoverUp):
             self.library = message.library
         try:
             self._on_message(self, message)
@@ -149,7 +149,7 @@ class MoverHandle:
         except Exception:
             _LOG.exception("cannot take a message of mover %s", self.agent)
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         self._loop.remove_reader(self.pidfd)
         while self._stream.fileno() >= 0 and self._read():
             pass

@@ -15,10 +15,10 @@ from contextlib import ExitStack, suppress
 from kvxferd.core.lanes import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import NO_DESCRIPTOR, Link, close_all, close_frames, duplicates
-from kvxferd.mover.complaints import Complaints
-from kvxferd.mover.control import FROM_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
-from kvxferd.mover.shm import remove_directory
+from kvxferd.link import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.mover.complaints import StderrReader
+from kvxferd.mover.control import FROM_FORKSERVER, Fork, Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
+from kvxferd.mover.shm import remove_shm_directory
 from kvxferd.wire.codec import encode
 from kvxferd.wire.framing import Frame
 
@@ -26,12 +26,12 @@ _LOG = logging.getLogger(__name__)
 
 # What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; no user may ask for more.
 STDERR_PIPE_BYTES = 1 << 20
-END_S = 3.0  # it may be importing the library, which it cannot leave
+SHUTDOWN_S = 3.0  # it may be importing the library, which it cannot leave
 
-Said = Ready | Unavailable | Forked | ForkFailed
+ForkserverMessage = LibraryLoaded | LibraryUnavailable | Forked | ForkFailed
 
 
-class ParentProcess:
+class ForkserverClient:
     """One run of `kvxferd.mover.parent`. Making one raises OSError, and then leaves nothing of it.
 
     `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
@@ -44,12 +44,12 @@ class ParentProcess:
         environment: Mapping[str, str],
         library: str,
         lock_fds: tuple[int, ...],
-        on_said: Callable[[Said, int], None],
+        on_message: Callable[[ForkserverMessage, int], None],
         on_exit: Callable[[], None],
-        on_ucx: Callable[[UcxLine], None],
+        on_ucx_line: Callable[[UcxLine], None],
         on_loss: Callable[[], None],
     ) -> None:
-        self._on_said = on_said
+        self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         with ExitStack() as undoing:
@@ -62,33 +62,33 @@ class ParentProcess:
                     self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
                 finally:
                     os.close(writing)
-            undoing.callback(_end_at_once, self._process)
+            undoing.callback(_kill_at_once, self._process)
             self._pidfd = os.pidfd_open(self._process.pid)
             undoing.pop_all()
-        self._stream = Link(ours)
-        self._stream.take_cut_frames()
-        self._complaints = Complaints(reading, on_ucx, on_loss)
+        self._stream = FrameSocket(ours)
+        self._stream.accept_lost_fds()
+        self._stderr = StderrReader(reading, on_ucx_line, on_loss)
         self._loop.add_reader(self._stream.fileno(), self._read)
-        self._loop.add_reader(self._pidfd, self._exited)
+        self._loop.add_reader(self._pidfd, self._handle_exit)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    def fork(self, mover: MoverId, agent: AgentName, link: socket.socket) -> None:
+    def fork(self, mover: MoverId, agent: AgentName, sock: socket.socket) -> None:
         """Ask for a mover on the given end of a socketpair, which the caller closes."""
-        self._stream.send(encode(Fork(mover=mover, agent=agent)), duplicates([link.fileno()]))
+        self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
         self._flush()
 
-    def read_log(self) -> None:
+    def read_stderr(self) -> None:
         """Take all that its processes have written so far."""
-        self._complaints.catch_up()
+        self._stderr.read_available()
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Have it end its movers and itself; `on_exit` follows. Idempotent."""
         self._close_stream()
-        self._loop.call_later(END_S, self._kill)
+        self._loop.call_later(SHUTDOWN_S, self._kill)
 
     def _kill(self) -> None:
         if self._process.returncode is None:
@@ -97,7 +97,7 @@ class ParentProcess:
     def _flush(self) -> None:
         fd = self._stream.fileno()
         self._stream.flush()
-        if self._stream.idle:
+        if self._stream.is_flushed:
             self._loop.remove_writer(fd)
         else:
             self._loop.add_writer(fd, self._flush)
@@ -109,9 +109,9 @@ class ParentProcess:
             waiting = iter(frames or ())
             try:
                 for frame in waiting:
-                    self._deliver(frame)
+                    self._decode_frame(frame)
             finally:
-                close_frames(waiting)  # behind one that is nonsense
+                close_frame_fds(waiting)  # behind one that is nonsense
         except (ProtocolError, OSError) as error:
             _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
             frames = None
@@ -120,28 +120,28 @@ class ParentProcess:
             self._kill()
         return bool(frames)
 
-    def _deliver(self, frame: Frame) -> None:
+    def _decode_frame(self, frame: Frame) -> None:
         try:
-            said = FROM_PARENT.decode(frame.payload)
+            said = FROM_FORKSERVER.decode(frame.payload)
             if len(frame.fds) != isinstance(said, Forked):
                 raise ProtocolError(f"cannot take {len(frame.fds)} descriptors with {type(said).__name__}")
         except ProtocolError:
-            close_all(frame.fds)
+            close_fds(frame.fds)
             raise
-        if isinstance(said, Forked) and frame.fds == (NO_DESCRIPTOR,):
+        if isinstance(said, Forked) and frame.fds == (LOST_FD,):
             # It cannot be watched, so it is no mover: it ends as its socket is closed.
             said = ForkFailed(mover=said.mover, reason="no descriptor is left for its pidfd")
-        self._on_said(said, frame.fds[0] if isinstance(said, Forked) else -1)
+        self._on_message(said, frame.fds[0] if isinstance(said, Forked) else -1)
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         while self._stream.fileno() >= 0 and self._read():
             pass
         self._close_stream()
-        self._complaints.drain()
+        self._stderr.read_rest_and_close()
         self._process.wait()
-        remove_directory(self._process.pid)
+        remove_shm_directory(self._process.pid)
         self._on_exit()
 
     def _close_stream(self) -> None:
@@ -152,11 +152,11 @@ class ParentProcess:
             self._stream.close()
 
 
-def _end_at_once(process: subprocess.Popen[bytes]) -> None:
+def _kill_at_once(process: subprocess.Popen[bytes]) -> None:
     """It has only just been started: it holds nothing that would keep it from dying."""
     process.kill()
     process.wait()
-    remove_directory(process.pid)
+    remove_shm_directory(process.pid)
 
 
 def _stderr_pipe() -> tuple[int, int]:

@@ -16,7 +16,7 @@ HEAD_BYTES, TAIL_BYTES = 1000, 2500
 _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
-class OneLine(logging.Formatter):
+class OneLineFormatter(logging.Formatter):
     """Every record is one line, its traceback included. Of a long one the middle is left out."""
 
     def format(self, record: logging.LogRecord) -> str:

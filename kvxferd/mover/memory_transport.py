@@ -15,13 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError, check_name
+from kvxferd.mover.transport import (
+    HOST,
+    MemoryKind,
+    ReadHandle,
+    ReadKinds,
+    Span,
+    TransportError,
+    check_agent_name,
+)
 from kvxferd.plan import Runs
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 
-class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `metadata` encodes."""
 
     agent: AgentName
@@ -35,7 +43,7 @@ class Fabric:
     agents: dict[AgentName, MemoryTransport] = field(default_factory=dict)
     polls_per_read: int = 0  # a read is done after so many polls; 0: when it is posted
     stalled: set[AgentName] = field(default_factory=set)  # reads from these stay under way
-    faults: dict[AgentName, TransportError] = field(default_factory=dict)  # raised by the next poll
+    errors: dict[AgentName, TransportError] = field(default_factory=dict)  # raised by the next poll
     posts: list[tuple[AgentName, int]] = field(default_factory=list)  # (agent, descriptors), in order
     notes: dict[AgentName, list[tuple[AgentName, bytes]]] = field(default_factory=dict)
 
@@ -55,7 +63,7 @@ class MemoryTransport:
         self._fabric = fabric
         self._agent = agent
         self._spans: set[Span] = set()
-        self._known: dict[AgentName, set[Span]] = {}
+        self._remote_spans: dict[AgentName, set[Span]] = {}
         self._lost: set[AgentName] = set()
         fabric.agents[agent] = self
 
@@ -76,23 +84,23 @@ class MemoryTransport:
     def metadata(self, spans: Sequence[Span]) -> bytes:
         if not spans or not self._spans.issuperset(spans):
             raise TransportError("cannot describe memory that is not registered", settled=True)
-        return msgspec.msgpack.encode(_Card(self._agent, tuple(spans)))
+        return msgspec.msgpack.encode(_Metadata(self._agent, tuple(spans)))
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
         try:
-            card = msgspec.msgpack.decode(metadata, type=_Card)
+            card = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
             raise TransportError(f"cannot load a remote agent: {error}", settled=True) from error
-        check_name(card.agent, agent)
-        self._known.setdefault(card.agent, set()).update(card.spans)
+        check_agent_name(card.agent, agent)
+        self._remote_spans.setdefault(card.agent, set()).update(card.spans)
         return card.agent
 
     def drop_remote(self, agent: AgentName) -> None:
-        self._known.pop(agent, None)
+        self._remote_spans.pop(agent, None)
         self._lost.discard(agent)
 
-    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
-        known = self._spans if agent == self._agent else self._known.get(agent)
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        known = self._spans if agent == self._agent else self._remote_spans.get(agent)
         if known is None:
             raise TransportError(f"cannot read from agent {agent}: it is not known here", settled=True)
         if not (
@@ -102,12 +110,12 @@ class MemoryTransport:
             raise TransportError(f"cannot read from agent {agent}: not registered", settled=True)
         self._fabric.posts.append((agent, len(runs.length)))
         read = _Read(agent, runs, self._fabric.polls_per_read)
-        self._move(read)
+        self._advance(read)
         return read
 
     def poll(self, handle: ReadHandle) -> bool:
         assert isinstance(handle, _Read)
-        self._move(handle)
+        self._advance(handle)
         return handle.done
 
     def release(self, handle: ReadHandle) -> None:
@@ -116,25 +124,25 @@ class MemoryTransport:
     def progress(self) -> None:
         """Nothing here waits for the source."""
 
-    def notify(self, agent: AgentName, note: bytes) -> None:
-        if agent not in self._known:
+    def notify(self, agent: AgentName, payload: bytes) -> None:
+        if agent not in self._remote_spans:
             raise TransportError(f"cannot tell agent {agent} anything: it is not known here", settled=True)
         if agent not in self._fabric.agents:
             raise TransportError(f"cannot tell agent {agent} anything: it is gone", settled=True, lost=True)
-        self._fabric.notes.setdefault(agent, []).append((self._agent, note))
+        self._fabric.notes.setdefault(agent, []).append((self._agent, payload))
 
-    def take_notes(self) -> list[tuple[AgentName, bytes]]:
+    def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
         return self._fabric.notes.pop(self._agent, [])
 
     def close(self) -> None:
         """Die: whoever reads from this agent learns that the connection is lost."""
         self._fabric.agents.pop(self._agent, None)
 
-    def _move(self, read: _Read) -> None:
+    def _advance(self, read: _Read) -> None:
         if read.done or read.agent in self._fabric.stalled:
             return
-        if read.agent in self._fabric.faults:
-            raise self._fabric.faults.pop(read.agent)
+        if read.agent in self._fabric.errors:
+            raise self._fabric.errors.pop(read.agent)
         if read.agent not in self._fabric.agents or read.agent in self._lost:
             self._lost.add(read.agent)
             raise TransportError(
@@ -148,7 +156,7 @@ class MemoryTransport:
         read.done = True
 
 
-def _within(spans: set[Span], place: Place, addresses: Uint64s, lengths: Uint64s) -> bool:
+def _within(spans: set[Span], place: MemoryKind, addresses: Uint64s, lengths: Uint64s) -> bool:
     """Whether each stretch is in one span, as the library demands of a descriptor."""
     alike = [span for span in spans if (span.mem_type, span.device) == (place.mem_type, place.device)]
     return not place.staged and all(

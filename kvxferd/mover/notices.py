@@ -8,14 +8,14 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.worker import Delivered
 
 
-class Notices:
+class DeliverySocket:
     """The writing end of a worker's notices; owns the descriptor."""
 
     def __init__(self, fd: int) -> None:
         """Raises OSError where it is no socket; the descriptor is then still the caller's."""
         self._socket = socket.socket(fileno=fd)
 
-    def tell(self, delivered: Delivered) -> bool:
+    def send(self, delivered: Delivered) -> bool:
         """Return whether the worker will read it; never waits. If not, it has many that it has not read."""
         try:
             self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

@@ -16,14 +16,14 @@ import socket
 import sys
 
 from kvxferd.errors import Code, MoverError
-from kvxferd.link import NO_DESCRIPTOR, Link, close_all
+from kvxferd.link import LOST_FD, FrameSocket, close_fds
 from kvxferd.mover import child
-from kvxferd.mover.control import TO_PARENT, Fork, Forked, ForkFailed, Ready, Unavailable
-from kvxferd.mover.log_lines import OneLine
-from kvxferd.mover.nixl_transport import Library, import_library
-from kvxferd.mover.process import Crowd, prepare_thread
-from kvxferd.mover.shm import make_directory, remove_directory
-from kvxferd.polling import readable_of, wait_writable
+from kvxferd.mover.control import TO_FORKSERVER, Fork, Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
+from kvxferd.mover.log_lines import OneLineFormatter
+from kvxferd.mover.nixl_transport import TransferLibrary, import_library
+from kvxferd.mover.process import MoverCount, prepare_thread
+from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
+from kvxferd.polling import wait_readable, wait_writable
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import Frame
@@ -31,37 +31,37 @@ from kvxferd.wire.framing import Frame
 _LOG = logging.getLogger(__name__)
 
 
-class Parent:
+class Forkserver:
     """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
 
-    def __init__(self, control: Link, keep: tuple[int, ...], use: str) -> None:
+    def __init__(self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str) -> None:
         self._control = control
-        self._use = use
-        self._crowd = Crowd(len(os.sched_getaffinity(0)))
-        self._surroundings = child.Surroundings(os.getpid(), self._crowd, keep)
+        self._library_choice = library_choice
+        self._mover_count = MoverCount(len(os.sched_getaffinity(0)))
+        self._fork_context = child.ForkContext(os.getpid(), self._mover_count, keep_fds)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
 
     def serve(self) -> None:
         """Run until the daemon is gone."""
         try:
-            library = _load(self._use)
+            library = _load_library(self._library_choice)
         except MoverError as error:
-            self._send(Unavailable(reason=error.message))
+            self._send(LibraryUnavailable(reason=error.message))
             self._wait_for_daemon()
             return
-        self._send(Ready(library=library.description))
+        self._send(LibraryLoaded(library=library.description))
         # What is there now stays as it is: the collector's marks would copy every page in each child.
         gc.collect()
         gc.freeze()
         try:
-            while self._turn(library):
+            while self._serve_once(library):
                 pass
         finally:
             self._end_movers()
 
-    def _turn(self, library: Library) -> bool:
+    def _serve_once(self, library: TransferLibrary) -> bool:
         link = self._control.fileno()
-        readable = readable_of([link, *self._pidfds])
+        readable = wait_readable([link, *self._pidfds])
         for pidfd in readable:
             if pidfd != link:
                 self._reap(pidfd)
@@ -72,10 +72,10 @@ class Parent:
             self._fork(frame, library)
         return frames is not None
 
-    def _fork(self, frame: Frame, library: Library) -> None:
-        request: Fork = TO_PARENT.decode(frame.payload)
+    def _fork(self, frame: Frame, library: TransferLibrary) -> None:
+        request: Fork = TO_FORKSERVER.decode(frame.payload)
         (link,) = frame.fds
-        if link == NO_DESCRIPTOR:
+        if link == LOST_FD:
             self._send(ForkFailed(mover=request.mover, reason="no descriptor is left for its socket"))
             return
         try:
@@ -85,23 +85,23 @@ class Parent:
             self._send(ForkFailed(mover=request.mover, reason=str(error)))
             return
         if pid == 0:
-            child.run(link, request.agent, library, self._surroundings)
+            child.run(link, request.agent, library, self._fork_context)
         os.close(link)
         try:
-            pidfd, copy = _pidfds_of(pid)
+            pidfd, copy = _open_pidfds(pid)
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             self._send(ForkFailed(mover=request.mover, reason=f"its pidfd cannot be opened: {error}"))
             return
         self._pidfds[pidfd] = pid
-        self._crowd.set(len(self._pidfds))
+        self._mover_count.set(len(self._pidfds))
         self._send(Forked(mover=request.mover, pid=pid), (copy,))
 
     def _reap(self, pidfd: int) -> None:
         os.waitpid(self._pidfds.pop(pidfd), 0)
         os.close(pidfd)
-        self._crowd.set(len(self._pidfds))
+        self._mover_count.set(len(self._pidfds))
 
     def _end_movers(self) -> None:
         """They would die with this process; but then nobody might reap them."""
@@ -114,20 +114,20 @@ class Parent:
         """`fds` are closed when they are sent."""
         self._control.send(encode(message), fds)
         self._control.flush()
-        while not self._control.idle:
+        while not self._control.is_flushed:
             wait_writable(self._control.fileno())
             self._control.flush()
 
     def _wait_for_daemon(self) -> None:
         frames: list[Frame] | None = []
         while frames is not None:
-            readable_of([self._control.fileno()])
+            wait_readable([self._control.fileno()])
             frames = self._control.receive()
             for frame in frames or ():
-                close_all(frame.fds)
+                close_fds(frame.fds)
 
 
-def _pidfds_of(pid: int) -> tuple[int, int]:
+def _open_pidfds(pid: int) -> tuple[int, int]:
     """Return one to keep and one to send. Raises OSError, and then keeps none."""
     pidfd = os.pidfd_open(pid)
     try:
@@ -137,7 +137,7 @@ def _pidfds_of(pid: int) -> tuple[int, int]:
         raise
 
 
-def _load(use: str) -> Library:
+def _load_library(use: str) -> TransferLibrary:
     library = import_library(use)
     try:
         library.preload()
@@ -164,20 +164,20 @@ def main() -> None:
     os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(levelname)s %(name)s[%(process)d] %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(levelname)s %(name)s[%(process)d] %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     prepare_thread("kvxferd-parent")
-    make_directory()
+    make_shm_directory()
     if "UCX_LOG_FILE" not in os.environ:
         os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
-    control = Link(socket.socket(fileno=given.control_fd))
-    control.take_cut_frames()
+    control = FrameSocket(socket.socket(fileno=given.control_fd))
+    control.accept_lost_fds()
     try:
-        Parent(control, tuple(given.lock_fd), given.library).serve()
+        Forkserver(control, tuple(given.lock_fd), given.library).serve()
     except ConnectionError:
         _LOG.info("the daemon is gone")
     finally:
-        remove_directory(os.getpid())
+        remove_shm_directory(os.getpid())
 
 
 if __name__ == "__main__":

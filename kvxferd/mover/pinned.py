@@ -12,7 +12,7 @@ from kvxferd.mover.transport import Span, Transport
 _LOG = logging.getLogger(__name__)
 
 
-class Pinned:
+class PinnedBuffer:
     """A pinned and registered buffer, and the stream of its copies. Owned: `close` once, by its maker."""
 
     def __init__(self, transport: Transport, driver: Driver, size_bytes: int) -> None:
@@ -31,7 +31,7 @@ class Pinned:
         """Where it begins."""
         return self.span.address
 
-    def undo(self, transport: Transport) -> None:
+    def discard(self, transport: Transport) -> None:
         """Give it back before anything has used it."""
         transport.deregister(self.span)
         self.close()

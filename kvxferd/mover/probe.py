@@ -21,25 +21,25 @@ import numpy as np
 
 from kvxferd.errors import KvxferdError
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport import Kinds, Place, ReadHandle, Span, Transport, TransportError
+from kvxferd.mover.transport import MemoryKind, ReadHandle, ReadKinds, Span, Transport, TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.common import Placement
 
 SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
 TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
-NUM_TIMED = 2  # the first pays for pages that nobody has touched
+NUM_TIMED_READS = 2  # the first pays for pages that nobody has touched
 LIMIT_S = 0.5  # for all of it; a mover does nothing else meanwhile
 # Of a GPU, where the first read makes what the library needs on the device, and comes before the rank is
 # bound: nothing waits but its registration, and a hasty "no" would have all its reads copied for ever.
 DEVICE_LIMIT_S = 5.0
-NUM_LOOKS = 3  # what is live may change between two looks at it
+NUM_ATTEMPTS = 3  # what is live may change between two looks at it
 
 _INVERTED = bytes(255 - byte for byte in range(256))
 _TCP_INFO_BYTES = 232
-_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received of struct tcp_info
+_BYTES_RECEIVED_OFFSET = 128  # tcpi_bytes_received of struct tcp_info
 
 
-class Proof(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """What a probe found."""
 
     ok: bool
@@ -49,22 +49,22 @@ class Proof(NamedTuple):
     is_stuck: bool = False  # a read of it may go on for ever: it must stay registered
 
 
-class Sampled(Protocol):
+class ProbedMemory(Protocol):
     """Memory of one kind, as a probe needs it."""
 
-    def look(self, address: int, size_bytes: int) -> bytes:
+    def read(self, address: int, size_bytes: int) -> bytes:
         """Return what is there, without the transfer library."""
         ...
 
-    def lay(self, address: int, content: bytes) -> None:
+    def write(self, address: int, content: bytes) -> None:
         """Write; into the probe's own memory only."""
         ...
 
-    def landing(self) -> Span:
+    def allocate_target(self) -> Span:
         """Allocate `TIMED_BYTES` for reads to land in."""
         ...
 
-    def free(self, span: Span) -> None:
+    def free_target(self, span: Span) -> None:
         """Give the landing back."""
         ...
 
@@ -73,62 +73,62 @@ class Sampled(Protocol):
         ...
 
 
-class HostMemory:
+class ProbedHostMemory:
     """Memory that this process can touch."""
 
     def __init__(self) -> None:
-        self._landings: dict[int, mmap.mmap] = {}
+        self._targets: dict[int, mmap.mmap] = {}
 
-    def look(self, address: int, size_bytes: int) -> bytes:
+    def read(self, address: int, size_bytes: int) -> bytes:
         return ctypes.string_at(address, size_bytes)
 
-    def lay(self, address: int, content: bytes) -> None:
+    def write(self, address: int, content: bytes) -> None:
         ctypes.memmove(address, content, len(content))
 
-    def landing(self) -> Span:
+    def allocate_target(self) -> Span:
         made = mmap.mmap(-1, TIMED_BYTES)
         anchor = ctypes.c_char.from_buffer(made)
         address = ctypes.addressof(anchor)
         del anchor  # or the mapping could not be closed
-        self._landings[address] = made
+        self._targets[address] = made
         return Span(address, TIMED_BYTES)
 
-    def free(self, span: Span) -> None:
-        self._landings.pop(span.address).close()
+    def free_target(self, span: Span) -> None:
+        self._targets.pop(span.address).close()
 
     def close(self) -> None:
         """Nothing helped."""
 
 
-class DeviceSamples:
+class ProbedDeviceMemory:
     """Memory of the device that is current, looked at by copies."""
 
     def __init__(self, driver: Driver, span: Span) -> None:
         self._driver = driver
-        self._of = span
+        self._span = span
         self._uuid = driver.device_of(span.address)
-        self._window = driver.allocate_host(SAMPLE_BYTES)
+        self._host_copy = driver.allocate_host(SAMPLE_BYTES)
         try:
             self._stream = driver.open_stream()
         except BaseException:
-            driver.free_host(self._window)
+            driver.free_host(self._host_copy)
             raise
 
-    def look(self, address: int, size_bytes: int) -> bytes:
-        self._copy(self._window, address, size_bytes)
-        return ctypes.string_at(self._window, size_bytes)
+    def read(self, address: int, size_bytes: int) -> bytes:
+        self._copy(self._host_copy, address, size_bytes)
+        return ctypes.string_at(self._host_copy, size_bytes)
 
-    def lay(self, address: int, content: bytes) -> None:
-        ctypes.memmove(self._window, content, len(content))
-        self._copy(address, self._window, len(content))
+    def write(self, address: int, content: bytes) -> None:
+        ctypes.memmove(self._host_copy, content, len(content))
+        self._copy(address, self._host_copy, len(content))
 
     def _copy(self, to: int, source: int, size_bytes: int) -> None:
         self._driver.copy([to], [source], [size_bytes], self._stream)
         self._driver.synchronize(self._stream)
 
-    def landing(self) -> Span:
+    def allocate_target(self) -> Span:
         """As workers' memory is: made to be exported."""
-        driver, size = self._driver, _rounded(TIMED_BYTES, self._driver.granularity(self._uuid))
+        driver, size = self._driver, _round_up(TIMED_BYTES, self._driver.granularity(self._uuid))
         with ExitStack() as undoing:
             handle = driver.create(self._uuid, size)
             try:
@@ -138,37 +138,37 @@ class DeviceSamples:
                 undoing.callback(driver.unmap, address, size)
             finally:
                 driver.release(handle)  # it lives while it is mapped
-            driver.allow(self._uuid, address, size)
+            driver.set_access(self._uuid, address, size)
             undoing.pop_all()
-        return Span(address, size, self._of.mem_type, self._of.device)
+        return Span(address, size, self._span.mem_type, self._span.device)
 
-    def free(self, span: Span) -> None:
+    def free_target(self, span: Span) -> None:
         self._driver.unmap(span.address, span.size_bytes)
         self._driver.unreserve(span.address, span.size_bytes)
 
     def close(self) -> None:
-        self._driver.free_host(self._window)
+        self._driver.free_host(self._host_copy)
         self._driver.close_stream(self._stream)
 
 
-def placement_of(kind: str, proof: Proof) -> Placement:
+def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
     """Return what the daemon is told of a proof."""
     lanes = "tcp" if proof.over_tcp else ""  # what else it is, UCX says to whoever reads its log
     return Placement(kind, proof.why, lanes, float(f"{proof.gigabytes_per_s:.3g}"))
 
 
-def _rounded(size: int, granularity: int) -> int:
+def _round_up(size: int, granularity: int) -> int:
     return -(-size // granularity) * granularity
 
 
-def prove(transport: Transport, span: Span, driver: Driver | None = None) -> Proof:
+def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
     """Read samples of a registered span through the transport, and compare. Raises nothing.
 
     `driver`: the span is memory of its current device; None: of the host. Takes about a millisecond, and at
     most `LIMIT_S`, or `DEVICE_LIMIT_S`.
     """
     try:
-        memory: Sampled = HostMemory() if driver is None else DeviceSamples(driver, span)
+        memory: ProbedMemory = ProbedHostMemory() if driver is None else ProbedDeviceMemory(driver, span)
         try:
             limit_s = LIMIT_S if driver is None else DEVICE_LIMIT_S
             return _Probe(transport, memory, span, limit_s).run()
@@ -176,42 +176,42 @@ def prove(transport: Transport, span: Span, driver: Driver | None = None) -> Pro
             memory.close()
     except KvxferdError as error:
         is_stuck = isinstance(error, TransportError) and not error.settled
-        return Proof(False, error.message, False, 0.0, is_stuck)
+        return ProbeOutcome(False, error.message, False, 0.0, is_stuck)
 
 
 class _Probe:
-    def __init__(self, transport: Transport, memory: Sampled, span: Span, limit_s: float) -> None:
+    def __init__(self, transport: Transport, memory: ProbedMemory, span: Span, limit_s: float) -> None:
         self._limit_s = limit_s
         self._transport = transport
         self._memory = memory
         self._span = span
         self._deadline = time.perf_counter() + limit_s
         self._is_stuck = False
-        place = Place(span.mem_type, span.device)
-        self._kinds = Kinds(local=place, remote=place)
+        place = MemoryKind(span.mem_type, span.device)
+        self._kinds = ReadKinds(local=place, remote=place)
 
-    def run(self) -> Proof:
-        with self._landing() as landing:
-            for address in self._places():
-                if why := self._compare(address, landing):
-                    return Proof(False, why, False, 0.0)
-            return self._timed(landing)
+    def run(self) -> ProbeOutcome:
+        with self._registered_target() as landing:
+            for address in self._sample_addresses():
+                if why := self._compare_sample(address, landing):
+                    return ProbeOutcome(False, why, False, 0.0)
+            return self._measure(landing)
 
-    def _places(self) -> list[int]:
+    def _sample_addresses(self) -> list[int]:
         first, size = self._span.address, self._span.size_bytes
         last = first + max(0, size - SAMPLE_BYTES)
         return sorted({first, first + (last - first) // 2, last})
 
-    def _compare(self, address: int, landing: Span) -> str:
+    def _compare_sample(self, address: int, landing: Span) -> str:
         """Return what is wrong with one sample, "" if nothing is."""
         size = min(SAMPLE_BYTES, self._span.size_bytes)
-        for _ in range(NUM_LOOKS):
-            before = self._memory.look(address, size)
+        for _ in range(NUM_ATTEMPTS):
+            before = self._memory.read(address, size)
             # Every byte must change, or memory full of zeros would pass for a landing that nothing reached.
-            self._memory.lay(landing.address, before.translate(_INVERTED))
+            self._memory.write(landing.address, before.translate(_INVERTED))
             self._read(address, size, landing)
-            came = self._memory.look(landing.address, size)
-            if came in (before, self._memory.look(address, size)):
+            came = self._memory.read(landing.address, size)
+            if came in (before, self._memory.read(address, size)):
                 return ""
         num_wrong = sum(a != b for a, b in zip(came, before, strict=True))
         return (
@@ -219,17 +219,17 @@ class _Probe:
             "other than those that lie there"
         )
 
-    def _timed(self, landing: Span) -> Proof:
+    def _measure(self, landing: Span) -> ProbeOutcome:
         size = min(TIMED_BYTES, self._span.size_bytes)
         over_tcp, best = False, float("inf")
-        for number in range(NUM_TIMED):
+        for number in range(NUM_TIMED_READS):
             before = tcp_bytes_received() if not number else 0
             began = time.perf_counter()
             self._read(self._span.address, size, landing)
             best = min(best, time.perf_counter() - began)
             if not number:
                 over_tcp = tcp_bytes_received() - before >= size // 2
-        return Proof(True, "", over_tcp, size / best / 1e9)
+        return ProbeOutcome(True, "", over_tcp, size / best / 1e9)
 
     def _read(self, address: int, size: int, landing: Span) -> None:
         transport = self._transport
@@ -249,8 +249,8 @@ class _Probe:
         return self._transport.post(self._transport.agent, runs, self._kinds)
 
     @contextmanager
-    def _landing(self) -> Iterator[Span]:
-        landing = self._memory.landing()
+    def _registered_target(self) -> Iterator[Span]:
+        landing = self._memory.allocate_target()
         try:
             self._transport.register(landing)
             try:
@@ -260,7 +260,7 @@ class _Probe:
                     self._transport.deregister(landing)
         finally:
             if not self._is_stuck:  # what may still be written to stays
-                self._memory.free(landing)
+                self._memory.free_target(landing)
 
 
 def tcp_bytes_received() -> int:
@@ -273,7 +273,7 @@ def tcp_bytes_received() -> int:
             with socket.socket(fileno=os.dup(int(name))) as duplicate:
                 if duplicate.type == socket.SOCK_STREAM and duplicate.family != socket.AF_UNIX:
                     told = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED_AT)
+                    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED_OFFSET)
                     total += received
         except (OSError, struct.error):  # gone meanwhile, or a socket that is not TCP's
             continue

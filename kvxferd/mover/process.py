@@ -56,7 +56,7 @@ def exit_when(fd: int, events: int, why: str) -> None:
     threading.Thread(target=watch, name=why, daemon=True).start()
 
 
-class Crowd:
+class MoverCount:
     """How many movers run, shared by the parent that counts and the movers that look."""
 
     def __init__(self, num_cores: int) -> None:
@@ -69,6 +69,6 @@ class Crowd:
         self._count.value = num_movers
 
     @property
-    def is_crowded(self) -> bool:
+    def is_oversubscribed(self) -> bool:
         """More movers than cores: whoever spins keeps another from working."""
         return self._count.value > self._num_cores

@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.link import close_all
+from kvxferd.link import close_fds
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.mover import FromMover, Leaving, Up
+from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
 
 # A worker may send as fast as it likes. One frame takes some 15 us, a read holds 13,000 of the smallest:
 # then the loop's other sockets have their turn.
-READS_PER_TURN, FRAMES_PER_TURN = 1, 64
+MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN = 1, 64
 STUCK_S = 2.0  # one that was told to end is gone within milliseconds, or is stuck in its library
 
 
@@ -34,7 +34,7 @@ class ResidentHandle(MoverHandle):
     def __init__(
         self,
         mover_id: MoverId,
-        link: socket.socket,
+        sock: socket.socket,
         worker: tuple[int, int],
         on_message: Callable[[MoverHandle, FromMover], None],
         on_exit: Callable[[MoverHandle], None],
@@ -43,35 +43,35 @@ class ResidentHandle(MoverHandle):
 
         The descriptor is the handle's from here on. The agent's name comes with the mover's `Up`.
         """
-        super().__init__(mover_id, AgentName(""), link, on_message, on_exit)
-        self.pid, self._death = worker
-        self._told = False
-        self._arrived: deque[Frame] = deque()  # and not dealt with yet
-        self._is_due = False  # more of them on the loop's next turn
-        self._deaf = False  # it has spoken nonsense: only its end is waited for
+        super().__init__(mover_id, AgentName(""), sock, on_message, on_exit)
+        self.pid, self._worker_exit_fd = worker
+        self._end_requested = False
+        self._frames: deque[Frame] = deque()  # and not dealt with yet
+        self._is_read_scheduled = False  # more of them on the loop's next turn
+        self._discards_input = False  # it has spoken nonsense: only its end is waited for
         self._loop.add_reader(self._stream.fileno(), self._read)
-        if self._death >= 0:
-            self._loop.add_reader(self._death, self._exited)
+        if self._worker_exit_fd >= 0:
+            self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
 
     @property
     def is_alive(self) -> bool:
-        return self._stream.fileno() >= 0 and not self._told
+        return self._stream.fileno() >= 0 and not self._end_requested
 
     def kill(self) -> None:
         """Have it end: it reads the end of its stream, destroys its agent, and closes. Idempotent."""
         if self.is_alive:
-            self._told = True
+            self._end_requested = True
             self._loop.remove_writer(self._stream.fileno())
-            self._stream.end_sending()
-            self._loop.call_later(STUCK_S, self._complain)
+            self._stream.shutdown_write()
+            self._loop.call_later(STUCK_S, self._log_stuck)
 
     def discard(self) -> None:
         """Let go of it, whatever it does: no callback will come."""
-        self._drop_arrived()
+        self._drop_frames()
         self._close_stream()
-        self._close_death()
+        self._close_worker_exit_fd()
 
-    def _complain(self) -> None:
+    def _log_stuck(self) -> None:
         if self._stream.fileno() >= 0:
             _LOG.error(
                 "resident mover %s was told to end %g s ago and has not: its agent is stuck in the transfer "
@@ -84,54 +84,54 @@ class ResidentHandle(MoverHandle):
     def _read(self) -> bool:
         frames: list[Frame] | None = []
         try:
-            if not self._arrived and not self._deaf:
-                frames = self._stream.receive(READS_PER_TURN, FRAMES_PER_TURN)
-                self._arrived.extend(frames or ())
-            for _ in range(min(FRAMES_PER_TURN, len(self._arrived))):
-                frame = self._arrived.popleft()
-                self._deliver(frame.payload, frame.fds)
+            if not self._frames and not self._discards_input:
+                frames = self._stream.receive(MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN)
+                self._frames.extend(frames or ())
+            for _ in range(min(MAX_FRAMES_PER_TURN, len(self._frames))):
+                frame = self._frames.popleft()
+                self._decode_frame(frame.payload, frame.fds)
                 if self._stream.fileno() < 0:
                     return False
         except ProtocolError as error:
             _LOG.error("resident mover %s speaks nonsense and is told to end: %s", self.agent, error.message)
-            self._deaf = True
-            self._drop_arrived()
+            self._discards_input = True
+            self._drop_frames()
             self.kill()
             return False
-        if frames is None or (self._deaf and self._stream.discard()):
-            self._exited()
+        if frames is None or (self._discards_input and self._stream.discard_received()):
+            self._handle_exit()
             return False
-        has_more = bool(self._arrived) or (self._stream.holds_frames and not self._deaf)
-        if has_more and not self._is_due:
-            self._is_due = True
+        has_more = bool(self._frames) or (self._stream.has_buffered_frames and not self._discards_input)
+        if has_more and not self._is_read_scheduled:
+            self._is_read_scheduled = True
             self._loop.call_soon(self._read_more)
         return has_more
 
     def _read_more(self) -> None:
-        self._is_due = False
+        self._is_read_scheduled = False
         if self._stream.fileno() >= 0:
             self._read()
 
-    def _drop_arrived(self) -> None:
-        while self._arrived:
-            close_all(self._arrived.popleft().fds)
+    def _drop_frames(self) -> None:
+        while self._frames:
+            close_fds(self._frames.popleft().fds)
 
-    def _hear(self, message: FromMover) -> None:
+    def _handle(self, message: FromMover) -> None:
         match message:
-            case Up():
+            case MoverUp():
                 self.agent = message.agent
-            case Leaving():
+            case MoverLeaving():
                 _LOG.warning("resident mover %s of worker %d ends: %s", self.agent, self.pid, message.message)
-        super()._hear(message)
+        super()._handle(message)
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         if self._stream.fileno() < 0:
             return
         self.discard()
         self._on_exit(self)
 
-    def _close_death(self) -> None:
-        death, self._death = self._death, -1
+    def _close_worker_exit_fd(self) -> None:
+        death, self._worker_exit_fd = self._worker_exit_fd, -1
         if death >= 0:
             self._loop.remove_reader(death)
             with contextlib.suppress(OSError):

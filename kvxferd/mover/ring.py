@@ -8,36 +8,36 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.mover.slices import cut
+from kvxferd.mover.slices import split_long_runs
 from kvxferd.plan import Runs
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 
-class Ring:
+class SlotPool:
     """Equal slots side by side. A slot in doubt is never handed out again."""
 
     def __init__(self, address: int, slot_bytes: int, num_slots: int) -> None:
         self.slot_bytes = slot_bytes
         self._free = [address + slot_bytes * number for number in reversed(range(num_slots))]
-        self._taken: set[int] = set()
+        self._acquired: set[int] = set()
 
-    def take(self) -> int | None:
+    def acquire(self) -> int | None:
         """Return the address of a free slot, None while there is none."""
         if not self._free:
             return None
         slot = self._free.pop()
-        self._taken.add(slot)
+        self._acquired.add(slot)
         return slot
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Nothing reads or writes the slot any more."""
-        self._taken.remove(slot)
+        self._acquired.remove(slot)
         self._free.append(slot)
 
-    def lose(self, slot: int) -> None:
+    def quarantine(self, slot: int) -> None:
         """Something may write the slot for ever."""
-        self._taken.remove(slot)
+        self._acquired.remove(slot)
 
     @property
     def num_free(self) -> int:
@@ -45,14 +45,14 @@ class Ring:
         return len(self._free)
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Every slot is lost."""
-        return not self._free and not self._taken
+        return not self._free and not self._acquired
 
 
-def chunks(runs: Runs, slot_bytes: int, max_runs: int) -> Iterator[Runs]:
+def split_into_chunks(runs: Runs, slot_bytes: int, max_runs: int) -> Iterator[Runs]:
     """Yield the same bytes in the same order, each time as many runs as a slot holds."""
-    runs = cut(runs, slot_bytes)
+    runs = split_long_runs(runs, slot_bytes)
     ends = np.cumsum(runs.length)
     start, total = 0, len(ends)
     while start < total:
@@ -63,6 +63,6 @@ def chunks(runs: Runs, slot_bytes: int, max_runs: int) -> Iterator[Runs]:
         start = stop
 
 
-def packed_at(address: int, length: Uint64s) -> Uint64s:
+def packed_addresses(address: int, length: Uint64s) -> Uint64s:
     """Return where stretches of these lengths lie that follow one another from the address on."""
     return np.uint64(address) + np.cumsum(length) - length

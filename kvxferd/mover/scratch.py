@@ -15,7 +15,7 @@ _SLOT_BYTES = 64  # a cache line each, so that a word that lands touches no othe
 _NUM_SLOTS = 1024  # pulls that read their fence word at the same time; more wait
 
 
-class Scratch:
+class WordSlots:
     """Registered memory for words that are read; a slot per word under way."""
 
     def __init__(self, transport: Transport) -> None:
@@ -26,7 +26,7 @@ class Scratch:
         self.span = Span(address, len(self._memory))
         transport.register(self.span)
 
-    def take(self) -> int | None:
+    def acquire(self) -> int | None:
         """Return the address of a slot that holds zeros, None while all are taken."""
         if not self._free:
             return None
@@ -36,16 +36,16 @@ class Scratch:
         self._memory[start : start + FENCE_WORD_BYTES] = bytes(FENCE_WORD_BYTES)
         return address
 
-    def word(self, address: int) -> bytes:
+    def read(self, address: int) -> bytes:
         """Return what has landed in a slot."""
         start = address - self._base
         return self._memory[start : start + FENCE_WORD_BYTES]
 
-    def give_back(self, address: int) -> None:
+    def release(self, address: int) -> None:
         """The slot's read is terminal."""
         self._free.append(address)
 
 
-def word_run(slot: int, address: int) -> Runs:
+def single_word_run(slot: int, address: int) -> Runs:
     """Return the run that reads a word at an address into a slot."""
     return Runs(*(np.array([number], dtype=np.uint64) for number in (slot, address, FENCE_WORD_BYTES)))

@@ -18,14 +18,14 @@ _SHM = Path("/dev/shm")
 _VARIABLE = "UCX_POSIX_DIR"
 
 
-def make_directory() -> None:
+def make_shm_directory() -> None:
     """Make this process's directory and name it in the environment, unless the operator named another."""
     if _VARIABLE in os.environ:
         return
     directory = _directory(os.getpid())
     try:
         _remove_abandoned()
-        remove_directory(os.getpid())  # an earlier process of this pid may have left it to us
+        remove_shm_directory(os.getpid())  # an earlier process of this pid may have left it to us
         # Locked before it has its name, so that nobody can take it for an abandoned one.
         unnamed = directory.with_name(f".{directory.name}")
         unnamed.mkdir(mode=0o700, exist_ok=True)
@@ -36,7 +36,7 @@ def make_directory() -> None:
     os.environ[_VARIABLE] = str(directory)
 
 
-def remove_directory(pid: int) -> None:
+def remove_shm_directory(pid: int) -> None:
     """Remove the directory of a parent that has no movers any more. Idempotent."""
     shutil.rmtree(_directory(pid), ignore_errors=True)
 

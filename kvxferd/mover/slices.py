@@ -13,7 +13,7 @@ MAX_DESCRIPTORS = 2048
 # Less than half a millisecond, at the 5 GB/s of two processes on one machine.
 SHORT_BYTES = 2 << 20
 # A longer run is cut, so that no post is larger than its budget by more than one piece.
-MAX_PIECE_BYTES = 4 << 20
+MAX_RUN_BYTES = 4 << 20
 
 
 class Slicer:
@@ -22,38 +22,38 @@ class Slicer:
     def __init__(self, runs: Runs) -> None:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
-        self._runs = runs if self.num_bytes <= MAX_PIECE_BYTES else cut(runs, MAX_PIECE_BYTES)
+        self._runs = runs if self.num_bytes <= MAX_RUN_BYTES else split_long_runs(runs, MAX_RUN_BYTES)
         # Most pulls are one slice: what each of its runs costs need not be known.
-        self._total = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
-        self._cost: npt.NDArray[np.uint64] | None = None
+        self._total_cost = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
+        self._cumulative_cost: npt.NDArray[np.uint64] | None = None
         self._next = 0
 
     @property
     def cost_bytes(self) -> int:
         """What all of it costs, in bytes that take as long."""
-        return self._total
+        return self._total_cost
 
     @property
     def is_empty(self) -> bool:
         """Everything has been handed out."""
         return self._next >= len(self._runs.length)
 
-    def take(self, budget_bytes: int) -> Runs:
+    def next_slice(self, budget_bytes: int) -> Runs:
         """Return the next slice; at least one descriptor."""
         start = self._next
-        if not start and self._total <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
+        if not start and self._total_cost <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
             self._next = len(self._runs.length)
             return self._runs
-        if self._cost is None:
-            self._cost = np.cumsum(self._runs.length + np.uint64(DESCRIPTOR_COST_BYTES))
-        spent = int(self._cost[start - 1]) if start else 0
-        stop = int(np.searchsorted(self._cost, np.uint64(spent + budget_bytes), side="right"))
+        if self._cumulative_cost is None:
+            self._cumulative_cost = np.cumsum(self._runs.length + np.uint64(DESCRIPTOR_COST_BYTES))
+        spent = int(self._cumulative_cost[start - 1]) if start else 0
+        stop = int(np.searchsorted(self._cumulative_cost, np.uint64(spent + budget_bytes), side="right"))
         stop = max(start + 1, min(stop, start + MAX_DESCRIPTORS))
         self._next = stop
         return Runs(*(column[start:stop] for column in self._runs))
 
 
-class Budget:
+class SliceBudget:
     """How large a slice may be: halved where the last took too long, doubled where it was short.
 
     Measured, because a byte takes 0.1 ns over a fast NIC and 2 ns over TCP in a container.
@@ -68,7 +68,7 @@ class Budget:
     def __init__(self) -> None:
         self.bytes = self.START_BYTES
 
-    def took(self, elapsed_s: float, was_full: bool) -> None:
+    def update(self, elapsed_s: float, was_full: bool) -> None:
         """Learn from one slice: from before its post until it was terminal."""
         if elapsed_s > self.LONG_S:
             self.bytes = max(self.MIN_BYTES, self.bytes // 2)
@@ -76,7 +76,7 @@ class Budget:
             self.bytes = min(self.MAX_BYTES, self.bytes * 2)
 
 
-def cut(runs: Runs, max_bytes: int) -> Runs:
+def split_long_runs(runs: Runs, max_bytes: int) -> Runs:
     """Return the same bytes in the same order, no run longer than that."""
     local, remote, length = (np.ascontiguousarray(column, dtype=np.uint64) for column in runs)
     piece = np.uint64(max_bytes)

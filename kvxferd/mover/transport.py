@@ -22,7 +22,7 @@ class Span(NamedTuple):
     device: int = 0
 
 
-class Place(NamedTuple):
+class MemoryKind(NamedTuple):
     """What kind of memory addresses are in, as one side names it."""
 
     mem_type: str = "DRAM"
@@ -30,14 +30,14 @@ class Place(NamedTuple):
     staged: bool = False  # the library cannot reach it
 
 
-class Kinds(NamedTuple):
+class ReadKinds(NamedTuple):
     """Where reads land and where they come from."""
 
-    local: Place = Place()
-    remote: Place = Place()
+    local: MemoryKind = MemoryKind()
+    remote: MemoryKind = MemoryKind()
 
 
-HOST = Kinds()
+HOST = ReadKinds()
 
 
 class TransportError(MoverError):
@@ -54,7 +54,7 @@ class TransportError(MoverError):
         self.lost = lost
 
 
-def check_name(name: AgentName | None, wanted: AgentName | None) -> None:
+def check_agent_name(name: AgentName | None, wanted: AgentName | None) -> None:
     """Raise TransportError where metadata names another agent than the one that it is said to be of."""
     if name is not None and wanted is not None and name != wanted:
         raise TransportError(f"cannot load agent {wanted}: its metadata is that of {name[:80]}", settled=True)
@@ -108,7 +108,7 @@ class Transport(Protocol):
         """Forget an agent; reads from it must have ended. An agent that is not loaded is no error."""
         ...
 
-    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         """Start to read these stretches, which are of one kind; the handle may be done at once.
 
         An agent reads its own memory under its own name, without loading it.
@@ -130,11 +130,11 @@ class Transport(Protocol):
         """Serve others' reads. A source that does not call this stalls them."""
         ...
 
-    def notify(self, agent: AgentName, note: bytes) -> None:
+    def notify(self, agent: AgentName, payload: bytes) -> None:
         """Tell a loaded agent something. Raises TransportError; what is told may still be lost."""
         ...
 
-    def take_notes(self) -> list[tuple[AgentName, bytes]]:
+    def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
         """Return what other agents have told this one, after serving their reads."""
         ...
 

@@ -16,43 +16,47 @@ ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("greeting", "up", "silent")
 PLACEMENTS = ("direct", "resident", "staged")
 # RDMA; a GPU's own ways; one copy from process to process; TCP.
-LANE_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")
+TRANSPORT_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")
 TRANSFER_STATES = ("writing", "readable", "granted")
 
 
 def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     """Yield every gauge of the snapshot; a state that nothing is in is there with 0."""
     ranks = [rank for engine in node.engines for rank in engine.ranks]
-    yield _single("kvxferd_worker_sessions", "Open connections on the worker socket.", node.num_sessions)
-    yield _by(
+    yield _gauge("kvxferd_worker_sessions", "Open connections on the worker socket.", node.num_sessions)
+    yield _gauge_by_label(
         "kvxferd_engines", "Local engines.", "state", ENGINE_STATES, Counter(map(engine_state, node.engines))
     )
-    yield _by("kvxferd_registered_ranks", "Ranks of local engines.", "state", RANK_STATES, _states(ranks))
+    yield _gauge_by_label(
+        "kvxferd_registered_ranks", "Ranks of local engines.", "state", RANK_STATES, _count_states(ranks)
+    )
     yield _placements(ranks)
-    yield _lanes(ranks)
-    yield _single("kvxferd_registered_bytes", "Memory of those ranks.", sum(rank.bytes for rank in ranks))
-    yield _by("kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _states(node.peers))
-    yield _by(
+    yield _transports(ranks)
+    yield _gauge("kvxferd_registered_bytes", "Memory of those ranks.", sum(rank.bytes for rank in ranks))
+    yield _gauge_by_label(
+        "kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _count_states(node.peers)
+    )
+    yield _gauge_by_label(
         "kvxferd_live_leases", "Transfers published here and not released.", "state",
         TRANSFER_STATES, node.transfer_states,
     )  # fmt: skip
-    yield _single("kvxferd_grants_given", "Readers' entries on those leases.", node.num_grants_given)
-    yield _single(
+    yield _gauge("kvxferd_grants_given", "Readers' entries on those leases.", node.num_grants_given)
+    yield _gauge(
         "kvxferd_grants_held", "Grants that local pulls hold, at this node itself too.", node.num_grants_held
     )
-    yield _by(
+    yield _gauge_by_label(
         "kvxferd_running_pulls", "Pulls of local ranks that have not ended.", "phase",
         PHASES, node.pull_phases,
     )  # fmt: skip
-    yield _single(
+    yield _gauge(
         "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined
     )
-    yield _single("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
-    yield _by(
+    yield _gauge("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
+    yield _gauge_by_label(
         "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.", "kept_by",
         KEPT_BY, Counter(mover.kept_by for mover in node.retired_movers),
     )  # fmt: skip
-    yield _single("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
+    yield _gauge("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
 
 
 def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
@@ -67,25 +71,27 @@ def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
     return family
 
 
-def _lanes(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
+def _transports(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
     """Device names are no labels: they would tell nodes apart, not what is wrong with one."""
     family = GaugeMetricFamily(
         "kvxferd_rank_lanes", "Ranks whose movers have connected so, and by what.", labels=["reach", "lanes"]
     )
     counts = Counter(
-        pair for rank in ranks for pair in {(lanes.reach, lane_class(lanes.lanes)) for lanes in rank.lanes}
+        pair
+        for rank in ranks
+        for pair in {(lanes.reach, transport_class(lanes.lanes)) for lanes in rank.lanes}
     )
-    for reach, name in product(REACHES, LANE_CLASSES):
+    for reach, name in product(REACHES, TRANSPORT_CLASSES):
         family.add_metric([reach, name], counts[reach, name])
     return family
 
 
-def lane_class(lanes: str) -> str:
+def transport_class(transports: str) -> str:
     """Return which of `LANE_CLASSES` the transports are of; the one that says most, where they are mixed."""
-    kinds = {name.partition("/")[0].partition("_")[0] for name in lanes.split(", ")}
+    kinds = {name.partition("/")[0].partition("_")[0] for name in transports.split(", ")}
     if kinds & {"rc", "dc", "ud", "srd", "gga"}:
         return "rdma"
-    if lanes == "tcp":
+    if transports == "tcp":
         return "tcp"
     if kinds & {"cma", "xpmem", "knem"} and len(kinds) == 1:
         return "copy"
@@ -100,15 +106,15 @@ def engine_state(engine: EngineSnapshot) -> str:
     return "unreadable" if engine.problem else "readable"
 
 
-def _states(things: Iterable[object]) -> Counter[str]:
+def _count_states(things: Iterable[object]) -> Counter[str]:
     return Counter(thing.state for thing in things)  # type: ignore[attr-defined]
 
 
-def _single(name: str, text: str, value: float) -> GaugeMetricFamily:
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _by(
+def _gauge_by_label(
     name: str, text: str, label: str, known: Iterable[str], counts: Mapping[str, int]
 ) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=[label])

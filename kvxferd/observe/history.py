@@ -9,12 +9,12 @@ import msgspec
 
 from kvxferd.core.snapshot import (
     HandshakeRecord,
-    LanesRecord,
     PlacementRecord,
     PullRecord,
     Record,
     ReleaseRecord,
     TopologyRecord,
+    TransportsRecord,
 )
 
 # A record is under 1 KiB, so this is 1 MiB at most: some minutes of a busy node.
@@ -26,9 +26,9 @@ _KINDS: dict[str, type[Record]] = {
     "release": ReleaseRecord,
     "topology": TopologyRecord,
     "placement": PlacementRecord,
-    "lanes": LanesRecord,
+    "lanes": TransportsRecord,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 class History:
@@ -48,7 +48,7 @@ class History:
 
 def kind_of(record: Record) -> str:
     """Return "pull", "handshake", "release", "topology", "placement" or "lanes"."""
-    return _NAMES[type(record)]
+    return _KIND_NAMES[type(record)]
 
 
 def record_to_json(record: Record) -> dict[str, Any]:

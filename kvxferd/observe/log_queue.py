@@ -40,7 +40,7 @@ class LogCounts:
         self.suppressed = 0  # over a rate limit
 
 
-COUNTS = LogCounts()
+LOG_COUNTS = LogCounts()
 
 
 class _Line(NamedTuple):
@@ -48,7 +48,7 @@ class _Line(NamedTuple):
     text: bytes
 
 
-class _Lines:
+class _BoundedLines:
     """Lines with a limit; the oldest makes room."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
@@ -63,11 +63,11 @@ class _Lines:
         self._num_bytes += len(line.text)
         num_dropped = 0
         while len(self.lines) > self._max_lines or self._num_bytes > self._max_bytes:
-            self.take()
+            self.pop_oldest()
             num_dropped += 1
         return num_dropped
 
-    def take(self) -> bytes:
+    def pop_oldest(self) -> bytes:
         """Remove the oldest."""
         text = self.lines.popleft().text
         self._num_bytes -= len(text)
@@ -77,7 +77,7 @@ class _Lines:
         """Remove all but the last; return how many were removed."""
         num_dropped = max(0, len(self.lines) - num_lines)
         for _ in range(num_dropped):
-            self.take()
+            self.pop_oldest()
         return num_dropped
 
     @property
@@ -92,20 +92,20 @@ class LogQueue:
     def __init__(
         self,
         fd: int,
-        describe: Callable[[int], str] = "{} log lines dropped".format,
-        counts: LogCounts = COUNTS,
+        render_dropped: Callable[[int], str] = "{} log lines dropped".format,
+        counts: LogCounts = LOG_COUNTS,
     ) -> None:
         self._fd = fd
-        self.describe = describe
+        self.describe = render_dropped
         self._counts = counts
         # Reentrant: a destructor that writes a warning may run in the middle of `put`.
         self._changed = threading.Condition(threading.RLock())
-        self._ordinary = _Lines(MAX_LINES, MAX_BYTES)
-        self._errors = _Lines(MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._ordinary = _BoundedLines(MAX_LINES, MAX_BYTES)
+        self._errors = _BoundedLines(MAX_ERROR_LINES, MAX_ERROR_BYTES)
         self._next_number = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
-        self._is_taken = True  # whether the descriptor took what was written last
+        self._was_written = True  # whether the descriptor took what was written last
         self._is_closing = False
         self._ended = threading.Event()
         # A daemon thread: an exit does not wait for a write that never returns.
@@ -117,7 +117,7 @@ class LogQueue:
         text = line.encode("utf-8", "backslashreplace")[: MAX_LINE_BYTES - 1] + b"\n"
         with self._changed:
             if self._ended.is_set():
-                self._write_at_once(text)
+                self._write_without_waiting(text)
                 return
             self._next_number += 1
             lines = self._errors if is_error else self._ordinary
@@ -142,31 +142,31 @@ class LogQueue:
     # --- the writer's thread
 
     def _run(self) -> None:
-        while (text := self._next()) is not None:
-            self._is_taken = self._write(text)
-            if not self._is_taken:
+        while (text := self._next_batch()) is not None:
+            self._was_written = self._write(text)
+            if not self._was_written:
                 with self._changed:
                     self._drop(text.count(b"\n"))
         with self._changed:
             self._ended.set()
 
-    def _next(self) -> bytes | None:
+    def _next_batch(self) -> bytes | None:
         """Wait for lines; return some of them, oldest first, or None once the queue is closed and empty."""
         with self._changed:
             while not (self._errors.lines or self._ordinary.lines):
-                if self._is_closing and self._num_unreported and self._is_taken:
+                if self._is_closing and self._num_unreported and self._was_written:
                     return self._report()
                 if self._is_closing:
                     return None
                 self._changed.wait()
             if self._is_report_due():
                 return self._report()
-            text = self._oldest().take()
+            text = self._oldest().pop_oldest()
             while (lines := self._oldest()).lines and len(text) + len(lines.lines[0].text) <= WRITE_BYTES:
-                text += lines.take()
+                text += lines.pop_oldest()
             return text
 
-    def _oldest(self) -> _Lines:
+    def _oldest(self) -> _BoundedLines:
         if not self._ordinary.lines:
             return self._errors
         if not self._errors.lines:
@@ -174,7 +174,7 @@ class LogQueue:
         return min(self._errors, self._ordinary, key=lambda lines: lines.lines[0].number)
 
     def _is_report_due(self) -> bool:
-        if not self._num_unreported or not self._is_taken:  # a report to nobody would be one more
+        if not self._num_unreported or not self._was_written:  # a report to nobody would be one more
             return False
         return self._ordinary.is_half_empty or time.monotonic() - self._reported_at > REPORT_S
 
@@ -197,7 +197,7 @@ class LogQueue:
                 return False
         return True
 
-    def _write_at_once(self, text: bytes) -> None:
+    def _write_without_waiting(self, text: bytes) -> None:
         """After `close`: what the descriptor takes without waiting."""
         poller = select.poll()
         with suppress(OSError):
@@ -206,14 +206,14 @@ class LogQueue:
                 os.write(self._fd, text[:WRITE_BYTES])
 
 
-class ErrorStream(io.TextIOBase):
+class StderrStream(io.TextIOBase):
     """Standard error for whatever prints there by itself: tracebacks, warnings, the command line."""
 
     def __init__(self, queue: LogQueue, *, is_terminal: bool) -> None:
         super().__init__()
         self._queue = queue
         self._is_terminal = is_terminal
-        self._rest = ""
+        self._partial_line = ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -230,15 +230,15 @@ class ErrorStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Pass on whole lines; the rest waits for its end."""
-        *lines, rest = (self._rest + text).split("\n")
+        *lines, rest = (self._partial_line + text).split("\n")
         if len(rest) > MAX_LINE_BYTES:
             lines, rest = [*lines, rest], ""
-        self._rest = rest
+        self._partial_line = rest
         for line in lines:
             self._queue.put(line, is_error=True)
         return len(text)
 
-    def end_line(self) -> None:
+    def flush_partial_line(self) -> None:
         """Pass on a line that has no end, where there is one."""
-        if self._rest:
+        if self._partial_line:
             self.write("\n")

@@ -14,20 +14,20 @@ import structlog
 from kvxferd.config import LogConfig
 from kvxferd.core.snapshot import (
     HandshakeRecord,
-    LanesRecord,
     PlacementRecord,
     PullRecord,
     Record,
     ReleaseRecord,
     TopologyRecord,
+    TransportsRecord,
 )
-from kvxferd.observe.log_limits import LimitLibraries, LimitLines, LineLimiter
-from kvxferd.observe.log_queue import ErrorStream, LogQueue
+from kvxferd.observe.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
+from kvxferd.observe.log_queue import LogQueue, StderrStream
 
-STANDARD_ERROR = 2
+STDERR_FD = 2
 
 # Said in the log, by `kvxferd status` and by `/readyz`.
-SLOW_ON_NODE = (
+SAME_NODE_TCP_WARNING = (
     "data between two processes of this node goes over TCP, though this kernel could copy it directly: the "
     "other daemon, or a worker's own mover, is of another user or PID namespace; run one daemon per node, or "
     "both as one user and, in containers, with hostPID"
@@ -62,14 +62,14 @@ def configure_queued_logs(config: LogConfig) -> None:
 
     `sys.stderr` goes the same way: a traceback at exit must not wait for a pipe either.
     """
-    is_terminal = os.isatty(STANDARD_ERROR)
-    queue = LogQueue(STANDARD_ERROR)
-    sys.stderr = stream = ErrorStream(queue, is_terminal=is_terminal)
+    is_terminal = os.isatty(STDERR_FD)
+    queue = LogQueue(STDERR_FD)
+    sys.stderr = stream = StderrStream(queue, is_terminal=is_terminal)
     render = _configure(config, queue.put, is_terminal)
     queue.describe = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
 
     def close() -> None:
-        stream.end_line()
+        stream.flush_partial_line()
         queue.close()
 
     # After the traceback of an exception that nobody caught, before the interpreter ends.
@@ -95,15 +95,15 @@ def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal:
         if json
         else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
     )
-    limiter = LineLimiter()
+    limiter = LogRateLimiter()
     structlog.configure(
-        processors=[LimitLines(limiter), *shared, *final],
+        processors=[RateLimitProcessor(limiter), *shared, *final],
         logger_factory=lambda *args: _LineLogger(put),
         cache_logger_on_first_use=False,
     )
     # asyncio and aiohttp log by the standard library: same form, warnings and worse only.
     handler = _LineHandler(put)
-    handler.addFilter(LimitLibraries(limiter))
+    handler.addFilter(RateLimitFilter(limiter))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -185,7 +185,7 @@ def log_record(record: Record) -> None:
         case PlacementRecord():
             write = log.info if record.proved else log.warning
             write("placement", **_placement_fields(record))
-        case LanesRecord():
+        case TransportsRecord():
             write = log.warning if record.slow else log.info
             write(
                 "connected",
@@ -193,7 +193,7 @@ def log_record(record: Record) -> None:
                 rank=str(record.rank),
                 reach=record.reach,
                 lanes=record.lanes,
-                **_unless_empty("message", SLOW_ON_NODE if record.slow else ""),
+                **_unless_empty("message", SAME_NODE_TCP_WARNING if record.slow else ""),
             )
         case _:
             assert_never(record)

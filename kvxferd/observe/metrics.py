@@ -18,16 +18,16 @@ import kvxferd
 from kvxferd.core.snapshot import (
     PHASES,
     HandshakeRecord,
-    LanesRecord,
     NodeSnapshot,
     PlacementRecord,
     PullRecord,
     Record,
     ReleaseRecord,
     TopologyRecord,
+    TransportsRecord,
 )
 from kvxferd.observe.gauges import gauges_of
-from kvxferd.observe.log_queue import COUNTS
+from kvxferd.observe.log_queue import LOG_COUNTS
 
 # From a few blocks read from the same node to a pull that waits for its deadline; about three to a decade.
 PULL_BUCKETS_S = (
@@ -51,11 +51,11 @@ class SnapshotCollector(Collector):
 
     def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
         self._snapshot = snapshot
-        self.taken: NodeSnapshot | None = None  # by whoever scrapes
+        self.given_snapshot: NodeSnapshot | None = None  # by whoever scrapes
 
     def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
         """Yield every gauge of this moment."""
-        return gauges_of(self.taken or self._snapshot())
+        return gauges_of(self.given_snapshot or self._snapshot())
 
 
 class LogCollector(Collector):
@@ -66,10 +66,10 @@ class LogCollector(Collector):
         yield CounterMetricFamily(
             "kvxferd_log_lines_dropped",
             "Log lines for which the queue had no room, or which standard error did not take.",
-            value=COUNTS.dropped,
+            value=LOG_COUNTS.dropped,
         )
         yield CounterMetricFamily(
-            "kvxferd_log_lines_suppressed", "Log lines over a rate limit.", value=COUNTS.suppressed
+            "kvxferd_log_lines_suppressed", "Log lines over a rate limit.", value=LOG_COUNTS.suppressed
         )
 
 
@@ -141,18 +141,18 @@ class Metrics:
             case PlacementRecord():
                 if record.proved:
                     self._probe_speed.labels(record.placement).observe(record.gigabytes_per_s * 1e9)
-            case LanesRecord():
+            case TransportsRecord():
                 pass  # a gauge
             case _:
                 assert_never(record)
 
     def render(self, node: NodeSnapshot | None = None) -> bytes:
         """Return everything in Prometheus' text format; the gauges from a snapshot where one is given."""
-        self._gauges.taken = node
+        self._gauges.given_snapshot = node
         try:
             return prometheus_client.generate_latest(self.registry)
         finally:
-            self._gauges.taken = None
+            self._gauges.given_snapshot = None
 
     def _record_pull(self, record: PullRecord) -> None:
         code = NO_CODE if record.code is None else record.code.value
@@ -165,7 +165,7 @@ class Metrics:
         if record.retried:
             self._retries.labels(record.outcome).inc()
         for phase, elapsed_s in record.phases_s.items():
-            self._of_phase[phase].observe(elapsed_s)
+            self._seconds_by_phase[phase].observe(elapsed_s)
         if record.outcome == "delivered":
             self._pulled_bytes.inc(record.bytes)
             self._pulled_runs.inc(record.runs)
@@ -177,4 +177,4 @@ class Metrics:
         self._delivered_seconds = self._pull_seconds.labels("delivered")
         self._retries.labels("delivered")
         self._handshakes.labels("ok")
-        self._of_phase = {phase: self._phase_seconds.labels(phase) for phase in PHASES}
+        self._seconds_by_phase = {phase: self._phase_seconds.labels(phase) for phase in PHASES}

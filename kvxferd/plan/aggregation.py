@@ -12,7 +12,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 
 # A rank's own place; everything else in EngineSpec is the engine's.
-_OWN_FIELDS = {"pp_rank", "tp_rank"}
+_RANK_FIELDS = {"pp_rank", "tp_rank"}
 
 
 def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
@@ -22,7 +22,7 @@ def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
     shape-mismatch; the message lists every field that differs with both values.
     """
     mine, theirs = msgspec.structs.asdict(known), msgspec.structs.asdict(new)
-    differing = [name for name in mine if name not in _OWN_FIELDS and mine[name] != theirs[name]]
+    differing = [name for name in mine if name not in _RANK_FIELDS and mine[name] != theirs[name]]
     if not differing:
         return
     unequal = "tp_size" in differing and known.pp_rank != new.pp_rank
@@ -52,21 +52,21 @@ def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
     _check_stage_sizes(first, stages)
     expected = 0
     for pp_rank, stage in sorted(stages.items()):
-        start, end = _stage_range(stage)
+        start, end = _stage_layers(stage)
         if start < expected:
-            raise _missing(
+            raise _layers_missing(
                 first,
                 f"stage {pp_rank} holds layers [{start}, {end}), and stage "
                 f"{pp_rank - 1} already holds those up to {expected - 1}",
             )
         if start > expected:
-            raise _missing(
+            raise _layers_missing(
                 first,
                 f"layers [{expected}, {start}) are held by no stage: stage {pp_rank} begins at layer {start}",
             )
         expected = end
     if expected != first.num_layers:
-        raise _missing(first, f"its stages hold layers [0, {expected}) of {first.num_layers}")
+        raise _layers_missing(first, f"its stages hold layers [0, {expected}) of {first.num_layers}")
 
 
 def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, RankLayout]]) -> None:
@@ -80,7 +80,7 @@ def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, Rank
         )
 
 
-def _stage_range(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
+def _stage_layers(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
     """Return the layers of a stage; raises PlanError if its ranks disagree."""
     first = min(stage)
     start, end = stage[first].start_layer, stage[first].end_layer
@@ -94,7 +94,7 @@ def _stage_range(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
     return start, end
 
 
-def _missing(spec: EngineSpec, what: str) -> LayoutError:
+def _layers_missing(spec: EngineSpec, what: str) -> LayoutError:
     return LayoutError(f"cannot use engine {spec.key}: {what}", Code.LAYERS_MISSING)
 
 

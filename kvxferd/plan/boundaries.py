@@ -10,13 +10,13 @@ from kvxferd.plan.expand import Runs
 Uint64s = npt.NDArray[np.uint64]
 
 
-def split_at(runs: Runs, local_cuts: Uint64s, remote_cuts: Uint64s) -> Runs:
+def split_at_boundaries(runs: Runs, local_boundaries: Uint64s, remote_boundaries: Uint64s) -> Runs:
     """Return the same bytes in the same order, with no run across a cut on its side.
 
     Cuts are ascending addresses; a run may start or end at one.
     """
-    runs = _split(runs, runs.local, local_cuts)
-    return _split(runs, runs.remote, remote_cuts)
+    runs = _split(runs, runs.local, local_boundaries)
+    return _split(runs, runs.remote, remote_boundaries)
 
 
 def _split(runs: Runs, starts: Uint64s, cuts: Uint64s) -> Runs:

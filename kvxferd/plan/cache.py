@@ -19,7 +19,7 @@ MAX_LAYOUTS = 8192
 # a limit of these as well, 8,192 layouts were gigabytes.
 MAX_LAYOUT_TENSORS = 1 << 18
 
-_Facts = tuple[object, ...]
+_KeyPart = tuple[object, ...]
 
 
 class PlanCache:
@@ -48,9 +48,9 @@ class PlanCache:
     ) -> Plan:
         """Return the plan of `make_plan`, made now or kept from before; raises what `make_plan` raises."""
         key = (
-            _reader_facts(spec),
+            _reader_key(spec),
             self._digest(layout),
-            _source_facts(remote_spec),
+            _source_key(remote_spec),
             tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)),
         )
         plan = self._plans.get(key)
@@ -73,11 +73,11 @@ class PlanCache:
         return known[1]
 
 
-def _reader_facts(spec: EngineSpec) -> _Facts:
+def _reader_key(spec: EngineSpec) -> _KeyPart:
     """Return what a plan depends on beside the reader's layout."""
     return (spec.rank, spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)
 
 
-def _source_facts(spec: EngineSpec) -> _Facts:
+def _source_key(spec: EngineSpec) -> _KeyPart:
     """Return what a plan depends on beside the source's layouts."""
     return (spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)

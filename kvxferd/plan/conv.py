@@ -36,7 +36,7 @@ class MambaConvSplitInfo:
     @property
     def local_conv_offsets(self) -> list[OffsetAndSize]:
         """Each part in this rank's own page."""
-        return _side_by_side(self.proj_bytes)
+        return _consecutive_parts(self.proj_bytes)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[OffsetAndSize]:
         """What this rank reads of one remote page, part by part.
@@ -49,7 +49,7 @@ class MambaConvSplitInfo:
         if tp_ratio >= 1:
             if not 0 <= local_rank_offset < tp_ratio:
                 raise ValueError(f"cannot take share {local_rank_offset} of {tp_ratio}")
-            whole = _side_by_side([size * tp_ratio for size in self.proj_bytes])
+            whole = _consecutive_parts([size * tp_ratio for size in self.proj_bytes])
             return [
                 (start + local_rank_offset * size, size)
                 for (start, _), size in zip(whole, self.proj_bytes, strict=True)
@@ -57,7 +57,7 @@ class MambaConvSplitInfo:
         ranks = -tp_ratio
         if ranks < 1 or any(width % ranks for width in self.local_proj_dims):
             raise ValueError(f"cannot divide parts of {self.local_proj_dims} columns by {ranks} remote ranks")
-        return _side_by_side([size // ranks for size in self.proj_bytes])
+        return _consecutive_parts([size // ranks for size in self.proj_bytes])
 
 
 def derive_mamba_conv_split(
@@ -112,7 +112,7 @@ def logical_to_remote_block_ids(
     ]
 
 
-def _side_by_side(sizes: Sequence[int]) -> list[OffsetAndSize]:
+def _consecutive_parts(sizes: Sequence[int]) -> list[OffsetAndSize]:
     """Return parts of these sizes, each where the one before it ends."""
     placed = []
     start = 0

@@ -11,9 +11,17 @@ import numpy.typing as npt
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan.distinct import distinct
-from kvxferd.plan.rows import Cluster, GridKey, Int64s, Rows, Shape, merge_touching, shape_rows
-from kvxferd.plan.segments import Segments, lane_segments
-from kvxferd.plan.structs import Lane, Plan
+from kvxferd.plan.rows import (
+    Int64s,
+    OffsetRuns,
+    PageRuns,
+    RegionPair,
+    SegmentShape,
+    merge_touching,
+    shape_runs,
+)
+from kvxferd.plan.segments import Segments, common_segments
+from kvxferd.plan.structs import GroupRead, Plan
 
 # Equal or dividing block sizes have one shape or a few; 12 against 16 has six. Only sizes with a
 # huge common multiple have thousands, and they are cheap to work out again.
@@ -31,20 +39,20 @@ class Runs(NamedTuple):
     length: npt.NDArray[np.uint64]
 
 
-class _Batch(NamedTuple):
+class _SegmentBatch(NamedTuple):
     """Segments of one shape, and their rows by class."""
 
     local_block: Int64s
     remote_block: Int64s
-    grids: dict[GridKey, list[Cluster]]
+    page_runs: dict[RegionPair, list[PageRuns]]
 
     @property
-    def num_rows(self) -> int:
+    def num_runs(self) -> int:
         """Runs before any merging along the blocks."""
-        per_block = sum(cluster.length.size for clusters in self.grids.values() for cluster in clusters)
+        per_block = sum(cluster.length.size for clusters in self.page_runs.values() for cluster in clusters)
         return per_block * len(self.local_block)
 
-    def cut(self, start: int, stop: int) -> _Batch:
+    def slice(self, start: int, stop: int) -> _SegmentBatch:
         """Return some of the segments."""
         return self._replace(
             local_block=self.local_block[start:stop], remote_block=self.remote_block[start:stop]
@@ -56,7 +64,9 @@ class Expander:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._rows: list[dict[Shape, dict[GridKey, list[Cluster]]]] = [{} for _ in plan.lanes]
+        self._shapes: list[dict[SegmentShape, dict[RegionPair, list[PageRuns]]]] = [
+            {} for _ in plan.group_reads
+        ]
 
     def expand(
         self,
@@ -72,8 +82,8 @@ class Expander:
         read whole as far as both lists reach, so tokens past `num_tokens` in a last block may be
         copied too; no byte outside the listed local blocks is named. Bases are addresses.
         """
-        work = list(self._work(local, remote))
-        return _assembled(work, local_bases, remote_bases)
+        work = list(self._batches_by_read(local, remote))
+        return _assemble(work, local_bases, remote_bases)
 
     def parts(
         self,
@@ -88,66 +98,70 @@ class Expander:
 
         Between two parts nothing is merged. A part is larger only if a single block is.
         """
-        work = list(self._work(local, remote))
-        if sum(batch.num_rows for _, batches in work for batch in batches) <= max_runs:
-            yield _assembled(work, local_bases, remote_bases)
+        work = list(self._batches_by_read(local, remote))
+        if sum(batch.num_runs for _, batches in work for batch in batches) <= max_runs:
+            yield _assemble(work, local_bases, remote_bases)
             return
         for lane, batches in work:
             for batch in batches:
-                step = max(1, max_runs * len(batch.local_block) // batch.num_rows)
+                step = max(1, max_runs * len(batch.local_block) // batch.num_runs)
                 for start in range(0, len(batch.local_block), step):
-                    yield _assembled([(lane, [batch.cut(start, start + step)])], local_bases, remote_bases)
+                    yield _assemble([(lane, [batch.slice(start, start + step)])], local_bases, remote_bases)
 
-    def _work(
+    def _batches_by_read(
         self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
-    ) -> Iterator[tuple[Lane, list[_Batch]]]:
+    ) -> Iterator[tuple[GroupRead, list[_SegmentBatch]]]:
         """Yield every lane in which something moves, with its segments."""
-        for number, lane in enumerate(self.plan.lanes):
-            segments = lane_segments(lane, local[lane.local.group], remote[lane.remote.group])
+        for number, lane in enumerate(self.plan.group_reads):
+            segments = common_segments(lane, local[lane.local.group], remote[lane.remote.group])
             if len(segments.num_items):
                 yield lane, self._batches(number, lane, segments)
 
-    def _batches(self, number: int, lane: Lane, segments: Segments) -> list[_Batch]:
+    def _batches(self, number: int, read: GroupRead, segments: Segments) -> list[_SegmentBatch]:
         """Group segments by shape, each in ascending order of its local blocks."""
         places = (segments.local_item, segments.remote_item, segments.num_items)
-        if segments.are_alike:
-            alike = Shape(*(int(place[0]) for place in places))
-            return [self._batch(number, lane, alike, segments.local_block, segments.remote_block)]
+        if segments.is_uniform:
+            alike = SegmentShape(*(int(place[0]) for place in places))
+            return [self._batch(number, read, alike, segments.local_block, segments.remote_block)]
         codes = (places[0] << 42) | (places[1] << 21) | places[2]
         batches = []
         for code in [codes[0]] if (codes == codes[0]).all() else distinct(codes):
             mask = codes == code
             packed = int(code)
-            shape = Shape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)
+            shape = SegmentShape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)
             local, remote = segments.local_block[mask], segments.remote_block[mask]
-            batches.append(self._batch(number, lane, shape, local, remote))
+            batches.append(self._batch(number, read, shape, local, remote))
         return batches
 
-    def _batch(self, number: int, lane: Lane, shape: Shape, local: Int64s, remote: Int64s) -> _Batch:
+    def _batch(
+        self, number: int, read: GroupRead, shape: SegmentShape, local: Int64s, remote: Int64s
+    ) -> _SegmentBatch:
         if np.count_nonzero(local[1:] < local[:-1]):
             order = np.argsort(local, kind="stable")
             local, remote = local[order], remote[order]
-        return _Batch(local, remote, self._shape_rows(number, lane, shape))
+        return _SegmentBatch(local, remote, self._shape_runs(number, read, shape))
 
-    def _shape_rows(self, number: int, lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
-        cached = self._rows[number]
+    def _shape_runs(
+        self, number: int, read: GroupRead, shape: SegmentShape
+    ) -> dict[RegionPair, list[PageRuns]]:
+        cached = self._shapes[number]
         if shape not in cached:
             if len(cached) >= MAX_CACHED_SHAPES:
                 cached.clear()
-            cached[shape] = shape_rows(lane, shape)
+            cached[shape] = shape_runs(read, shape)
         return cached[shape]
 
 
-def _lane_rows(batches: list[_Batch]) -> list[tuple[GridKey, list[Rows]]]:
+def _group_read_runs(batches: list[_SegmentBatch]) -> list[tuple[RegionPair, list[OffsetRuns]]]:
     """Return the region offsets of everything that a lane's segments move, by class."""
     classes = []
-    for key in batches[0].grids:
-        grids = [batch.grids[key] for batch in batches]
-        if _is_one_column(grids):
-            classes.append((key, [_column_rows(key, batches, [grid[0] for grid in grids])]))
+    for key in batches[0].page_runs:
+        grids = [batch.page_runs[key] for batch in batches]
+        if _is_one_run_per_page(grids):
+            classes.append((key, [_merge_along_blocks(key, batches, [grid[0] for grid in grids])]))
         else:
             rows = [
-                _cluster_rows(key, batch, cluster)
+                _page_runs(key, batch, cluster)
                 for batch, grid in zip(batches, grids, strict=True)
                 for cluster in grid
             ]
@@ -155,7 +169,7 @@ def _lane_rows(batches: list[_Batch]) -> list[tuple[GridKey, list[Rows]]]:
     return classes
 
 
-def _is_one_column(grids: list[list[Cluster]]) -> bool:
+def _is_one_run_per_page(grids: list[list[PageRuns]]) -> bool:
     """Whether all shapes move one row per page, and the pages lie alike for every shape."""
     first = grids[0][0]
     for clusters in grids:
@@ -167,7 +181,9 @@ def _is_one_column(grids: list[list[Cluster]]) -> bool:
     return True
 
 
-def _column_rows(key: GridKey, batches: list[_Batch], clusters: list[Cluster]) -> Rows:
+def _merge_along_blocks(
+    key: RegionPair, batches: list[_SegmentBatch], clusters: list[PageRuns]
+) -> OffsetRuns:
     """Merge along the blocks first, then repeat for every page: far fewer sums than block by block."""
     columns = [
         (
@@ -177,7 +193,7 @@ def _column_rows(key: GridKey, batches: list[_Batch], clusters: list[Cluster]) -
         )
         for batch, cluster in zip(batches, clusters, strict=True)
     ]
-    local, remote, length = _in_order(columns)
+    local, remote, length = _sort_and_merge(columns)
     pages = clusters[0]
     num_pages = len(pages.local_pages)
     if num_pages == 1:
@@ -187,7 +203,7 @@ def _column_rows(key: GridKey, batches: list[_Batch], clusters: list[Cluster]) -
     return (pages.local_pages + local).ravel(), (pages.remote_pages + remote).ravel(), lengths.ravel()
 
 
-def _cluster_rows(key: GridKey, batch: _Batch, cluster: Cluster) -> Rows:
+def _page_runs(key: RegionPair, batch: _SegmentBatch, cluster: PageRuns) -> OffsetRuns:
     """Return the rows of every page, block by block: (pages, blocks, rows per page), flat."""
     local = cluster.local[:, None, :] + (batch.local_block * key.local_block_stride)[:, None]
     remote = cluster.remote[:, None, :] + (batch.remote_block * key.remote_block_stride)[:, None]
@@ -195,7 +211,7 @@ def _cluster_rows(key: GridKey, batch: _Batch, cluster: Cluster) -> Rows:
     return local.ravel(), remote.ravel(), length.ravel()
 
 
-def _in_order(parts: list[Rows]) -> Rows:
+def _sort_and_merge(parts: list[OffsetRuns]) -> OffsetRuns:
     """Join parts, sort by local place if they are not in order yet, and merge what touches."""
     if len(parts) == 1:
         local, remote, length = parts[0]
@@ -208,31 +224,32 @@ def _in_order(parts: list[Rows]) -> Rows:
     return merge_touching(local, remote, length)
 
 
-def _assembled(
-    work: Iterable[tuple[Lane, list[_Batch]]],
+def _assemble(
+    work: Iterable[tuple[GroupRead, list[_SegmentBatch]]],
     local_bases: Mapping[RegionId, int],
     remote_bases: Mapping[Rank, Mapping[RegionId, int]],
 ) -> dict[Rank, Runs]:
     """Return the runs of some lanes' segments, by remote rank."""
-    found: dict[Rank, dict[tuple[RegionId, RegionId], list[Rows]]] = {}
+    found: dict[Rank, dict[tuple[RegionId, RegionId], list[OffsetRuns]]] = {}
     for lane, batches in work:
         regions = found.setdefault(lane.rank, {})
-        for key, rows in _lane_rows(batches):
+        for key, rows in _group_read_runs(batches):
             regions.setdefault((key.local_region, key.remote_region), []).extend(rows)
     return {
-        rank: _as_runs(regions, local_bases, remote_bases[rank]) for rank, regions in sorted(found.items())
+        rank: _add_addresses(regions, local_bases, remote_bases[rank])
+        for rank, regions in sorted(found.items())
     }
 
 
-def _as_runs(
-    regions: dict[tuple[RegionId, RegionId], list[Rows]],
+def _add_addresses(
+    regions: dict[tuple[RegionId, RegionId], list[OffsetRuns]],
     local_bases: Mapping[RegionId, int],
     remote_bases: Mapping[RegionId, int],
 ) -> Runs:
     """Add the regions' addresses. Runs never reach across two regions, so each pair is merged by itself."""
     pairs = []
     for (local_region, remote_region), parts in regions.items():
-        local, remote, length = _in_order(parts)
+        local, remote, length = _sort_and_merge(parts)
         pairs.append((local + local_bases[local_region], remote + remote_bases[remote_region], length))
     if len(pairs) == 1:
         columns = pairs[0]

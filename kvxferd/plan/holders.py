@@ -11,7 +11,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout import TokenShard, UnitRange
 
 
-class Holding(NamedTuple):
+class RankShare(NamedTuple):
     """One remote rank's share of a component of a layer."""
 
     rank: Rank
@@ -46,7 +46,7 @@ class _Span(NamedTuple):
     start: int
     stop: int
     position: int  # of `start` among the holder's units
-    holder: Holding
+    holder: RankShare
 
 
 def preferred_rank(tp_rank: int, tp_size: int, remote_tp_size: int) -> int:
@@ -66,39 +66,41 @@ def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
     """Return which of the remote's token shards hold tokens of the local one, in ascending order."""
     if local.count == 1:
         return tuple(range(remote.count))
-    return tuple(sorted({token // remote.interleave % remote.count for token in _own_tokens(local, remote)}))
+    return tuple(
+        sorted({token // remote.interleave % remote.count for token in _local_tokens(local, remote)})
+    )
 
 
 def shared_fraction(local: TokenShard, remote: TokenShard) -> float:
     """Return which part of a sequence's tokens both shards hold."""
-    both = sum(t // remote.interleave % remote.count == remote.index for t in _own_tokens(local, remote))
-    return both / turns_in_common(local, remote)
+    both = sum(t // remote.interleave % remote.count == remote.index for t in _local_tokens(local, remote))
+    return both / common_period_steps(local, remote)
 
 
-def turns_in_common(local: TokenShard, remote: TokenShard) -> int:
+def common_period_steps(local: TokenShard, remote: TokenShard) -> int:
     """Return after how many stretches, that no turn of either side cuts, both interleavings repeat."""
     period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
     return period // math.gcd(local.interleave, remote.interleave)
 
 
-def _own_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
+def _local_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
     """Yield local tokens of one common period, one for each stretch that no turn of either side cuts."""
     step = math.gcd(local.interleave, remote.interleave)
-    for token in range(0, turns_in_common(local, remote) * step, step):
+    for token in range(0, common_period_steps(local, remote) * step, step):
         if token // local.interleave % local.count == local.index:
             yield token
 
 
 def assign_units(
-    units: tuple[UnitRange, ...], shard: TokenShard, holdings: tuple[Holding, ...], preferred: int
+    units: tuple[UnitRange, ...], shard: TokenShard, shares: tuple[RankShare, ...], preferred: int
 ) -> tuple[list[Fragment], Gap | None]:
     """Return from whom each of `units` is read, and the first gap, if any.
 
     Without a gap the fragments cover every local unit exactly once per token shard needed. All
     holdings must have the same shard count and interleave.
     """
-    cuts, covers = _covers([span for holding in holdings for span in _spans(holding)])
-    needed = needed_shards(shard, holdings[0].shard) if holdings else (0,)
+    cuts, covers = _spans_between_cuts([span for holding in shares for span in _spans(holding)])
+    needed = needed_shards(shard, shares[0].shard) if shares else (0,)
     fragments: list[Fragment] = []
     local_index = 0
     for held in units:
@@ -109,30 +111,30 @@ def assign_units(
             for index in needed:
                 holders = {span.holder.rank: span for span in over if span.holder.shard.index == index}
                 if not holders:
-                    return fragments, Gap(start, stop, _lacking(holdings, index))
+                    return fragments, Gap(start, stop, _missing_shard(shares, index))
                 span = holders[choose_holder(holders, preferred)]
                 position = span.position + start - span.start
                 fragments.append(Fragment(span.holder.rank, start, stop - start, local_index, position))
             local_index += stop - start
-    return _joined(fragments), None
+    return _merge_fragments(fragments), None
 
 
-def _lacking(holdings: tuple[Holding, ...], index: int) -> TokenShard | None:
+def _missing_shard(shares: tuple[RankShare, ...], index: int) -> TokenShard | None:
     """Return the token shard with this index; None where tokens are not sharded."""
-    if not holdings or holdings[0].shard.count == 1:
+    if not shares or shares[0].shard.count == 1:
         return None
-    return TokenShard(holdings[0].shard.count, index, holdings[0].shard.interleave)
+    return TokenShard(shares[0].shard.count, index, shares[0].shard.interleave)
 
 
-def _spans(holding: Holding) -> Iterator[_Span]:
+def _spans(share: RankShare) -> Iterator[_Span]:
     """Yield the ranges of a holding with their positions."""
     position = 0
-    for held in holding.units:
-        yield _Span(held.start, held.stop, position, holding)
+    for held in share.units:
+        yield _Span(held.start, held.stop, position, share)
         position += held.stop - held.start
 
 
-def _covers(spans: list[_Span]) -> tuple[list[int], list[list[_Span]]]:
+def _spans_between_cuts(spans: list[_Span]) -> tuple[list[int], list[list[_Span]]]:
     """Return where any span begins or ends, and for each stretch between two such cuts who covers it."""
     cuts = sorted({end for span in spans for end in (span.start, span.stop)})
     covers: list[list[_Span]] = []
@@ -146,7 +148,7 @@ def _covers(spans: list[_Span]) -> tuple[list[int], list[list[_Span]]]:
     return cuts, covers
 
 
-def _joined(fragments: list[Fragment]) -> list[Fragment]:
+def _merge_fragments(fragments: list[Fragment]) -> list[Fragment]:
     """Join fragments that continue one another on both sides."""
     last: dict[Rank, int] = {}
     joined: list[Fragment] = []

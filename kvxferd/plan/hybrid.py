@@ -15,7 +15,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout, UnitRange
 from kvxferd.plan.info import EngineTransferInfo
 from kvxferd.plan.regions import cache_properties
-from kvxferd.plan.structs import Piece, Plan, Strip
+from kvxferd.plan.structs import Extent, Plan, StridePattern
 
 Ids = TypeVar("Ids")
 Descriptor = tuple[int, int]  # address, length in bytes
@@ -63,21 +63,23 @@ class HybridReads:
         self._spec = spec
         self._layout = layout
         self._remote = {rank.tp_rank: held for rank, held in stage.items()}
-        self._pieces: dict[GroupKind, dict[int, list[tuple[Strip, Piece]]]] = {kind: {} for kind in GroupKind}
-        for lane in plan.lanes:
+        self._extents: dict[GroupKind, dict[int, list[tuple[StridePattern, Extent]]]] = {
+            kind: {} for kind in GroupKind
+        }
+        for lane in plan.group_reads:
             if lane.rank in stage:
-                pieces = self._pieces[lane.local.kind].setdefault(lane.rank.tp_rank, [])
-                pieces.extend((strip, piece) for strip in lane.strips for piece in strip.pieces)
+                pieces = self._extents[lane.local.kind].setdefault(lane.rank.tp_rank, [])
+                pieces.extend((strip, piece) for strip in lane.patterns for piece in strip.extents)
 
     @property
     def fa_source_ranks(self) -> tuple[int, ...]:
         """The tp_ranks read for attention."""
-        return tuple(sorted(self._pieces[GroupKind.ATTENTION]))
+        return tuple(sorted(self._extents[GroupKind.ATTENTION]))
 
     @property
     def state_source_ranks(self) -> tuple[int, ...]:
         """The tp_ranks read for states."""
-        return tuple(sorted(self._pieces[GroupKind.STATE]))
+        return tuple(sorted(self._extents[GroupKind.STATE]))
 
     @property
     def all_source_ranks(self) -> tuple[int, ...]:
@@ -121,7 +123,7 @@ class HybridReads:
         tensor = _first_attention(self._remote[remote_rank])
         held = () if tensor is None else tensor.units
         for slot, source in enumerate(sources):
-            for strip, piece in self._pieces[GroupKind.ATTENTION][source]:
+            for strip, piece in self._extents[GroupKind.ATTENTION][source]:
                 read = UnitRange(piece.first_unit, piece.first_unit + strip.num_units)
                 if any(u.start < read.stop and read.start < u.stop for u in held):
                     return slot
@@ -136,8 +138,8 @@ class HybridReads:
         if self._is_mla or not self.fa_source_ranks or len(self._remote) > self._spec.tp_size:
             return 0
         source = self.fa_source_ranks[0]
-        strip, piece = self._pieces[GroupKind.ATTENTION][source][0]
-        return _position(self._remote[source], piece) * remote_kv_block_len // strip.num_units
+        strip, piece = self._extents[GroupKind.ATTENTION][source][0]
+        return _extent_position(self._remote[source], piece) * remote_kv_block_len // strip.num_units
 
     def needs_split_handles(self) -> bool:
         """Whether a local block is filled from several ranks."""
@@ -156,10 +158,10 @@ class HybridReads:
             split[rank] = []
             if not self.should_skip_fa(rank):
                 at, size, total = self._heads_of(rank)
-                split[rank] += [_part(one, at, size, total) for one in attention]
+                split[rank] += [_slice_descriptor(one, at, size, total) for one in attention]
             if rank in self.state_source_ranks:
                 at, total = self.state_source_ranks.index(rank), len(self.state_source_ranks)
-                split[rank] += [_part(one, at, 1, total) for one in states]
+                split[rank] += [_slice_descriptor(one, at, 1, total) for one in states]
         return split
 
     def filter_block_ids_for_rank(
@@ -176,16 +178,16 @@ class HybridReads:
 
     def _heads_of(self, rank: int) -> tuple[int, int, int]:
         """Return the position and number of the local heads read from a rank, and how many there are."""
-        strip, piece = self._pieces[GroupKind.ATTENTION][rank][0]
+        strip, piece = self._extents[GroupKind.ATTENTION][rank][0]
         tensor = _tensor(self._layout, piece)
-        return _position_in(tensor, piece.first_unit), strip.num_units, tensor.num_units
+        return _unit_position(tensor, piece.first_unit), strip.num_units, tensor.num_units
 
 
 def _states_only(ids: Sequence[Ids], is_state_group: Sequence[bool]) -> list[Ids | list[int]]:
     return [group if is_state else [] for group, is_state in zip(ids, is_state_group, strict=True)]
 
 
-def _part(one: Descriptor, at: int, size: int, total: int) -> Descriptor:
+def _slice_descriptor(one: Descriptor, at: int, size: int, total: int) -> Descriptor:
     """Return `size` of `total` equal parts of a descriptor, from the `at`-th on."""
     address, length = one
     if length % total:
@@ -201,17 +203,17 @@ def _first_attention(layout: RankLayout) -> CacheTensor | None:
     return min(held, key=lambda t: (t.layer, t.offset), default=None)
 
 
-def _tensor(layout: RankLayout, piece: Piece) -> CacheTensor:
-    place = (piece.layer, piece.component)
+def _tensor(layout: RankLayout, extent: Extent) -> CacheTensor:
+    place = (extent.layer, extent.component)
     return next(tensor for tensor in layout.tensors if (tensor.layer, tensor.component) == place)
 
 
-def _position(layout: RankLayout, piece: Piece) -> int:
+def _extent_position(layout: RankLayout, extent: Extent) -> int:
     """Return the position of a piece's first unit among those that a rank holds."""
-    return _position_in(_tensor(layout, piece), piece.first_unit)
+    return _unit_position(_tensor(layout, extent), extent.first_unit)
 
 
-def _position_in(tensor: CacheTensor, unit: int) -> int:
+def _unit_position(tensor: CacheTensor, unit: int) -> int:
     before = 0
     for held in tensor.units:
         if held.start <= unit < held.stop:

@@ -16,21 +16,29 @@ from kvxferd.layout import (
     digest_of,
 )
 from kvxferd.plan.differences import find_differences
-from kvxferd.plan.holders import Fragment, Gap, Holding, assign_units, preferred_rank, turns_in_common
-from kvxferd.plan.structs import BlockSide, Lane, Piece, Plan, Strides, Strip, block_side
+from kvxferd.plan.holders import Fragment, Gap, RankShare, assign_units, common_period_steps, preferred_rank
+from kvxferd.plan.structs import (
+    BlockGeometry,
+    Extent,
+    GroupRead,
+    Plan,
+    StridePattern,
+    Strides,
+    block_geometry,
+)
 
 # Two interleavings repeat together after so many turns; 64 ranks of 64 and 63 tokens take 4,032.
-MAX_TURNS = 1 << 16
+MAX_PERIOD_STEPS = 1 << 16
 
 # Eighty layers of 16 components, cut into fifty pieces each; two seconds of planning at the worst.
-MAX_PIECES = 1 << 16
+MAX_EXTENTS = 1 << 16
 
-Place = tuple[int, str]  # layer, component
-_LaneKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
-_StripKey = tuple[Strides, Strides, int]  # local, remote, number of units
+ComponentKey = tuple[int, str]  # layer, component
+_GroupReadKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
+_PatternKey = tuple[Strides, Strides, int]  # local, remote, number of units
 
 
-class _Held(NamedTuple):
+class _HeldTensor(NamedTuple):
     """A cache tensor with the group that allocates its blocks."""
 
     tensor: CacheTensor
@@ -53,10 +61,10 @@ def make_plan(
             + "; ".join(map(str, differences)),
             Code.LAYOUT_INCOMPATIBLE,
         )
-    return _Planning(spec, layout, remote_spec, remote).plan()
+    return _Planner(spec, layout, remote_spec, remote).plan()
 
 
-class _Planning:
+class _Planner:
     """One planning of one rank: the index of holders, and what has been worked out so far."""
 
     def __init__(
@@ -65,7 +73,7 @@ class _Planning:
         self._spec = spec
         self._layout = layout
         self._engine = remote_spec.engine_id
-        self._holders = _index(remote)
+        self._holders = _index_holders(remote)
         self._preferred = preferred_rank(spec.tp_rank, spec.tp_size, remote_spec.tp_size)
         self._num_ranges = 0
         self._assignments: dict[tuple[object, ...], tuple[list[Fragment], Gap | None]] = {}
@@ -73,8 +81,8 @@ class _Planning:
     def plan(self) -> Plan:
         """Return the plan; raises PlanError (coverage-gap) for the first coordinate nobody holds."""
         groups = {group.name: group for group in self._layout.groups}
-        lanes: dict[_LaneKey, dict[_StripKey, list[Piece]]] = {}
-        sides: dict[_LaneKey, tuple[BlockSide, BlockSide]] = {}
+        lanes: dict[_GroupReadKey, dict[_PatternKey, list[Extent]]] = {}
+        sides: dict[_GroupReadKey, tuple[BlockGeometry, BlockGeometry]] = {}
         num_pieces = 0
         for tensor in self._layout.tensors:
             if tensor.num_units == 0 or tensor.content_bytes == 0:
@@ -82,44 +90,46 @@ class _Planning:
             group = groups[tensor.group]
             fragments = self._fragments(tensor, group.token_shard)
             num_pieces += len(fragments)
-            if num_pieces > MAX_PIECES:
-                raise self._too_scattered(tensor)
+            if num_pieces > MAX_EXTENTS:
+                raise self._too_many_extents(tensor)
             for fragment, theirs in fragments:
                 key = (fragment.rank, tensor.group, theirs.tensor.group, tensor.granule_tokens)
                 if key not in sides:
-                    sides[key] = (block_side(group), block_side(theirs.group))
-                _file(lanes.setdefault(key, {}), tensor, theirs.tensor, fragment)
-        built = tuple(Lane(key[0], *sides[key], key[3], _strips(lanes[key])) for key in sorted(lanes))
+                    sides[key] = (block_geometry(group), block_geometry(theirs.group))
+                _add_extent(lanes.setdefault(key, {}), tensor, theirs.tensor, fragment)
+        built = tuple(
+            GroupRead(key[0], *sides[key], key[3], _sorted_patterns(lanes[key])) for key in sorted(lanes)
+        )
         return Plan(self._spec.rank, digest_of((self._spec.rank, built)), built)
 
-    def _fragments(self, tensor: CacheTensor, shard: TokenShard) -> list[tuple[Fragment, _Held]]:
+    def _fragments(self, tensor: CacheTensor, shard: TokenShard) -> list[tuple[Fragment, _HeldTensor]]:
         """Return from whom the units of one local tensor are read; raises PlanError for a gap."""
         holders = self._holders.get((tensor.layer, tensor.component), {})
         if not holders:
-            raise self._nobody_holds(tensor)
+            raise self._component_missing(tensor)
         # Eighty layers share a handful of distributions: each is worked out once.
-        holdings = tuple(Holding(r, h.tensor.units, h.group.token_shard) for r, h in holders.items())
+        holdings = tuple(RankShare(r, h.tensor.units, h.group.token_shard) for r, h in holders.items())
         key = (tensor.units, shard, holdings)
         if key not in self._assignments:
-            _require_one_sharding(tensor, shard, holdings)
+            _check_one_sharding(tensor, shard, holdings)
             self._num_ranges += len(tensor.units) + sum(len(holding.units) for holding in holdings)
-            if self._num_ranges > MAX_PIECES:
-                raise self._too_scattered(tensor)
+            if self._num_ranges > MAX_EXTENTS:
+                raise self._too_many_extents(tensor)
             self._assignments[key] = assign_units(tensor.units, shard, holdings, self._preferred)
         fragments, gap = self._assignments[key]
         if gap is not None:
-            raise self._gap(tensor, gap, holdings)
+            raise self._coverage_gap(tensor, gap, holdings)
         return [(fragment, holders[fragment.rank]) for fragment in fragments]
 
-    def _too_scattered(self, tensor: CacheTensor) -> PlanError:
+    def _too_many_extents(self, tensor: CacheTensor) -> PlanError:
         """Return the error for units dealt out so finely that no engine does it."""
         return PlanError(
             f"cannot read engine {self._engine!r}: up to layer {tensor.layer}'s component "
-            f"{tensor.component!r} the units of both are in over {MAX_PIECES} pieces",
+            f"{tensor.component!r} the units of both are in over {MAX_EXTENTS} pieces",
             Code.LAYOUT_INCOMPATIBLE,
         )
 
-    def _nobody_holds(self, tensor: CacheTensor) -> PlanError:
+    def _component_missing(self, tensor: CacheTensor) -> PlanError:
         """Return the error for a layer, or a component of a layer, that the source lacks altogether."""
         others = sorted(component for layer, component in self._holders if layer == tensor.layer)
         if not others:
@@ -131,15 +141,15 @@ class _Planning:
             )
         return PlanError(f"cannot cover the cache: {what}", Code.COVERAGE_GAP)
 
-    def _gap(self, tensor: CacheTensor, gap: Gap, holdings: tuple[Holding, ...]) -> PlanError:
+    def _coverage_gap(self, tensor: CacheTensor, gap: Gap, shares: tuple[RankShare, ...]) -> PlanError:
         """Return the error for units, or tokens of units, that nobody holds."""
         units = (
             f"unit {gap.first_unit}"
             if gap.end_unit == gap.first_unit + 1
             else f"unit range [{gap.first_unit}, {gap.end_unit})"
         )
-        tokens = "" if gap.shard is None else f", {_tokens_of(gap.shard)},"
-        held = sorted({(units.start, units.stop) for h in holdings for units in h.units})
+        tokens = "" if gap.shard is None else f", {_format_shard_tokens(gap.shard)},"
+        held = sorted({(units.start, units.stop) for h in shares for units in h.units})
         return PlanError(
             f"cannot cover the cache: {units} of layer {tensor.layer}'s component {tensor.component!r}"
             f"{tokens} is held by no rank of engine {self._engine!r}, whose ranks hold units "
@@ -148,30 +158,30 @@ class _Planning:
         )
 
 
-def _index(remote: Mapping[Rank, RankLayout]) -> dict[Place, dict[Rank, _Held]]:
+def _index_holders(remote: Mapping[Rank, RankLayout]) -> dict[ComponentKey, dict[Rank, _HeldTensor]]:
     """Return every remote holder of something, by layer and component."""
-    index: dict[Place, dict[Rank, _Held]] = {}
+    index: dict[ComponentKey, dict[Rank, _HeldTensor]] = {}
     for rank in sorted(remote):
         groups = {group.name: group for group in remote[rank].groups}
         for tensor in remote[rank].tensors:
             if tensor.num_units:
-                held = _Held(tensor, groups[tensor.group])
+                held = _HeldTensor(tensor, groups[tensor.group])
                 index.setdefault((tensor.layer, tensor.component), {})[rank] = held
     return index
 
 
-def _file(
-    strips: dict[_StripKey, list[Piece]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
+def _add_extent(
+    patterns: dict[_PatternKey, list[Extent]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
 ) -> None:
     """Put a fragment among those with the same strides on both sides."""
-    piece = Piece(
+    piece = Extent(
         local.layer,
         local.component,
         fragment.first_unit,
         local.offset + fragment.local_index * local.unit_stride,
         remote.offset + fragment.remote_index * remote.unit_stride,
     )
-    strips.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(piece)
+    patterns.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(piece)
 
 
 def _strides(tensor: CacheTensor) -> Strides:
@@ -186,29 +196,31 @@ def _strides(tensor: CacheTensor) -> Strides:
     )
 
 
-def _strips(strips: dict[_StripKey, list[Piece]]) -> tuple[Strip, ...]:
+def _sorted_patterns(patterns: dict[_PatternKey, list[Extent]]) -> tuple[StridePattern, ...]:
     """Return the strips of a lane and the pieces of a strip in the order in which they lie in memory."""
     built = [
-        Strip(local, remote, units, tuple(sorted(pieces, key=lambda p: (p.local_offset, p.remote_offset))))
-        for (local, remote, units), pieces in strips.items()
+        StridePattern(
+            local, remote, units, tuple(sorted(pieces, key=lambda p: (p.local_offset, p.remote_offset)))
+        )
+        for (local, remote, units), pieces in patterns.items()
     ]
-    return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.pieces[0].local_offset)))
+    return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.extents[0].local_offset)))
 
 
-def _require_one_sharding(tensor: CacheTensor, shard: TokenShard, holdings: tuple[Holding, ...]) -> None:
+def _check_one_sharding(tensor: CacheTensor, shard: TokenShard, shares: tuple[RankShare, ...]) -> None:
     """Refuse remote ranks that interleave one component's tokens differently, or hopelessly."""
-    kinds = sorted({(h.shard.count, h.shard.interleave) for h in holdings})
-    turns = max(turns_in_common(shard, h.shard) for h in holdings)
-    if len(kinds) > 1 or turns > MAX_TURNS:
+    kinds = sorted({(h.shard.count, h.shard.interleave) for h in shares})
+    turns = max(common_period_steps(shard, h.shard) for h in shares)
+    if len(kinds) > 1 or turns > MAX_PERIOD_STEPS:
         mine = (shard.count, shard.interleave)
         raise PlanError(
             f"cannot read layer {tensor.layer}'s component {tensor.component!r}: token_shard (count, "
             f"interleave) is {mine} here and {', '.join(map(str, kinds))} at the source"
-            + (", which repeat together too rarely" if turns > MAX_TURNS else ", on different ranks"),
+            + (", which repeat together too rarely" if turns > MAX_PERIOD_STEPS else ", on different ranks"),
             Code.LAYOUT_INCOMPATIBLE,
         )
 
 
-def _tokens_of(shard: TokenShard) -> str:
+def _format_shard_tokens(shard: TokenShard) -> str:
     start = shard.index * shard.interleave
     return f"token range [{start}, {start + shard.interleave}) of every {shard.count * shard.interleave}"

@@ -36,13 +36,13 @@ def plan_reads(plan: Plan) -> list[Read]:
     layers: dict[tuple[Rank, GroupKind], set[int]] = {}
     units: dict[tuple[Rank, GroupKind], dict[str, set[tuple[int, int]]]] = {}
     sizes: dict[tuple[Rank, GroupKind], float] = {}
-    for lane in plan.lanes:
+    for lane in plan.group_reads:
         key = (lane.rank, lane.local.kind)
         items_per_token = shared_fraction(lane.local.shard, lane.remote.shard) / lane.granule_tokens
-        for strip in lane.strips:
+        for strip in lane.patterns:
             content = strip.local.num_chunks * strip.local.chunk_bytes * strip.num_units
-            sizes[key] = sizes.get(key, 0.0) + content * len(strip.pieces) * items_per_token
-            for piece in strip.pieces:
+            sizes[key] = sizes.get(key, 0.0) + content * len(strip.extents) * items_per_token
+            for piece in strip.extents:
                 layers.setdefault(key, set()).add(piece.layer)
                 held = units.setdefault(key, {}).setdefault(piece.component, set())
                 held.add((piece.first_unit, piece.first_unit + strip.num_units))
@@ -51,7 +51,7 @@ def plan_reads(plan: Plan) -> list[Read]:
             source,
             kind,
             tuple(sorted(layers[source, kind])),
-            {name: _joined(ranges) for name, ranges in sorted(units[source, kind].items())},
+            {name: _merge_ranges(ranges) for name, ranges in sorted(units[source, kind].items())},
             size if kind is GroupKind.ATTENTION else 0.0,
             0 if kind is GroupKind.ATTENTION else int(size),
         )
@@ -59,7 +59,7 @@ def plan_reads(plan: Plan) -> list[Read]:
     ]
 
 
-def _joined(ranges: set[tuple[int, int]]) -> tuple[UnitRange, ...]:
+def _merge_ranges(ranges: set[tuple[int, int]]) -> tuple[UnitRange, ...]:
     """Return the union of ranges as few as possible."""
     joined: list[UnitRange] = []
     for start, stop in sorted(ranges):

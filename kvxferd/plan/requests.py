@@ -13,15 +13,15 @@ import numpy as np
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
 from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, unpack_ids
-from kvxferd.plan.segments import check_first_token, unpacked
-from kvxferd.plan.structs import BlockSide, Lane, Plan, block_side
+from kvxferd.plan.segments import check_first_token, ids_as_int32
+from kvxferd.plan.structs import BlockGeometry, GroupRead, Plan, block_geometry
 
 # Expansion counts in int64. A million-token prompt is 2**20.
 MAX_TOKENS = 1 << 48
 # A 16M-token request at page size 1: 128 MiB of arrays on each side.
 MAX_KERNEL_BLOCKS = 1 << 24
 # An array operation costs more than looking at so few ids one by one.
-FEW_IDS = 64
+MAX_IDS_WITHOUT_NUMPY = 64
 
 
 class GroupRule(NamedTuple):
@@ -47,11 +47,11 @@ def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
 
     Ranks that share a group's tokens differ in their turn alone, which no list depends on.
     """
-    rules = {_of_first_turn(rule): None for of_rank in ranks for rule in of_rank}
+    rules = {_with_first_shard(rule): None for of_rank in ranks for rule in of_rank}
     return tuple(rules)
 
 
-def _of_first_turn(rule: GroupRule) -> GroupRule:
+def _with_first_shard(rule: GroupRule) -> GroupRule:
     shard = rule.group.token_shard
     if shard.index == 0:
         return rule
@@ -76,13 +76,15 @@ def check_blocks_by(
 ) -> None:
     """`check_blocks` of a layout with these rules; of an engine, every rule of each group is checked."""
     if num_tokens < 1:
-        raise _invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
+        raise blocks_invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
     groups = {rule.group.name for rule in rules}
     if groups != blocks.keys():
         unknown, missing = sorted(blocks.keys() - groups), sorted(groups - blocks.keys())
         if unknown:
-            raise _invalid(f"cannot use blocks of group {unknown[0]!r}: {whose} groups are {_names(groups)}")
-        raise _invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
+            raise blocks_invalid(
+                f"cannot use blocks of group {unknown[0]!r}: {whose} groups are {_quote_names(groups)}"
+            )
+        raise blocks_invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
     for group, granule_tokens in rules:
         _check_list(group, blocks[group.name], num_tokens, granule_tokens)
 
@@ -100,44 +102,44 @@ def check_request(
     at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens, and
     EngineError (blocks-invalid) for ids that the side which listed them cannot have.
     """
-    seen: set[tuple[BlockSide, BlockSide, int]] = set()
-    for lane in plan.lanes:
+    seen: set[tuple[BlockGeometry, BlockGeometry, int]] = set()
+    for lane in plan.group_reads:
         key = (lane.local, lane.remote, lane.granule_tokens)
         if key not in seen:
             seen.add(key)
-            _check_lane(lane, local, remote, num_tokens)
+            _check_group_read(lane, local, remote, num_tokens)
 
 
-def _check_lane(
-    lane: Lane,
+def _check_group_read(
+    read: GroupRead,
     local: Mapping[GroupName, PackedBlocks],
     remote: Mapping[GroupName, PackedBlocks],
     num_tokens: int,
 ) -> None:
     """Check the two lists that one lane reads."""
-    name = lane.local.group
+    name = read.local.group
     if name not in local:
-        raise _invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
+        raise blocks_invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
     mine = local[name]
     if not mine.ids:
         return
-    theirs = remote.get(lane.remote.group, PackedBlocks(b""))
-    for side, listed in ((lane.local, mine), (lane.remote, theirs)):
+    theirs = remote.get(read.remote.group, PackedBlocks(b""))
+    for side, listed in ((read.local, mine), (read.remote, theirs)):
         _check_ids(side.group, side.num_blocks, listed)
         if side.kind is GroupKind.ATTENTION:
-            _check_reach(side, listed)
-            check_first_token(side, lane.granule_tokens, listed)
-    if lane.local.kind is GroupKind.STATE:
+            _check_end(side, listed)
+            check_first_token(side, read.granule_tokens, listed)
+    if read.local.kind is GroupKind.STATE:
         if not theirs.ids or theirs.state_at != num_tokens:
             has = f"its state at token {theirs.state_at}" if theirs.ids else "no state"
-            raise _not_published(lane, f"the state at token {num_tokens} is needed, and {has} is published")
+            raise _not_published(read, f"the state at token {num_tokens} is needed, and {has} is published")
         return
-    window = lane.local.sliding_window
+    window = read.local.sliding_window
     start = mine.first_token if window is None else max(mine.first_token, num_tokens - window)
-    published = theirs.first_token, theirs.first_token + len(theirs) * lane.remote.id_tokens
+    published = theirs.first_token, theirs.first_token + len(theirs) * read.remote.id_tokens
     if start < num_tokens and not (published[0] <= start and num_tokens <= published[1]):
         has = f"[{published[0]}, {published[1]})" if theirs.ids else "none"
-        raise _not_published(lane, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
+        raise _not_published(read, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
 
 
 def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: int) -> None:
@@ -147,31 +149,31 @@ def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: in
         return
     if group.kind is GroupKind.STATE:
         if listed.state_at != num_tokens:
-            raise _invalid(
+            raise blocks_invalid(
                 f"cannot use the state of group {group.name!r}: it stands at token {listed.state_at}, "
                 f"and the request has {num_tokens} tokens"
             )
         return
-    side = block_side(group)
-    _check_reach(side, listed)
+    side = block_geometry(group)
+    _check_end(side, listed)
     check_first_token(side, granule, listed)
     needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
     if len(listed) != needed:
-        raise _invalid(
+        raise blocks_invalid(
             f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
             f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
         )
-    repeated = _repeated(listed)
+    repeated = duplicate_id(listed)
     if repeated is not None:
-        raise _invalid(f"cannot use block {repeated} of group {group.name!r} twice in one request")
+        raise blocks_invalid(f"cannot use block {repeated} of group {group.name!r} twice in one request")
 
 
-def _repeated(listed: PackedBlocks) -> int | None:
+def duplicate_id(listed: PackedBlocks) -> int | None:
     """Return the smallest id that is listed twice."""
-    if len(listed) <= FEW_IDS:
+    if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
         few = sorted(unpack_ids(listed.ids).tolist())
         return next((a for a, b in itertools.pairwise(few) if a == b), None)
-    ids = unpacked(listed)
+    ids = ids_as_int32(listed)
     if (ids[1:] > ids[:-1]).all():
         return None  # in order, as an allocator that has just begun hands them out
     ids = np.sort(ids)
@@ -182,44 +184,46 @@ def _repeated(listed: PackedBlocks) -> int | None:
 def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
     """Check that a list begins at a token, and that its ids are whole int32 and in range."""
     if listed.first_token < 0:
-        raise _invalid(f"cannot use first_token {listed.first_token} of group {name!r}: it is negative")
+        raise blocks_invalid(f"cannot use first_token {listed.first_token} of group {name!r}: it is negative")
     if len(listed.ids) % 4:
-        raise _invalid(
+        raise blocks_invalid(
             f"cannot read the ids of group {name!r}: {len(listed.ids)} bytes are no whole number of int32"
         )
     if not listed.ids:
         return
-    if len(listed) <= FEW_IDS:
+    if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
         few = unpack_ids(listed.ids).tolist()
         least, most = min(few), max(few)
     else:
-        ids = unpacked(listed)
+        ids = ids_as_int32(listed)
         least, most = int(ids.min()), int(ids.max())
     for worst in (least, most):
         if not 0 <= worst < num_blocks:
-            raise _invalid(f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}")
+            raise blocks_invalid(
+                f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}"
+            )
 
 
-def _check_reach(side: BlockSide, listed: PackedBlocks) -> None:
+def _check_end(side: BlockGeometry, listed: PackedBlocks) -> None:
     """Check that the list's kernel blocks can be counted and its tokens numbered without overflow."""
     end = listed.first_token + len(listed) * side.id_tokens
     if end > MAX_TOKENS or len(listed) * side.blocks_per_id > MAX_KERNEL_BLOCKS:
-        raise _invalid(
+        raise blocks_invalid(
             f"cannot use the {len(listed)} blocks of group {side.group!r}: they end at token {end}, at "
             f"{side.blocks_per_id} kernel blocks each; the limits are {MAX_TOKENS} and {MAX_KERNEL_BLOCKS}"
         )
 
 
-def _invalid(message: str) -> EngineError:
+def blocks_invalid(message: str) -> EngineError:
     return EngineError(message, Code.BLOCKS_INVALID)
 
 
-def _not_published(lane: Lane, what: str) -> PlanError:
+def _not_published(read: GroupRead, what: str) -> PlanError:
     return PlanError(
-        f"cannot fill group {lane.local.group!r} from the source's group {lane.remote.group!r}: {what}",
+        f"cannot fill group {read.local.group!r} from the source's group {read.remote.group!r}: {what}",
         Code.TOKENS_NOT_PUBLISHED,
     )
 
 
-def _names(groups: Iterable[GroupName]) -> str:
+def _quote_names(groups: Iterable[GroupName]) -> str:
     return ", ".join(map(repr, sorted(groups)))

@@ -17,17 +17,17 @@ import numpy.typing as npt
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import RegionId
 from kvxferd.plan.distinct import distinct
-from kvxferd.plan.structs import Lane, Strides, Strip
+from kvxferd.plan.structs import GroupRead, StridePattern, Strides
 
 # Head by head, token by token and byte by byte, 80 layers of 8 heads of 128 bytes and blocks of 32
 # tokens are 5 million stretches in one block: 120 MiB. More is no layout but a mistake.
-MAX_ROWS = 1 << 23
+MAX_RUNS_PER_BLOCK = 1 << 23
 
 Int64s = npt.NDArray[np.int64]
-Rows = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, length
+OffsetRuns = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, length
 
 
-class GridKey(NamedTuple):
+class RegionPair(NamedTuple):
     """What rows must share to be added to the same blocks."""
 
     local_region: RegionId
@@ -36,7 +36,7 @@ class GridKey(NamedTuple):
     remote_block_stride: int
 
 
-class Cluster:
+class PageRuns:
     """Local pages of equally many rows: arrays of shape (pages, rows per page).
 
     `is_uniform`: every page is one row of one length, so that whole blocks can merge with
@@ -52,7 +52,7 @@ class Cluster:
         self.remote_pages = remote[:, :1] - remote[0, 0]
 
 
-class Shape(NamedTuple):
+class SegmentShape(NamedTuple):
     """Where a segment lies in its two blocks, and how long it is, in items."""
 
     local_item: int
@@ -60,22 +60,22 @@ class Shape(NamedTuple):
     num_items: int
 
 
-def shape_rows(lane: Lane, shape: Shape) -> dict[GridKey, list[Cluster]]:
+def shape_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, list[PageRuns]]:
     """Return the rows of every class of a lane for segments of one shape.
 
     Raises PlanError (layout-incompatible) where a block is scattered over more than MAX_ROWS stretches.
     """
     num_rows = 0
-    parts: dict[GridKey, list[Rows]] = {}
-    for strip in lane.strips:
-        key = GridKey(strip.local.region, strip.remote.region, strip.local.block, strip.remote.block)
-        parts.setdefault(key, []).append(_strip_rows(strip, shape))
+    parts: dict[RegionPair, list[OffsetRuns]] = {}
+    for strip in read.patterns:
+        key = RegionPair(strip.local.region, strip.remote.region, strip.local.block, strip.remote.block)
+        parts.setdefault(key, []).append(_pattern_runs(strip, shape))
         num_rows += len(parts[key][-1][0])
-        _require_few(num_rows)
-    return {key: _clusters(_merged(rows), key.local_block_stride) for key, rows in parts.items()}
+        _check_num_runs(num_rows)
+    return {key: _split_by_page(_sort_and_merge(rows), key.local_block_stride) for key, rows in parts.items()}
 
 
-def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> Rows:
+def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> OffsetRuns:
     """Join neighbours, in the order given, that are contiguous on both sides."""
     if len(local) < 2:
         return local, remote, length
@@ -88,26 +88,26 @@ def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> Rows:
     return local[begins], remote[begins], np.add.reduceat(length, begins)
 
 
-def _merged(parts: list[Rows]) -> Rows:
+def _sort_and_merge(parts: list[OffsetRuns]) -> OffsetRuns:
     """Return all rows sorted by local offset and merged."""
     local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.argsort(local, kind="stable")
     return merge_touching(local[order], remote[order], length[order])
 
 
-def _clusters(rows: Rows, page_bytes: int) -> list[Cluster]:
+def _split_by_page(rows: OffsetRuns, page_bytes: int) -> list[PageRuns]:
     """Cut sorted rows into pages, and file pages of equally many rows together."""
     local, remote, length = rows
-    begins = _page_begins(local, length, page_bytes)
+    begins = _page_starts(local, length, page_bytes)
     counts = np.diff([*begins, len(local)])
     clusters = []
     for count in distinct(counts):
         at = np.asarray(begins)[counts == count][:, None] + np.arange(count)
-        clusters.append(Cluster(local[at], remote[at], length[at]))
+        clusters.append(PageRuns(local[at], remote[at], length[at]))
     return clusters
 
 
-def _page_begins(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
+def _page_starts(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
     """Return the index of the first row of each page: rows that end within one block stride of it."""
     begins, at = [], 0
     ends = local + length
@@ -117,12 +117,12 @@ def _page_begins(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
     return begins
 
 
-def _strip_rows(strip: Strip, shape: Shape) -> Rows:
+def _pattern_runs(pattern: StridePattern, shape: SegmentShape) -> OffsetRuns:
     """Return the rows of every piece of a strip."""
-    local, remote, length = _piece_rows(strip, shape.num_items)
-    local = local + shape.local_item * strip.local.token
-    remote = remote + shape.remote_item * strip.remote.token
-    starts = np.array([(p.local_offset, p.remote_offset) for p in strip.pieces], dtype=np.int64)
+    local, remote, length = _extent_runs(pattern, shape.num_items)
+    local = local + shape.local_item * pattern.local.token
+    remote = remote + shape.remote_item * pattern.remote.token
+    starts = np.array([(p.local_offset, p.remote_offset) for p in pattern.extents], dtype=np.int64)
     return (
         (starts[:, 0, None] + local).ravel(),
         (starts[:, 1, None] + remote).ravel(),
@@ -130,17 +130,17 @@ def _strip_rows(strip: Strip, shape: Shape) -> Rows:
     )
 
 
-def _piece_rows(strip: Strip, num_items: int) -> Rows:
+def _extent_runs(pattern: StridePattern, num_items: int) -> OffsetRuns:
     """Return the rows of one piece at offset 0, from its first item on.
 
     An axis whose step equals the length of what lies inside it, on both sides, lengthens the rows;
     every other axis multiplies them.
     """
-    _require_few(max(strip.local.num_chunks, strip.remote.num_chunks))
-    rows = _content_rows(strip.local, strip.remote)
+    _check_num_runs(max(pattern.local.num_chunks, pattern.remote.num_chunks))
+    rows = _content_runs(pattern.local, pattern.remote)
     axes = [
-        (strip.num_units, strip.local.unit, strip.remote.unit),
-        (num_items, strip.local.token, strip.remote.token),
+        (pattern.num_units, pattern.local.unit, pattern.remote.unit),
+        (num_items, pattern.local.token, pattern.remote.token),
     ]
     axes = [axis for axis in axes if axis[0] > 1]
     while True:
@@ -151,7 +151,7 @@ def _piece_rows(strip: Strip, num_items: int) -> Rows:
             break
         axes.remove(within)
         rows = (rows[0], rows[1], rows[2] * within[0])
-    _require_few(len(rows[0]) * math.prod(count for count, _, _ in axes) * len(strip.pieces))
+    _check_num_runs(len(rows[0]) * math.prod(count for count, _, _ in axes) * len(pattern.extents))
     for count, local_step, remote_step in axes:
         at = np.arange(count, dtype=np.int64)[:, None]
         rows = (
@@ -162,17 +162,18 @@ def _piece_rows(strip: Strip, num_items: int) -> Rows:
     return rows
 
 
-def _require_few(num_rows: int) -> None:
-    if num_rows > MAX_ROWS:
+def _check_num_runs(num_rows: int) -> None:
+    if num_rows > MAX_RUNS_PER_BLOCK:
         raise PlanError(
-            f"cannot expand the plan: one block is scattered over {num_rows} stretches, over {MAX_ROWS}",
+            f"cannot expand the plan: one block is scattered over {num_rows} stretches, over "
+            f"{MAX_RUNS_PER_BLOCK}",
             Code.LAYOUT_INCOMPATIBLE,
         )
 
 
-def _content_rows(local: Strides, remote: Strides) -> Rows:
+def _content_runs(local: Strides, remote: Strides) -> OffsetRuns:
     """Return one unit's content of one item, cut wherever either side's chunks end."""
-    _require_few(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
+    _check_num_runs(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
     content = local.num_chunks * local.chunk_bytes
     cuts = distinct(
         np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])

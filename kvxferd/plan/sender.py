@@ -34,11 +34,11 @@ def sender_plan(
     parts = []
     for consumer, (theirs, plan) in sorted(consumers.items(), key=lambda entry: entry[0]):
         held = {(tensor.layer, tensor.component): tensor for tensor in theirs.tensors}
-        for lane in plan.lanes:
+        for lane in plan.group_reads:
             if lane.rank != producer:
                 continue
-            for strip in lane.strips:
-                for piece in strip.pieces:
+            for strip in lane.patterns:
+                for piece in strip.extents:
                     source = own[piece.layer, piece.component]
                     sink = held[piece.layer, piece.component]
                     parts.append(

@@ -12,7 +12,7 @@ from kvxferd.ids import Digest, GroupName, Rank, RegionId
 from kvxferd.layout import Group, GroupKind, TokenShard
 
 
-class BlockSide(msgspec.Struct, frozen=True, array_like=True):
+class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
     """How one side's block list of a group names tokens."""
 
     group: GroupName
@@ -29,10 +29,10 @@ class BlockSide(msgspec.Struct, frozen=True, array_like=True):
         return self.block_tokens * self.blocks_per_id * self.shard.count
 
 
-def block_side(group: Group) -> BlockSide:
+def block_geometry(group: Group) -> BlockGeometry:
     """Return how a group's ids name tokens, in kernel blocks. A state's id never expands."""
     per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
-    return BlockSide(
+    return BlockGeometry(
         group.name,
         group.kind,
         group.num_blocks,
@@ -55,7 +55,7 @@ class Strides(msgspec.Struct, frozen=True, array_like=True):
     num_chunks: int
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Extent(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive units of one component of one layer, held next to each other on both sides.
 
     The offsets are those of the first unit in block 0 of each side's region, in bytes.
@@ -68,23 +68,23 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     remote_offset: int
 
 
-class Strip(msgspec.Struct, frozen=True, array_like=True):
+class StridePattern(msgspec.Struct, frozen=True, array_like=True):
     """Pieces that differ only in where they begin."""
 
     local: Strides
     remote: Strides
     num_units: int
-    pieces: tuple[Piece, ...]
+    extents: tuple[Extent, ...] = msgspec.field(name="pieces")
 
 
-class Lane(msgspec.Struct, frozen=True, array_like=True):
+class GroupRead(msgspec.Struct, frozen=True, array_like=True):
     """What one local group reads from one group of one remote rank."""
 
     rank: Rank
-    local: BlockSide
-    remote: BlockSide
+    local: BlockGeometry
+    remote: BlockGeometry
     granule_tokens: int  # tokens per item, equal on both sides
-    strips: tuple[Strip, ...]
+    patterns: tuple[StridePattern, ...] = msgspec.field(name="strips")
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -95,12 +95,12 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     local_rank: Rank
     digest: Digest
-    lanes: tuple[Lane, ...]
+    group_reads: tuple[GroupRead, ...] = msgspec.field(name="lanes")
 
     @property
     def sources(self) -> tuple[Rank, ...]:
         """The remote ranks that are read, in ascending order."""
-        return tuple(sorted({lane.rank for lane in self.lanes}))
+        return tuple(sorted({lane.rank for lane in self.group_reads}))
 
 
 _ENCODER = msgspec.msgpack.Encoder()

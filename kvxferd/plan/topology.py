@@ -15,17 +15,17 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, Generation, Rank, RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
 from kvxferd.layout.presets import shard_units
-from kvxferd.plan.holders import Holding, assign_units, preferred_rank
+from kvxferd.plan.holders import RankShare, assign_units, preferred_rank
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
 from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
 from kvxferd.plan.structs import Plan
 
-UNSTATED = Generation("")  # of facts built by hand
+UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 
 
-class _Known(NamedTuple):
+class _PlannedEngine(NamedTuple):
     """What is read of an engine whose layouts are known."""
 
     plan: Plan
@@ -43,7 +43,7 @@ class TransferTopology:
         self._infos: dict[tuple[EngineId, int], EngineTransferInfo] = {}
         self._stages: dict[EngineId, list[int]] = {}  # of which there is an info
         self._generations: dict[EngineId, Generation] = {}
-        self._reads: dict[EngineId, _Known] = {}
+        self._reads: dict[EngineId, _PlannedEngine] = {}
 
     # --- this rank
 
@@ -89,7 +89,7 @@ class TransferTopology:
     # --- remote engines
 
     def register_remote_engine(
-        self, engine_id: EngineId, info: EngineTransferInfo, generation: Generation = UNSTATED
+        self, engine_id: EngineId, info: EngineTransferInfo, generation: Generation = UNKNOWN_GENERATION
     ) -> EngineTransferInfo:
         """Keep one stage's facts; the same again returns what is kept already.
 
@@ -127,7 +127,7 @@ class TransferTopology:
                 stages[pp_rank] = HybridReads(self.spec, self.layout, made, own)
             facts = stages[pp_rank].info(info) if pp_rank in stages else info
             self.register_remote_engine(remote_spec.engine_id, facts, remote_spec.generation)
-        self._reads[remote_spec.engine_id] = _Known(made, stages)
+        self._reads[remote_spec.engine_id] = _PlannedEngine(made, stages)
         return made
 
     def unregister_remote_engine(self, engine_id: EngineId) -> None:
@@ -198,7 +198,7 @@ class TransferTopology:
         whole = (UnitRange(0, 1),)  # without heads every rank holds all there is
         held = self._attention[0].units if heads and self._attention else whole
         holdings = tuple(
-            Holding(Rank(remote_pp_rank, tp), shard_units(heads, wide, tp) or whole, TokenShard())
+            RankShare(Rank(remote_pp_rank, tp), shard_units(heads, wide, tp) or whole, TokenShard())
             for tp in range(wide)
         )
         preferred = preferred_rank(self.spec.tp_rank, self.spec.tp_size, wide)

@@ -16,7 +16,7 @@ from kvxferd.ids import AgentName, BootId, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory.device import ResidentMemory
 from kvxferd.memory.drivers import open_driver
-from kvxferd.mover.nixl_transport import Library, NixlTransport, import_library
+from kvxferd.mover.nixl_transport import NixlTransport, TransferLibrary, import_library
 from kvxferd.mover.transport import Transport
 from kvxferd.resident.mover import MakeTransport, ThreadMover
 from kvxferd.wire.worker import RegionExport
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-EXIT_S = 2.0  # an agent that is not gone by then is left to the end of the process
+EXIT_WAIT_S = 2.0  # an agent that is not gone by then is left to the end of the process
 
-Place: TypeAlias = "ResidentMemory | tuple[int, int] | torch.Tensor"
+MemoryInput: TypeAlias = "ResidentMemory | tuple[int, int] | torch.Tensor"
 
 
 def register(
     client: Client,
     engine: EngineSpec,
     layout: RankLayout,
-    regions: Mapping[RegionId, Place],
+    regions: Mapping[RegionId, MemoryInput],
     timeout_s: float = 30.0,
     make_transport: MakeTransport | None = None,
 ) -> RankHandle:
@@ -46,14 +46,14 @@ def register(
     `may_be_touched` is False. Raises MoverError(nixl-unavailable) where there is no transfer library.
     `make_transport` replaces it.
     """
-    launcher = Launcher(make_transport or _nixl)
+    launcher = Launcher(make_transport or _nixl_transport)
     if make_transport is None:
-        _library()  # here, where blocking is allowed, and not in the mover's thread
+        _import_once()  # here, where blocking is allowed, and not in the mover's thread
     memories = {name: memory_of(place) for name, place in regions.items()}
     return client.register(engine, layout, memories, timeout_s, launch=launcher.launch)
 
 
-def memory_of(place: Place) -> ResidentMemory:
+def memory_of(place: MemoryInput) -> ResidentMemory:
     """Return a place in this process's memory as what `register` and `RankHandle.resume` take.
 
     Raises EngineError(region-invalid) for a tensor without memory, DeviceError where a GPU's driver
@@ -74,18 +74,18 @@ def memory_of(place: Place) -> ResidentMemory:
 class Launcher:
     """Starts movers, and sees to it that none outlives the interpreter."""
 
-    def __init__(self, make: MakeTransport) -> None:
-        self._make = make
+    def __init__(self, make_transport: MakeTransport) -> None:
+        self._make_transport = make_transport
 
     def launch(self, boot: BootId, regions: tuple[RegionExport, ...]) -> ThreadMover:
         """Start a mover for that daemon."""
         own = [region for region in regions if region.kind == "resident"]
-        mover = ThreadMover(AgentName(f"{boot}/{secrets.token_hex(8)}"), own, self._make)
-        _REMAINING.add(mover)
+        mover = ThreadMover(AgentName(f"{boot}/{secrets.token_hex(8)}"), own, self._make_transport)
+        _RUNNING_MOVERS.add(mover)
         return mover
 
 
-class _Remaining:
+class _RunningMovers:
     """Movers that may live; those that are quiet are closed by and by."""
 
     def __init__(self) -> None:
@@ -95,34 +95,34 @@ class _Remaining:
     def add(self, mover: ThreadMover) -> None:
         with self._lock:
             for old in self._movers:
-                if old.is_quiet:
+                if old.is_quiesced:
                     old.close()
-            self._movers = [old for old in self._movers if not old.is_quiet]
+            self._movers = [old for old in self._movers if not old.is_quiesced]
             self._movers.append(mover)
 
-    def end(self) -> None:
+    def stop_all(self) -> None:
         """The interpreter ends: an agent that is used while it does would crash it."""
         for mover in self._movers:
             mover.stop()
-        deadline = time.monotonic() + EXIT_S
+        deadline = time.monotonic() + EXIT_WAIT_S
         for mover in self._movers:
             if not mover.wait(max(0.0, deadline - time.monotonic())):
                 _LOG.error("resident mover %s has not ended, and the process does", mover.agent)
 
 
-_REMAINING = _Remaining()
-atexit.register(_REMAINING.end)
+_RUNNING_MOVERS = _RunningMovers()
+atexit.register(_RUNNING_MOVERS.stop_all)
 
-_loaded: list[Library] = []
-_loading = threading.Lock()
-
-
-def _library() -> Library:
-    with _loading:
-        if not _loaded:
-            _loaded.append(import_library())
-        return _loaded[0]
+_libraries: list[TransferLibrary] = []
+_import_lock = threading.Lock()
 
 
-def _nixl(agent: AgentName) -> Transport:
-    return NixlTransport(_library(), agent)
+def _import_once() -> TransferLibrary:
+    with _import_lock:
+        if not _libraries:
+            _libraries.append(import_library())
+        return _libraries[0]
+
+
+def _nixl_transport(agent: AgentName) -> Transport:
+    return NixlTransport(_import_once(), agent)

@@ -18,4 +18,4 @@ ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
 REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
 METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)
 REGIONS = msgspec.Meta(max_length=MAX_REGIONS)
-DESCRIPTORS = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # or the stretches that lie in them
+PIECES = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # or the stretches that lie in them

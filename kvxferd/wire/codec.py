@@ -37,7 +37,7 @@ class Decoder(Generic[M]):
 
 
 CLIENT_MESSAGES: Decoder[worker.ClientMessage] = Decoder(worker.ClientMessage)
-NOTICES: Decoder[worker.Delivered] = Decoder(worker.Delivered)
+MOVER_DELIVERIES: Decoder[worker.Delivered] = Decoder(worker.Delivered)
 DAEMON_MESSAGES: Decoder[worker.DaemonMessage] = Decoder(worker.DaemonMessage)
 TO_MOVER: Decoder[mover.ToMover] = Decoder(mover.ToMover)
 FROM_MOVER: Decoder[mover.FromMover] = Decoder(mover.FromMover)
@@ -50,7 +50,7 @@ class _HelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="hel
     versions: Versions
 
 
-class _GreetVersions(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
+class _PeerHelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     """As much of any version's greet as this one must understand."""
 
     request: int
@@ -58,10 +58,10 @@ class _GreetVersions(Message, frozen=True, forbid_unknown_fields=False, tag="gre
 
 
 _HELLO = Decoder[_HelloVersions](_HelloVersions)
-_GREET = Decoder[_GreetVersions](_GreetVersions)
+_PEER_HELLO = Decoder[_PeerHelloVersions](_PeerHelloVersions)
 
 
-def decode_first(payload: bytes) -> tuple[worker.ClientMessage, int]:
+def decode_first_frame(payload: bytes) -> tuple[worker.ClientMessage, int]:
     """Return a session's first message and the version agreed on; 0 where it is no hello.
 
     The versions are read before the rest: a later version's hello may look otherwise. Raises
@@ -76,26 +76,26 @@ def decode_first(payload: bytes) -> tuple[worker.ClientMessage, int]:
         versions = _HELLO.decode(payload).versions
     except ProtocolError:
         return CLIENT_MESSAGES.decode(payload), 0
-    version = negotiate(worker.WORKER_VERSIONS, versions)
+    version = negotiate_version(worker.WORKER_VERSIONS, versions)
     return CLIENT_MESSAGES.decode(payload), version
 
 
-def refuse_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
+def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
     """Return the answer to a peer's message that could not be decoded.
 
     A greet of a later version may look otherwise; it is answered by the versions that are spoken here.
     """
     request = 0
     try:
-        greet = _GREET.decode(payload)
+        greet = _PEER_HELLO.decode(payload)
         request = greet.request
-        negotiate(peer.PEER_VERSIONS, greet.versions)
+        negotiate_version(peer.PEER_VERSIONS, greet.versions)
     except ProtocolError as cause:
         error = cause if cause.code is Code.BAD_VERSION else error
     return peer.PeerRefused(request=request, code=error.code, message=error.message)
 
 
-def negotiate(ours: Versions, theirs: Versions) -> int:
+def negotiate_version(ours: Versions, theirs: Versions) -> int:
     """Return the newest version that both sides speak. Raises ProtocolError(bad-version)."""
     version = min(ours.newest, theirs.newest)
     if version < max(ours.oldest, theirs.oldest):

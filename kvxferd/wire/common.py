@@ -20,7 +20,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.wire.bounds import DESCRIPTORS, METADATA, NAME, REASON, REGIONS
+from kvxferd.wire.bounds import METADATA, NAME, PIECES, REASON, REGIONS
 
 
 class Message(
@@ -70,7 +70,7 @@ class RegionAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mem_type: Annotated[str, NAME] = "DRAM"
     # (count, size) of the stretches that are registered each by itself: no read may cross from one
     # into the next. Empty: the region is one.
-    pieces: Annotated[tuple[tuple[int, int], ...], DESCRIPTORS] = ()
+    pieces: Annotated[tuple[tuple[int, int], ...], PIECES] = ()
     staged: bool = False  # NIXL cannot read it: its mover copies what is asked of it
 
 
@@ -113,7 +113,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry_after_s: float = 0.0  # with the code `busy`: when asking again may help
 
 
-class Descriptors(Message, frozen=True, tag="descriptors"):
+class FdBatch(Message, frozen=True, tag="descriptors"):
     """The first descriptors of a registration that has more than a frame carries.
 
     `first` says how many came before: 0 starts anew. The message that needs them carries the rest.

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvxferd.errors import ProtocolError
-from kvxferd.wire.common import Descriptors
+from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 
-def parts_ahead(fds: Sequence[int]) -> Iterator[tuple[Descriptors, tuple[int, ...]]]:
+def leading_fd_batches(fds: Sequence[int]) -> Iterator[tuple[FdBatch, tuple[int, ...]]]:
     """Yield what to send before the message that the descriptors belong to; nothing, nearly always."""
-    for first in range(0, first_of_last(len(fds)), MAX_FDS_PER_FRAME):
-        yield Descriptors(first=first), tuple(fds[first : first + MAX_FDS_PER_FRAME])
+    for first in range(0, start_of_last_batch(len(fds)), MAX_FDS_PER_FRAME):
+        yield FdBatch(first=first), tuple(fds[first : first + MAX_FDS_PER_FRAME])
 
 
-def first_of_last(num_fds: int) -> int:
+def start_of_last_batch(num_fds: int) -> int:
     """Return the position of the first descriptor that the message itself carries."""
     return max(0, num_fds - 1) // MAX_FDS_PER_FRAME * MAX_FDS_PER_FRAME
 
 
-class EarlyDescriptors:
+class FdBatchAssembly:
     """Keeps the parts of one connection until the message that needs them. Closes nothing."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class EarlyDescriptors:
         if first + len(fds) > MAX_DESCRIPTORS_PER_RANK:
             raise ProtocolError(f"cannot take more than {MAX_DESCRIPTORS_PER_RANK} descriptors for one rank")
         # After every check: whoever gets an error does not get what an earlier start left.
-        void = self.take() if first == 0 else ()
+        replaced = self.pop_all() if first == 0 else ()
         self._fds.extend(fds)
-        return void
+        return replaced
 
-    def take(self) -> tuple[int, ...]:
+    def pop_all(self) -> tuple[int, ...]:
         """Return what was kept; it is the caller's now."""
         taken, self._fds = tuple(self._fds), []
         return taken

@@ -54,10 +54,10 @@ class FrameDecoder:
         self.max_fds = MAX_FDS_PER_FRAME
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
-        self.is_cut = False  # whole frames may be left: `feed` nothing to have them
+        self.has_more_frames = False  # whole frames may be left: `feed` nothing to have them
 
     @property
-    def num_kept_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Bytes of frames that were not returned."""
         return len(self._buffer)
 
@@ -72,37 +72,37 @@ class FrameDecoder:
         self._fds.extend(fds)
         if self._buffer:
             self._buffer += chunk
-        held: bytes | bytearray | memoryview = (
+        data: bytes | bytearray | memoryview = (
             self._buffer or chunk
         )  # nearly always whole frames: nothing is kept
         frames: list[Frame] = []
         consumed = 0
-        self.is_cut = False
-        while len(held) - consumed >= HEADER.size:
+        self.has_more_frames = False
+        while len(data) - consumed >= HEADER.size:
             if len(frames) >= max_frames:
-                self.is_cut = True
+                self.has_more_frames = True
                 break
-            length, num_fds, zero = HEADER.unpack_from(held, consumed)
-            self._check(length, num_fds, zero)
+            length, num_fds, zero = HEADER.unpack_from(data, consumed)
+            self._check_header(length, num_fds, zero)
             end = consumed + HEADER.size + length
-            if len(held) < end:
+            if len(data) < end:
                 break
             if len(self._fds) < num_fds:
                 raise ProtocolError(
                     f"cannot take a frame that announces {num_fds} descriptors: {len(self._fds)} arrived"
                 )
-            payload = bytes(memoryview(held)[consumed + HEADER.size : end])
+            payload = bytes(memoryview(data)[consumed + HEADER.size : end])
             frames.append(Frame(payload, tuple(self._fds.popleft() for _ in range(num_fds))))
             consumed = end
-        if held is chunk:
+        if data is chunk:
             self._buffer += memoryview(chunk)[consumed:]
         else:
             del self._buffer[:consumed]
-        if len(self._fds) > self.max_fds and not self.is_cut:
+        if len(self._fds) > self.max_fds and not self.has_more_frames:
             raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
         return frames
 
-    def _check(self, length: int, num_fds: int, zero: int) -> None:
+    def _check_header(self, length: int, num_fds: int, zero: int) -> None:
         if zero != 0:
             raise ProtocolError("cannot read a frame whose header does not end in two zero bytes")
         if length > self.max_payload_bytes:
@@ -115,7 +115,7 @@ class FrameDecoder:
                 f"cannot take {num_fds} descriptors in one frame: the limit is {self.max_fds}"
             )
 
-    def end(self) -> None:
+    def check_complete(self) -> None:
         """Say that the stream is over. Raises ProtocolError if it was cut inside a frame."""
         if self._buffer:
             raise ProtocolError(f"the connection ended inside a frame: {len(self._buffer)} bytes of it came")

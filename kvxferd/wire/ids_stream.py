@@ -18,34 +18,36 @@ from kvxferd.wire.limits import (
     MAX_REQUEST_IDS_BYTES,
 )
 
-Blocks = dict[GroupName, PackedBlocks]
-BUSY_AGAIN_S = 1.0
+BlocksByGroup = dict[GroupName, PackedBlocks]
+BUSY_RETRY_S = 1.0
 
 
-def split_ids(blocks: Mapping[GroupName, PackedBlocks], stream: int) -> tuple[list[BlockIds], Blocks]:
+def split_block_ids(
+    blocks: Mapping[GroupName, PackedBlocks], stream: int
+) -> tuple[list[BlockIds], BlocksByGroup]:
     """Return the parts to send first and the blocks that the request itself carries.
 
     All lists that fit in one part together travel in the request, which is nearly every request.
     """
     if sum(len(b.ids) for b in blocks.values()) <= IDS_PART_BYTES:
         return [], dict(blocks)
-    parts = [part for name, packed in blocks.items() for part in _parts(name, packed.ids, stream)]
+    parts = [part for name, packed in blocks.items() for part in _parts_of_group(name, packed.ids, stream)]
     return parts, {name: msgspec.structs.replace(packed, ids=b"") for name, packed in blocks.items()}
 
 
-def _parts(group: GroupName, ids: bytes, stream: int) -> Iterator[BlockIds]:
+def _parts_of_group(group: GroupName, ids: bytes, stream: int) -> Iterator[BlockIds]:
     for start in range(0, len(ids), IDS_PART_BYTES):
         yield BlockIds(stream=stream, group=group, offset=start, ids=ids[start : start + IDS_PART_BYTES])
 
 
-Reserve = Callable[[int], bool]
+ReserveBytes = Callable[[int], bool]
 
 
-def _always(num_bytes: int) -> bool:
+def _reserve_any(num_bytes: int) -> bool:
     return True
 
 
-class IdsAssembly:
+class BlockIdAssembly:
     """Collects `BlockIds` parts of one connection until the request that names them arrives.
 
     `reserve` is asked for room for so many bytes more, and given back what they took (a negative number).
@@ -53,7 +55,7 @@ class IdsAssembly:
     where a part is missing and `may_lose_parts`: the inbox of peers drops what has no room behind a manifest.
     """
 
-    def __init__(self, reserve: Reserve = _always, *, may_lose_parts: bool = False) -> None:
+    def __init__(self, reserve: ReserveBytes = _reserve_any, *, may_lose_parts: bool = False) -> None:
         self._streams: dict[int, dict[GroupName, bytearray]] = {}
         self._dropped: dict[int, None] = {}
         self._reserve = reserve
@@ -64,15 +66,15 @@ class IdsAssembly:
         """Forget everything."""
         self._streams.clear()
         self._dropped.clear()
-        self._give_back(self.num_bytes)
+        self._release(self.num_bytes)
 
-    def _give_back(self, num_bytes: int) -> None:
+    def _release(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
         self._reserve(-num_bytes)
 
     def _drop(self, stream: int) -> None:
         groups = self._streams.pop(stream)
-        self._give_back(sum(map(len, groups.values())))
+        self._release(sum(map(len, groups.values())))
         self._dropped[stream] = None
         if len(self._dropped) > MAX_OPEN_ASSEMBLIES:
             del self._dropped[next(iter(self._dropped))]
@@ -85,7 +87,7 @@ class IdsAssembly:
             raise ProtocolError(f"cannot collect ids of more than {MAX_OPEN_ASSEMBLIES} requests at once")
         groups = self._streams.setdefault(part.stream, {})
         if part.offset == 0 and part.group in groups:
-            self._give_back(len(groups[part.group]))
+            self._release(len(groups[part.group]))
             groups[part.group].clear()  # sent anew: the first time counts no more
         if part.group not in groups and (
             len(groups) >= MAX_GROUPS_PER_REQUEST or len(part.group) > MAX_NAME_CHARS
@@ -113,7 +115,7 @@ class IdsAssembly:
         self.num_bytes += len(part.ids)
         front.extend(part.ids)
 
-    def complete(self, blocks: Blocks, stream: int) -> Blocks:
+    def complete(self, blocks: BlocksByGroup, stream: int) -> BlocksByGroup:
         """Return the request's blocks with the parts of `stream` put in front.
 
         Raises BusyError where there was no room for them, ProtocolError where they do not belong.
@@ -122,13 +124,13 @@ class IdsAssembly:
             del self._dropped[stream]
             raise BusyError(
                 "cannot take so many block ids: what is arriving for this user has all the room that it "
-                f"may, or a part of them was dropped; try again in {BUSY_AGAIN_S:g} s",
-                BUSY_AGAIN_S,
+                f"may, or a part of them was dropped; try again in {BUSY_RETRY_S:g} s",
+                BUSY_RETRY_S,
             )
         fronts = self._streams.pop(stream, None)
         if fronts is None:
             return blocks  # as nearly always: requests of thousands of blocks fit a frame
-        self._give_back(sum(map(len, fronts.values())))
+        self._release(sum(map(len, fronts.values())))
         if unnamed := fronts.keys() - blocks.keys():
             raise ProtocolError(f"cannot place ids of groups {sorted(unnamed)}: the request names none such")
         return {

@@ -14,7 +14,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
-from kvxferd.wire.common import BlockIds, Descriptors, Message, Placement, RegionAddress
+from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
 # --- daemon to mover
@@ -47,7 +47,7 @@ class UnmapFence(Message, frozen=True, tag="unmap-fence"):
     session: SessionId
 
 
-class Attend(Message, frozen=True, tag="attend"):
+class SetPolling(Message, frozen=True, tag="attend"):
     """Poll while `on`: somebody reads from this mover. Answered by `Attending` once it polls."""
 
     on: bool
@@ -79,7 +79,7 @@ class DropRemote(Message, frozen=True, tag="drop-remote"):
     agent: AgentName
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class SourceRank(msgspec.Struct, frozen=True, array_like=True):
     """One remote rank that a pull reads."""
 
     rank: Rank
@@ -87,7 +87,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[RegionAddress, ...]
 
 
-class FencePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FenceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the transfer's fence word lies, and what it holds while the blocks are held."""
 
     agent: AgentName
@@ -103,11 +103,11 @@ class StartPull(Message, frozen=True, tag="start-pull"):
 
     pull: PullId
     plan: Digest
-    sources: tuple[Source, ...]
+    sources: tuple[SourceRank, ...]
     local: dict[GroupName, PackedBlocks]
     remote: dict[GroupName, PackedBlocks]
     num_tokens: int
-    fence: FencePlace
+    fence: FenceLocation
     stream: int = 0
     ticket: Ticket | None = None  # by which the worker knows the pull; None: it is not told by the mover
 
@@ -128,7 +128,7 @@ class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
 # --- mover to daemon
 
 
-class Up(Message, frozen=True, tag="up"):
+class MoverUp(Message, frozen=True, tag="up"):
     """The mover's agent is made. First message."""
 
     agent: Annotated[AgentName, NAME]
@@ -151,7 +151,7 @@ class BindRefused(Message, frozen=True, tag="bind-refused"):
     message: Annotated[str, REASON]
 
 
-class Proved(Message, frozen=True, tag="proved"):
+class ProbeResult(Message, frozen=True, tag="proved"):
     """What a read of the bound regions showed. Follows a `Bound` that did not wait for it."""
 
     placement: Placement
@@ -173,7 +173,7 @@ class FenceRefused(Message, frozen=True, tag="fence-refused"):
     message: Annotated[str, REASON]
 
 
-class Attending(Message, frozen=True, tag="attending"):
+class Polling(Message, frozen=True, tag="attending"):
     """The mover polls."""
 
     token: int
@@ -206,7 +206,7 @@ class PullDone(Message, frozen=True, tag="pull-done"):
     outcome: PullOutcome
 
 
-class PullQuiet(Message, frozen=True, tag="pull-quiet"):
+class PullQuiesced(Message, frozen=True, tag="pull-quiet"):
     """A pull that ended in doubt: every handle posted for it is terminal now."""
 
     pull: PullId
@@ -218,7 +218,7 @@ class DisconnectSeen(Message, frozen=True, tag="disconnect-seen"):
     number: int
 
 
-class Leaving(Message, frozen=True, tag="leaving"):
+class MoverLeaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends by itself and takes nothing more. When the stream ends, its agent is gone."""
 
     code: Code
@@ -226,11 +226,11 @@ class Leaving(Message, frozen=True, tag="leaving"):
 
 
 ToMover = (
-    Descriptors
+    FdBatch
     | Bind
     | MapFence
     | UnmapFence
-    | Attend
+    | SetPolling
     | LoadPlan
     | LoadRemote
     | DropRemote
@@ -240,15 +240,15 @@ ToMover = (
     | BlockIds
 )
 FromMover = (
-    Up
+    MoverUp
     | Bound
     | BindRefused
-    | Proved
+    | ProbeResult
     | FenceMapped
     | FenceRefused
-    | Attending
+    | Polling
     | PullDone
-    | PullQuiet
+    | PullQuiesced
     | DisconnectSeen
-    | Leaving
+    | MoverLeaving
 )

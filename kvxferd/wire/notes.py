@@ -12,12 +12,12 @@ from kvxferd.errors import ProtocolError
 from kvxferd.wire.common import Message
 
 # 512 stretches, 12 bytes each, and the asker's metadata.
-MAX_NOTE_BYTES = 16 << 10
-MAX_ASKED_RUNS = 512
+MAX_STAGING_MESSAGE_BYTES = 16 << 10
+MAX_CHUNK_RUNS = 512
 STAMP_BYTES = 16
 
 
-class Ask(Message, frozen=True, tag="ask"):
+class ChunkRequest(Message, frozen=True, tag="ask"):
     """Lend me these bytes, one after the other."""
 
     number: int  # of the asker's choice; never used twice
@@ -26,7 +26,7 @@ class Ask(Message, frozen=True, tag="ask"):
     metadata: bytes  # by which the answer finds its way
 
 
-class Lent(Message, frozen=True, tag="lent"):
+class ChunkReady(Message, frozen=True, tag="lent"):
     """The bytes of an `Ask`; theirs for as long as the stamp is what it is."""
 
     number: int
@@ -35,29 +35,31 @@ class Lent(Message, frozen=True, tag="lent"):
     stamp: bytes
 
 
-class Denied(Message, frozen=True, tag="denied"):
+class ChunkRefused(Message, frozen=True, tag="denied"):
     """An `Ask` that is not done, and why."""
 
     number: int
     message: str
 
 
-class Returned(Message, frozen=True, tag="returned"):
+class ChunkRelease(Message, frozen=True, tag="returned"):
     """What was lent has been read, or is not wanted any more."""
 
     number: int
 
 
-Note = Ask | Lent | Denied | Returned
+StagingMessage = ChunkRequest | ChunkReady | ChunkRefused | ChunkRelease
 
-_DECODER: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
+_DECODER: msgspec.msgpack.Decoder[StagingMessage] = msgspec.msgpack.Decoder(StagingMessage)
 
 
-def decode_note(note: bytes) -> Note:
+def decode_staging_message(payload: bytes) -> StagingMessage:
     """Return what was told. Raises ProtocolError."""
-    if len(note) > MAX_NOTE_BYTES:
-        raise ProtocolError(f"cannot take a note of {len(note)} bytes: the limit is {MAX_NOTE_BYTES}")
+    if len(payload) > MAX_STAGING_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"cannot take a note of {len(payload)} bytes: the limit is {MAX_STAGING_MESSAGE_BYTES}"
+        )
     try:
-        return _DECODER.decode(note)
+        return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"cannot take a note: {error}") from error

@@ -55,7 +55,7 @@ class ManifestOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     binding: BindingOutline
 
 
-class JoinOutline(Message, frozen=True, tag="join-rank"):
+class JoinRankOutline(Message, frozen=True, tag="join-rank"):
     """A `JoinRank`."""
 
     request: int
@@ -64,7 +64,7 @@ class JoinOutline(Message, frozen=True, tag="join-rank"):
     secret: Annotated[str, NAME] = ""
 
 
-class EngineOutline(Message, frozen=True, tag="engine-manifest"):
+class EngineManifestOutline(Message, frozen=True, tag="engine-manifest"):
     """An `EngineManifest`."""
 
     request: int
@@ -73,20 +73,20 @@ class EngineOutline(Message, frozen=True, tag="engine-manifest"):
 
 
 PeerOutline = (
-    peer.Greet
+    peer.PeerHello
     | peer.FetchEngine
     | peer.AskGrant
     | peer.RenewGrants
     | peer.ReturnGrant
     | peer.Acknowledge
     | peer.AbandonTransfer
-    | JoinOutline
+    | JoinRankOutline
     | peer.LeaveRank
     | peer.RankReady
-    | peer.AttendRank
+    | peer.SetRankPolling
     | peer.TransferReleased
-    | peer.Greeting
-    | EngineOutline
+    | peer.PeerWelcome
+    | EngineManifestOutline
     | peer.Granted
     | peer.GrantsRenewed
     | peer.Done
@@ -104,19 +104,19 @@ _REGION: Decoder[RegionSpec] = Decoder(RegionSpec)
 _ADDRESS: Decoder[RegionAddress] = Decoder(RegionAddress)
 
 
-def joined(outline: JoinOutline) -> peer.JoinRank:
+def decode_join_rank(outline: JoinRankOutline) -> peer.JoinRank:
     """Return the message with its manifest decoded. Raises ProtocolError(bad-frame)."""
-    manifest = _whole(outline.manifest)
+    manifest = _decode_manifest(outline.manifest)
     return peer.JoinRank(request=outline.request, boot=outline.boot, manifest=manifest, secret=outline.secret)
 
 
-def whole_engine(outline: EngineOutline) -> peer.EngineManifest:
+def decode_engine_manifest(outline: EngineManifestOutline) -> peer.EngineManifest:
     """Return the message with its manifests decoded. Raises ProtocolError(bad-frame)."""
-    ranks = tuple(_whole(_MANIFEST.decode(bytes(raw))) for raw in outline.ranks)
+    ranks = tuple(_decode_manifest(_MANIFEST.decode(bytes(raw))) for raw in outline.ranks)
     return peer.EngineManifest(request=outline.request, boot=outline.boot, ranks=ranks)
 
 
-def _whole(outline: ManifestOutline) -> RankManifest:
+def _decode_manifest(outline: ManifestOutline) -> RankManifest:
     layout = _LAYOUT.decode(bytes(outline.layout))
     binding = outline.binding
     return RankManifest(
@@ -124,20 +124,20 @@ def _whole(outline: ManifestOutline) -> RankManifest:
         RankLayout(
             layout.start_layer,
             layout.end_layer,
-            tuple(_GROUP.decode(_entry(raw)) for raw in layout.groups),
-            tuple(_TENSOR.decode(_entry(raw)) for raw in layout.tensors),
-            tuple(_REGION.decode(_entry(raw)) for raw in layout.regions),
+            tuple(_GROUP.decode(_checked_entry(raw)) for raw in layout.groups),
+            tuple(_TENSOR.decode(_checked_entry(raw)) for raw in layout.tensors),
+            tuple(_REGION.decode(_checked_entry(raw)) for raw in layout.regions),
         ),
         Binding(
             binding.agent,
             binding.metadata,
-            tuple(_ADDRESS.decode(_entry(raw)) for raw in binding.regions),
+            tuple(_ADDRESS.decode(_checked_entry(raw)) for raw in binding.regions),
             binding.incarnation,
         ),
     )
 
 
-def _entry(raw: msgspec.Raw) -> bytes:
+def _checked_entry(raw: msgspec.Raw) -> bytes:
     entry = bytes(raw)
     if len(entry) > MAX_ENTRY_BYTES:
         raise ProtocolError(

@@ -32,7 +32,7 @@ from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, 
 PEER_VERSIONS = Versions(1, 2)
 
 # Lists have a limit beside that of their message: 16 MiB of the shortest names took 0.5 s to decode.
-Grants = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
+GrantIds = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
 
 
 class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- handshake
 
 
-class Greet(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
+class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     """First message on a connection, and again after a silence. Fields of a later version are ignored."""
 
     request: int
@@ -56,7 +56,7 @@ class Greet(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     endpoint: Annotated[Endpoint, ENDPOINT]
 
 
-class Greeting(Message, frozen=True, tag="greeting"):
+class PeerWelcome(Message, frozen=True, tag="greeting"):
     """The version both sides speak, and who answers."""
 
     request: int
@@ -122,14 +122,14 @@ class RenewGrants(Message, frozen=True, tag="renew-grants"):
     """The grants that one user holds at this peer, in one message."""
 
     request: int
-    grants: Grants
+    grants: GrantIds
 
 
 class GrantsRenewed(Message, frozen=True, tag="grants-renewed"):
     """Those among the renewed that have ended: they cannot be renewed."""
 
     request: int
-    ended: Grants
+    ended: GrantIds
 
 
 class ReturnGrant(Message, frozen=True, tag="return-grant"):
@@ -209,7 +209,7 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     secret: Annotated[str, NAME] = ""  # as in `JoinRank`
 
 
-class AttendRank(Message, frozen=True, tag="attend-rank"):
+class SetRankPolling(Message, frozen=True, tag="attend-rank"):
     """Home to member: the rank's mover must poll (or need not any more). Answered by `Done`."""
 
     request: int
@@ -227,8 +227,8 @@ class TransferReleased(Message, frozen=True, tag="transfer-released"):
     why: Code
 
 
-Question = (
-    Greet
+RequestMessage = (
+    PeerHello
     | FetchEngine
     | AskGrant
     | RenewGrants
@@ -238,12 +238,12 @@ Question = (
     | JoinRank
     | LeaveRank
     | RankReady
-    | AttendRank
+    | SetRankPolling
     | TransferReleased
 )
-Answer = Greeting | EngineManifest | Granted | GrantsRenewed | Done | PeerRefused
+ReplyMessage = PeerWelcome | EngineManifest | Granted | GrantsRenewed | Done | PeerRefused
 PeerMessage = (
-    Greet
+    PeerHello
     | FetchEngine
     | AskGrant
     | RenewGrants
@@ -253,9 +253,9 @@ PeerMessage = (
     | JoinRank
     | LeaveRank
     | RankReady
-    | AttendRank
+    | SetRankPolling
     | TransferReleased
-    | Greeting
+    | PeerWelcome
     | EngineManifest
     | Granted
     | GrantsRenewed

@@ -9,19 +9,19 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.wire.bounds import DESCRIPTORS, NAME, REGIONS
-from kvxferd.wire.common import BlockIds, Descriptors, Message, RankIncarnations, TransferRef, Versions
+from kvxferd.wire.bounds import NAME, PIECES, REGIONS
+from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
 WORKER_VERSIONS = Versions(1, 2)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
-FIRST_WITH_LATE_DESCRIPTORS = 2  # the first version in which none come before the registration, notices too
-FIRST_WITH_OFFERS = 2  # the first version in which a mover is offered before it has the memory
+FIRST_WITH_LATE_FDS = 2  # the first version in which none come before the registration, notices too
+FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
 # A frame of 1 MiB has room for more than these lists may have: 209,000 incarnations took 230 ms to decode,
 # and 95,000 groups 68 ms.
-Blocks = Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
-PublishedIncarnations = Annotated[RankIncarnations, msgspec.Meta(max_length=MAX_RANKS)]
+LimitedBlocks = Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
+LimitedIncarnations = Annotated[RankIncarnations, msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,7 +38,7 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     kind: Annotated[str, NAME] = "memfd"
     device: Annotated[str, NAME] = ""  # vmm, resident: UUID of the GPU; "": host memory
     pieces: Annotated[
-        tuple[int, ...], DESCRIPTORS
+        tuple[int, ...], PIECES
     ] = ()  # vmm: size of each allocation under the region, in order of address
     address: int = 0  # resident
 
@@ -90,14 +90,14 @@ class Publish(Message, frozen=True, tag="publish"):
 
     transfer_id: TransferId
     nonce: Annotated[str, NAME]
-    blocks: Blocks
+    blocks: LimitedBlocks
     num_tokens: int
     fence_slot: int
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
     # Version 2: of the ranks that the session knew when `publish` was called, not when this is sent.
-    incarnations: PublishedIncarnations = ()
+    incarnations: LimitedIncarnations = ()
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -124,7 +124,7 @@ class Pull(Message, frozen=True, tag="pull"):
 
     ticket: Ticket
     ref: TransferRef
-    blocks: Blocks
+    blocks: LimitedBlocks
     num_tokens: int
     deadline_s: float  # from now; never a time of day
     stream: int = 0
@@ -136,7 +136,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
     ticket: Ticket
 
 
-class Noticed(Message, frozen=True, tag="noticed"):
+class DeliveredByMover(Message, frozen=True, tag="noticed"):
     """Pulls that a mover has said Delivered of, the latest ones: before `Suspend` and before the end.
 
     The mover's own word may still be on its way to the daemon, or be cut off by the mover's end; the
@@ -205,7 +205,7 @@ class Registered(Message, frozen=True, tag="registered"):
     endpoint: str  # of the engine's home; goes into references
 
 
-class DescriptorsWanted(Message, frozen=True, tag="descriptors-wanted"):
+class FdsWanted(Message, frozen=True, tag="descriptors-wanted"):
     """The `Register` that announced more descriptors than it carried is right: send the rest. Version 2."""
 
     request: int
@@ -311,7 +311,7 @@ class Farewell(Message, frozen=True, tag="farewell"):
 
 ClientMessage = (
     Hello
-    | Descriptors
+    | FdBatch
     | Register
     | Attach
     | BlockIds
@@ -321,7 +321,7 @@ ClientMessage = (
     | Prepare
     | Pull
     | Cancel
-    | Noticed
+    | DeliveredByMover
     | PullsResumed
     | Abandon
     | Suspend
@@ -332,7 +332,7 @@ ClientMessage = (
 DaemonMessage = (
     Welcome
     | Registered
-    | DescriptorsWanted
+    | FdsWanted
     | EngineRanks
     | MoverChanged
     | MoverOffered

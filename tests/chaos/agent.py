@@ -119,7 +119,7 @@ class Agent:
 
     def write(self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float) -> None:
         """Write a transfer; then publish it, say ready, or leave that to the engine's scheduler."""
-        held = content.Held(request, np.array(ids, np.int32), tokens)
+        held = content.RequestBlocks(request, np.array(ids, np.int32), tokens)
         content.write(self._bytes, self._layout, held)
         self._published[name] = ids
         try:
@@ -233,7 +233,7 @@ class Agent:
         if self._sabotage == "corrupt":
             self._sabotage = ""
             self._blocks.fill(asked.ids[0], 7)
-        held = content.Held(asked.request, np.array(asked.ids, np.int32), asked.num_tokens)
+        held = content.RequestBlocks(asked.request, np.array(asked.ids, np.int32), asked.num_tokens)
         took = time.monotonic() - asked.began
         wrong = content.check(self._bytes, self._layout, held).wrong_items
         self._yard.park(asked.ids)

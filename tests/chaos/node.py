@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos.processes import children, lives, num_fds, state_of
 from chaos.proxy import Proxy
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 
 # Short, so that what ends by itself ends within an audit.
@@ -87,7 +87,7 @@ class Node:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        self._control = Daemon(str(self.directory / "control.sock"), timeout_s=2.0)
+        self._control = ControlClient(str(self.directory / "control.sock"), timeout_s=2.0)
 
     def status(self) -> dict[str, Any] | None:
         """What it says of itself, None where it does not answer."""
@@ -98,7 +98,7 @@ class Node:
     @property
     def is_ready(self) -> bool:
         with suppress(KvxferdError):
-            return self._control.ask("GET", "/readyz")[0] == 200
+            return self._control.request("GET", "/readyz")[0] == 200
         return False
 
     def parent(self) -> int | None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 from kvxferd.cli import main
 from kvxferd.core.registry import LocalEngine
 from kvxferd.core.sessions import Session
-from kvxferd.core.source import Source
+from kvxferd.core.source import PublishedTransfers
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire.worker import Publish
 
 
-def _present(source: Source, session: Session, engine: LocalEngine, said: Publish) -> dict[Rank, Incarnation]:
+def _present(
+    source: PublishedTransfers, session: Session, engine: LocalEngine, said: Publish
+) -> dict[Rank, Incarnation]:
     return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
 
-Source._bound_to = _present  # type: ignore[method-assign]
+PublishedTransfers._incarnations_of = _present  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     main()

@@ -19,17 +19,19 @@ SHAPE = DemoShape(
 )
 
 
-def held_memory(role: Role, rank: Rank, request: int = 0) -> tuple[RankLayout, content.Held, content.Bytes]:
+def held_memory(
+    role: Role, rank: Rank, request: int = 0
+) -> tuple[RankLayout, content.RequestBlocks, content.Bytes]:
     """A rank's memory with one request written into a background."""
     layout = SHAPE.rank_layout(role, rank)
-    held = content.Held(request, SHAPE.block_ids(role, request), SHAPE.tokens)
+    held = content.RequestBlocks(request, SHAPE.block_ids(role, request), SHAPE.tokens)
     memory = content.background(content.region_bytes(layout))
     content.write(memory, layout, held)
     return layout, held, memory
 
 
 def by_coordinate(
-    layout: RankLayout, held: content.Held, memory: content.Bytes
+    layout: RankLayout, held: content.RequestBlocks, memory: content.Bytes
 ) -> dict[tuple[int, str, int, int], bytes]:
     """Every item of a request, found by the layout's formula, one at a time."""
     block_tokens = layout.groups[0].block_tokens
@@ -69,7 +71,7 @@ def test_no_two_items_are_alike() -> None:
 def test_what_was_written_is_right() -> None:
     layout, held, memory = held_memory("decode", Rank(0, 0))
     found = content.check(memory, layout, held)
-    assert found == content.Findings(SHAPE.layers * 2 * SHAPE.heads * SHAPE.tokens, 0, "")
+    assert found == content.ContentCheck(SHAPE.layers * 2 * SHAPE.heads * SHAPE.tokens, 0, "")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.cli.asking import Daemon
-from kvxferd.cli.explain.descriptions import Engine, read_description
-from kvxferd.cli.explain.ranges import byte_ranges, in_steps
-from kvxferd.cli.explain.reckoning import Explanation, RankReads, explain_pair
+from kvxferd.cli.asking import ControlClient
+from kvxferd.cli.explain.descriptions import EngineDescription, parse_engine
+from kvxferd.cli.explain.ranges import byte_ranges, group_layers_in_step
+from kvxferd.cli.explain.reckoning import DecodeRankReads, Explanation, explain_pair
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
 
 
-def described(text: str) -> Engine:
+def described(text: str) -> EngineDescription:
     """Return an engine that needs no daemon."""
 
-    def no_daemon() -> Daemon:
+    def no_daemon() -> ControlClient:
         raise AssertionError("nothing here is live")
 
-    return read_description(text, no_daemon)
+    return parse_engine(text, no_daemon)
 
 
 def explained(prefill: str, decode: str) -> Explanation:
@@ -28,7 +28,7 @@ def explained(prefill: str, decode: str) -> Explanation:
     return found
 
 
-def sources(rank: RankReads, kind: GroupKind = GroupKind.ATTENTION) -> list[tuple[int, int]]:
+def sources(rank: DecodeRankReads, kind: GroupKind = GroupKind.ATTENTION) -> list[tuple[int, int]]:
     """Return the prefill ranks that a decode rank reads, as (pp, tp)."""
     return [tuple(source) for source in rank.sources(kind)]  # type: ignore[misc]
 
@@ -60,7 +60,7 @@ def test_bytes_of_a_thousand_tokens(prefill: str, decode: str, want: int) -> Non
     """Of all decode ranks together; what prefill ranks give is the same bytes."""
     found = explained(prefill, decode)
     assert found.num_bytes == want
-    assert sum(found.served().values()) == want
+    assert sum(found.bytes_by_source().values()) == want
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_replicas_are_spread_over_readers() -> None:
     """Each of four readers has a replica of the latent of its own; the rest gives nothing."""
     found = explained("deepseek-v3,tp=8", "deepseek-v3,tp=4")
     assert [sources(rank) for rank in found.ranks] == [[(0, 0)], [(0, 2)], [(0, 4)], [(0, 6)]]
-    assert [rank.tp_rank for rank, given in found.served().items() if not given] == [1, 3, 5, 7]
+    assert [rank.tp_rank for rank, given in found.bytes_by_source().items() if not given] == [1, 3, 5, 7]
 
 
 def test_byte_ranges_of_one_rank() -> None:
@@ -134,7 +134,7 @@ def test_byte_ranges_of_one_rank() -> None:
 def test_layers_in_equal_steps_take_one_row() -> None:
     """Eighty layers of K and V from one rank."""
     found = explained("llama-3-70b", "llama-3-70b,layout=blocks-first")
-    rows = in_steps(byte_ranges(found.ranks[0]))
+    rows = group_layers_in_step(byte_ranges(found.ranks[0]))
     assert [(row.first.component, len(row.layers)) for row in rows] == [("k", 80), ("v", 80)]
     block = 16 * 8 * 128 * 2
     assert (rows[0].decode_step, rows[0].prefill_step) == (2 * block * 1024, 2 * block * 1024)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import kvxferd
-from kvxferd.cli.showing import in_bytes, in_time, plain
+from kvxferd.cli.showing import format_bytes, format_duration, plain_text
 from kvxferd.config import SETTINGS, flag_name
 
 
@@ -67,13 +67,13 @@ def test_the_daemon_loads_neither_torch_nor_nixl_nor_the_demo() -> None:
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")],
 )
 def test_sizes(count: int, want: str) -> None:
-    assert in_bytes(count) == want
+    assert format_bytes(count) == want
 
 
 @pytest.mark.parametrize(("seconds", "want"), [(0.0000125, "12.5 us"), (0.0123, "12.3 ms"), (61, "61.0 s")])
 def test_times(seconds: float, want: str) -> None:
-    assert in_time(seconds) == want
+    assert format_duration(seconds) == want
 
 
 def test_names_from_outside_cannot_steer_a_terminal() -> None:
-    assert plain("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"
+    assert plain_text("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"

@@ -7,10 +7,10 @@ import sys
 
 LOOK = """
 import gc
-from kvxferd.cli.serve import set_imports_aside
+from kvxferd.cli.serve import freeze_imports
 import kvxferd.daemon
 before = len(gc.get_objects())
-set_imports_aside()
+freeze_imports()
 print(before, len(gc.get_objects()))
 """
 

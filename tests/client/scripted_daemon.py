@@ -154,7 +154,7 @@ class DaemonSide:
 
     def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:
         register = self.expect(worker.Register)
-        if self.version >= worker.FIRST_WITH_OFFERS:
+        if self.version >= worker.FIRST_WITH_MOVER_OFFERS:
             self.offer(mover)
             self.say_registered(register.request, endpoint)
             return register

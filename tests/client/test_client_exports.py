@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from devices import Segment
 
-from kvxferd.client.exports import Region, export
+from kvxferd.client.exports import Region, export_memory
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout, RegionSpec
@@ -45,7 +45,7 @@ def memory_of(segment: Segment, offset: int, size: int) -> DeviceMemory:
 def test_regions_share_the_allocations_that_they_share(segment: Segment) -> None:
     """Two tensors in one segment: the second begins in the allocation in which the first ends."""
     first, second = memory_of(segment, 512, 2 * UNIT), memory_of(segment, 3 * UNIT, 2 * UNIT)
-    exports = export(layout_of(a=2 * UNIT, b=2 * UNIT), {RegionId("a"): first, RegionId("b"): second})
+    exports = export_memory(layout_of(a=2 * UNIT, b=2 * UNIT), {RegionId("a"): first, RegionId("b"): second})
     assert exports.regions == (
         RegionExport(RegionId("a"), 2 * UNIT, 0, 512, "vmm", UUID, (2 * UNIT, 2 * UNIT)),
         RegionExport(RegionId("b"), 2 * UNIT, 1, UNIT, "vmm", UUID, (2 * UNIT, UNIT)),
@@ -57,7 +57,7 @@ def test_regions_share_the_allocations_that_they_share(segment: Segment) -> None
 
 
 def test_only_what_is_needed_is_exported(segment: Segment) -> None:
-    exports = export(layout_of(a=100), {RegionId("a"): memory_of(segment, 4 * UNIT, UNIT)})
+    exports = export_memory(layout_of(a=100), {RegionId("a"): memory_of(segment, 4 * UNIT, UNIT)})
     assert [region.pieces for region in exports.regions] == [(UNIT,)]
     assert len(exports.fds) == 1
     exports.close()
@@ -69,7 +69,7 @@ def test_host_and_gpu_memory_together(segment: Segment) -> None:
             Region(RegionId("gpu"), memory_of(segment, 0, 5 * UNIT), offset=100),
             Region(RegionId("host"), host),
         ]
-        exports = export(layout_of(gpu=UNIT, host=UNIT), regions)
+        exports = export_memory(layout_of(gpu=UNIT, host=UNIT), regions)
         by_name = {region.region: region for region in exports.regions}
         assert (by_name[RegionId("host")].kind, by_name[RegionId("host")].fd_index) == ("memfd", 0)
         gpu = by_name[RegionId("gpu")]
@@ -79,7 +79,7 @@ def test_host_and_gpu_memory_together(segment: Segment) -> None:
 
 def test_descriptors_are_closed_again(segment: Segment) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    exports = export(layout_of(a=UNIT), {RegionId("a"): memory_of(segment, 0, 5 * UNIT)})
+    exports = export_memory(layout_of(a=UNIT), {RegionId("a"): memory_of(segment, 0, 5 * UNIT)})
     assert len(os.listdir("/proc/self/fd")) == before + 1
     exports.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -90,7 +90,7 @@ def test_plain_memory_leads_to_a_resident_mover(driver: FakeDriver) -> None:
     with pytest.raises(DeviceError) as raised:
         DeviceMemory(address, UNIT, driver)
     assert raised.value.code is Code.REGION_NOT_EXPORTABLE
-    exports = export(layout_of(a=100), {RegionId("a"): ResidentMemory(address, UNIT, UUID)})
+    exports = export_memory(layout_of(a=100), {RegionId("a"): ResidentMemory(address, UNIT, UUID)})
     assert exports.regions == (
         RegionExport(RegionId("a"), 100, kind="resident", device=UUID, address=address),
     )

@@ -50,7 +50,7 @@ def test_a_held_publish_keeps_what_was_known_when_it_was_called(stage: Stage) ->
     scheduler, kernel = publisher(stage, *BOTH), Kernel()
     scheduler.publish("held", blocks(), num_tokens=48, after=kernel)
     stage.side.say(worker.EngineRanks(ranks=((SECOND, "b2"),)))
-    until(lambda: scheduler._session._known.all != BOTH, "the report is taken")
+    until(lambda: scheduler._session._incarnations.all != BOTH, "the report is taken")
     scheduler.publish("later", blocks(), num_tokens=48)
     later = stage.side.expect(worker.Publish)
     assert (later.transfer_id, dict(later.incarnations)) == ("later", {FIRST: "a1", SECOND: "b2"})
@@ -84,7 +84,7 @@ def test_a_session_that_knows_no_rank_publishes_nothing(stage: Stage) -> None:
         scheduler.publish("t", blocks(), num_tokens=48)
     assert refused.value.code is Code.ENGINE_INCOMPLETE
     stage.side.say(worker.EngineRanks(ranks=BOTH))
-    until(lambda: scheduler._session._known.all == BOTH, "the report is taken")
+    until(lambda: scheduler._session._incarnations.all == BOTH, "the report is taken")
     scheduler.publish("t", blocks(), num_tokens=48)
     assert stage.side.expect(worker.Publish).incarnations == BOTH
 
@@ -106,9 +106,9 @@ def resumed(stage: Stage, rank: RankHandle) -> worker.Resume:
 
 def test_of_its_own_rank_a_session_knows_best(stage: Stage) -> None:
     rank, kernel = stage.rank(version=2), Kernel()
-    own = rank._session._known.own
+    own = rank._session._incarnations.own
     stage.side.say(worker.EngineRanks(ranks=((FIRST, "nonsense"), (SECOND, "b1"))))
-    until(lambda: len(rank._session._known.all) == 2, "the report is taken")
+    until(lambda: len(rank._session._incarnations.all) == 2, "the report is taken")
     rank.publish("t1", blocks(), num_tokens=48)
     assert dict(stage.side.expect(worker.Publish).incarnations) == {FIRST: own, SECOND: "b1"}
     rank.ready("t2")

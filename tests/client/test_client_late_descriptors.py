@@ -14,7 +14,7 @@ from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from kvxferd.wire.common import Descriptors
+from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 NUM = 300
@@ -40,9 +40,9 @@ def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
     assert isinstance(register, worker.Register)
     assert (register.num_descriptors, register.notices, len(first)) == (NUM, True, MAX_FDS_PER_FRAME)
     assert side.is_silent()
-    side.say(worker.DescriptorsWanted(request=register.request))
+    side.say(worker.FdsWanted(request=register.request))
     part, rest = side.receive()
-    assert part == Descriptors(first=MAX_FDS_PER_FRAME - 1)
+    assert part == FdBatch(first=MAX_FDS_PER_FRAME - 1)
     inodes = [os.fstat(fd).st_ino for fd in (*first[:-1], *rest)]
     assert inodes == [os.fstat(memory.fd).st_ino for memory in memories]
     side.say(worker.Refused(request=register.request, code=Code.BUSY, message="no", retry_after_s=1.0))

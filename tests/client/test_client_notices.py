@@ -10,7 +10,7 @@ import pytest
 from client_stage import REF, Stage, blocks, events_of, one_event
 
 from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
-from kvxferd.client.notices import Notices
+from kvxferd.client.notices import DeliverySocketPair
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker
@@ -148,7 +148,7 @@ def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
     stage.side.notice(word_of(ticket))
     assert isinstance(one_event(rank), Delivered)
     rank.suspend()
-    assert stage.side.expect(worker.Noticed).tickets == (ticket.number,)
+    assert stage.side.expect(worker.DeliveredByMover).tickets == (ticket.number,)
     stage.side.expect(worker.Suspend)
     stage.mover.die()
     stage.side.say(worker.Suspended())
@@ -162,7 +162,7 @@ def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
     assert isinstance(one_event(rank), Delivered)
     stage.side.notice(word_of(unread))
     rank.close()
-    assert stage.side.expect(worker.Noticed).tickets == (told.number, unread.number)
+    assert stage.side.expect(worker.DeliveredByMover).tickets == (told.number, unread.number)
     with pytest.raises(ConnectionError):
         stage.side.receive()
     assert rank.poll() == [Delivered(unread, 3, 2, 0.5)]
@@ -170,19 +170,19 @@ def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
 
 
 def test_notices_are_packets_and_end_with_close() -> None:
-    notices = Notices()
-    with socket.socket(fileno=notices.far_end) as far:
+    notices = DeliverySocketPair()
+    with socket.socket(fileno=notices.mover_fd) as far:
         word = worker.Delivered(ticket=Ticket(1), bytes=2, runs=3, wire_s=0.0)
         far.send(encode(word))
         far.send(encode(word))
-        assert list(notices.take()) == [word, word]
-        assert list(notices.take()) == []
+        assert list(notices.receive()) == [word, word]
+        assert list(notices.receive()) == []
         far.send(b"?")
         with pytest.raises(ProtocolError):
-            list(notices.take())
+            list(notices.receive())
         far.detach()
     notices.close()
-    assert list(notices.take()) == []
+    assert list(notices.receive()) == []
 
 
 def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: Stage) -> None:

@@ -15,7 +15,7 @@ from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import FENCE_SLOTS, IDS_PART_BYTES
 
 
@@ -94,7 +94,7 @@ def test_long_lists_travel_in_parts_before_their_publish(stage: Stage) -> None:
     ids = np.arange(300_000, dtype=np.int32)
     rank.publish("long", {"full": BlockList(ids=ids)}, num_tokens=300_000 * 16)
     rank.publish("short", blocks(), num_tokens=48)
-    assembly, num_parts = IdsAssembly(), 0
+    assembly, num_parts = BlockIdAssembly(), 0
     while isinstance(message := stage.side.receive()[0], BlockIds):
         assert len(message.ids) <= IDS_PART_BYTES
         assembly.add(message)
@@ -118,8 +118,8 @@ def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
 def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
     rank = stage.rank()
     ids = np.arange(count, dtype=np.int32)
-    rank.publish("req-1", {"full": BlockList(ids=ids, lent=True)}, num_tokens=max(1, count * 16))
-    assembly = IdsAssembly()
+    rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=max(1, count * 16))
+    assembly = BlockIdAssembly()
     while isinstance(message := stage.side.receive()[0], BlockIds):
         assembly.add(message)
     assert isinstance(message, worker.Publish)
@@ -139,7 +139,7 @@ def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
 def test_what_cannot_be_lent(stage: Stage, ids: object) -> None:
     rank = stage.rank()
     with pytest.raises(EngineError) as refused:
-        rank.publish("req-1", {"full": BlockList(ids=ids, lent=True)}, num_tokens=32)
+        rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=32)
     assert refused.value.code is Code.BLOCKS_INVALID
 
 

@@ -153,7 +153,7 @@ def test_long_lists_cost_the_caller_next_to_nothing(stage: Stage) -> None:
 def test_a_lent_list_is_not_copied_and_comes_back_with_a_failure(stage: Stage) -> None:
     rank = stage.rank()
     ids = np.arange(65_536, dtype=np.int32)
-    rank.pull(REF, {"full": BlockList(ids=ids, lent=True)}, num_tokens=1_048_576, deadline_s=30.0)
+    rank.pull(REF, {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=1_048_576, deadline_s=30.0)
     pull = stage.side.expect(worker.Pull)
     assert pull.blocks["full"].ids == ids.tobytes()
     stage.side.say(worker.Failed(ticket=pull.ticket, code=Code.RELEASED, message="gone", safe_to_reuse=True))

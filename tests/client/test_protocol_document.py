@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import limits, mover, notes, peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
-from kvxferd.wire.common import BlockIds, Descriptors, Versions
+from kvxferd.wire.common import BlockIds, FdBatch, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
 
 SECTIONS = sections()
@@ -22,7 +22,7 @@ UNIONS = {
     "Requests and replies": get_args(peer.PeerMessage),
     "Daemon to mover": get_args(mover.ToMover),
     "Mover to daemon": get_args(mover.FromMover),
-    "Notes between movers": get_args(notes.Note),
+    "Notes between movers": get_args(notes.StagingMessage),
 }
 MESSAGES = sorted({message for union in UNIONS.values() for message in union}, key=lambda m: m.__name__)
 STRUCTS = sorted(
@@ -30,7 +30,7 @@ STRUCTS = sorted(
 )
 # The messages whose frames carry descriptors, on the worker socket and to a mover.
 WITH_DESCRIPTORS = {
-    Descriptors,
+    FdBatch,
     worker.Hello,
     worker.Register,
     worker.Resume,
@@ -61,7 +61,7 @@ def test_every_struct_is_described_field_by_field(struct: type[msgspec.Struct]) 
 def test_messages_stand_where_they_belong(heading: str) -> None:
     order = list(SECTIONS)
     after = order[order.index(heading) + 1 :]
-    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m not in (BlockIds, Descriptors)]
+    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m not in (BlockIds, FdBatch)]
     assert after[: len(messages)] == messages
 
 
@@ -77,7 +77,7 @@ def test_limits() -> None:
 
 def test_limits_of_notes() -> None:
     section = SECTIONS["Notes between movers"]
-    for name in ("MAX_NOTE_BYTES", "MAX_ASKED_RUNS", "STAMP_BYTES"):
+    for name in ("MAX_STAGING_MESSAGE_BYTES", "MAX_CHUNK_RUNS", "STAMP_BYTES"):
         assert f"`{name}` ({getattr(notes, name)})" in section
 
 

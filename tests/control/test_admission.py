@@ -12,7 +12,7 @@ import pytest
 from other_user import open_directory
 
 from kvxferd.config import WorkerConfig
-from kvxferd.control.admission import MAX_WAITING_BYTES, MAX_WAITING_FDS
+from kvxferd.control.admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
@@ -21,7 +21,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.common import Descriptors, Message, Versions
+from kvxferd.wire.common import FdBatch, Message, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 
@@ -60,11 +60,11 @@ class Listening:
             if isinstance(event, kind):
                 return event
 
-    async def said(self, message: type) -> ev.WorkerSaid:
+    async def said(self, message: type) -> ev.WorkerMessage:
         """The event of such a message."""
         while True:
-            event = await self.event(ev.WorkerSaid)
-            assert isinstance(event, ev.WorkerSaid)
+            event = await self.event(ev.WorkerMessage)
+            assert isinstance(event, ev.WorkerMessage)
             if isinstance(event.message, message):
                 return event
 
@@ -139,7 +139,7 @@ async def test_no_descriptors_come_before_a_registration(
 ) -> None:
     connection = await socket_.session(version)
     await socket_.said(wk.Hello)
-    await socket_.say(connection, Descriptors(first=0), memory.fd)
+    await socket_.say(connection, FdBatch(first=0), memory.fd)
     assert (await socket_.farewell(connection)).code is code
 
 
@@ -162,24 +162,24 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
     connection = await socket_.session()
     await socket_.say(connection, register(num_descriptors=3, notices=True), memory.fd, memory.fd)
     said = await socket_.said(wk.Register)
-    assert (said.problem, said.lacks_descriptors) == (None, True)
-    socket_.workers.send(said.session, wk.DescriptorsWanted(request=1))
-    await socket_.say(connection, Descriptors(first=1), memory.fd, memory.fd)
-    came = await socket_.event(ev.DescriptorsCame)
-    assert isinstance(came, ev.DescriptorsCame)
+    assert (said.problem, said.awaits_fds) == (None, True)
+    socket_.workers.send(said.session, wk.FdsWanted(request=1))
+    await socket_.say(connection, FdBatch(first=1), memory.fd, memory.fd)
+    came = await socket_.event(ev.FdsArrived)
+    assert isinstance(came, ev.FdsArrived)
     # All three are there; that the one region needs one alone is what is wrong with them.
     assert came.problem is not None
     assert "3 came" in came.problem.message
 
 
 async def test_a_user_may_not_hold_all_descriptors(socket_: Listening, memory: SealedMemory) -> None:
-    socket_.workers._admission.descriptors.limit = 16
+    socket_.workers._admission.memory_fds.limit = 16
     connection = await socket_.session()
     await socket_.say(connection, register(num_descriptors=15), memory.fd)
     said = await socket_.said(wk.Register)
     assert said.problem is not None
     assert said.problem.code is Code.BUSY
-    assert socket_.workers._admission.descriptors.held == 0
+    assert socket_.workers._admission.memory_fds.held == 0
 
 
 async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> None:
@@ -193,8 +193,8 @@ async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> No
         except OSError:
             closed += 1
     await asyncio.sleep(0)
-    kept = sum(c.link.kept[0] for c in socket_.workers._connections.values())
-    assert kept <= MAX_WAITING_BYTES
+    kept = sum(c.frame_socket.buffered[0] for c in socket_.workers._connections.values())
+    assert kept <= MAX_PARTIAL_BYTES
     assert closed or len(socket_.workers._connections) < 40
 
 
@@ -210,9 +210,9 @@ async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
         await socket_.send(connection, beginning, *[memory.fd] * MAX_FDS_PER_FRAME)
     async with asyncio.timeout(10):
         while not any(map(_is_readable, connections)):
-            assert open_fds() - before <= MAX_WAITING_FDS
+            assert open_fds() - before <= MAX_PARTIAL_FDS
             await asyncio.sleep(0.01)
-    assert open_fds() - before <= MAX_WAITING_FDS
+    assert open_fds() - before <= MAX_PARTIAL_FDS
     codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
     assert codes
     assert set(codes) == {Code.BUSY}
@@ -234,7 +234,7 @@ async def test_who_is_not_admitted_and_reads_nothing_is_disconnected_soon(socket
         socket_.workers.send(session, refused)
         num_sent += 1
         assert num_sent < 200  # the kernel's buffer, and 64 KiB
-    assert socket_.heard.get_nowait() == ev.WorkerClosed(session)
+    assert socket_.heard.get_nowait() == ev.WorkerDisconnected(session)
 
 
 async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
@@ -244,7 +244,7 @@ async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: S
     session = (await socket_.said(wk.Attach)).session
     socket_.workers.send(session, wk.Registered(request=1, endpoint="tcp://h:1"))
     await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
-    await socket_.say(connection, Descriptors(first=0), memory.fd)
+    await socket_.say(connection, FdBatch(first=0), memory.fd)
     assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
 
 
@@ -255,7 +255,7 @@ async def test_another_registration_while_descriptors_are_awaited_ends_the_sessi
     connection = await socket_.session()
     await socket_.say(connection, register(num_descriptors=3), memory.fd)
     session = (await socket_.said(wk.Register)).session
-    socket_.workers.send(session, wk.DescriptorsWanted(request=1))
+    socket_.workers.send(session, wk.FdsWanted(request=1))
     await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
     await socket_.say(connection, register(num_descriptors=2), memory.fd)
     assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
@@ -273,10 +273,10 @@ async def test_a_rank_that_resumes_keeps_the_notices_that_it_registered_with(
             await socket_.say(connection, register(notices=flag), memory.fd, *behind)
             session = (await socket_.said(wk.Register)).session
             if flag is notices:
-                socket_.workers.adopt_regions(session)
-    before = len(socket_.workers.region_fds(session))
+                socket_.workers.commit_region_fds(session)
+    before = len(socket_.workers.bind_fds(session))
     resume = wk.Resume(request=2, regions=register().regions, incarnation="second")
     await socket_.say(connection, resume, memory.fd)
     await socket_.said(wk.Resume)
-    socket_.workers.adopt_regions(session)
-    assert len(socket_.workers.region_fds(session)) == before == 2 + notices
+    socket_.workers.commit_region_fds(session)
+    assert len(socket_.workers.bind_fds(session)) == before == 2 + notices

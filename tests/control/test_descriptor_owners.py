@@ -12,15 +12,15 @@ from other_user import open_directory
 from test_admission import LAYOUT, Listening, open_fds, register
 
 from kvxferd.config import WorkerConfig
-from kvxferd.control.frame_descriptors import FrameDescriptors
-from kvxferd.control.offers import mover_socket, take_offer
+from kvxferd.control.frame_descriptors import FrameFds
+from kvxferd.control.offers import check_registration, detach_mover_socket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import EngineError
 from kvxferd.ids import TransferId
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Descriptors, Message
+from kvxferd.wire.common import FdBatch, Message
 
 NUM_OTHERS = 32
 
@@ -33,7 +33,7 @@ class Others:
         self.fds: list[int] = []
 
     def on_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.WorkerClosed):
+        if isinstance(event, ev.WorkerDisconnected):
             self.fds += [os.memfd_create("other") for _ in range(NUM_OTHERS)]
         self.heard.put_nowait(event)
 
@@ -86,7 +86,7 @@ def memory() -> Iterator[SealedMemory]:
 
 async def released(socket_: Listening) -> None:
     """Wait until the daemon's session has ended, and what was kept of it is closed."""
-    await socket_.event(ev.WorkerClosed)
+    await socket_.event(ev.WorkerDisconnected)
     for _ in range(3):  # it is released on the loop's next turn
         await asyncio.sleep(0)
     assert not socket_.workers._connections
@@ -97,7 +97,7 @@ async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: in
     connection = await socket_.session()
     await socket_.say(connection, register(num_descriptors), memory.fd)
     session = (await socket_.said(wk.Register)).session
-    socket_.workers.send(session, wk.DescriptorsWanted(request=1))
+    socket_.workers.send(session, wk.FdsWanted(request=1))
     return connection
 
 
@@ -106,8 +106,8 @@ async def test_a_part_beyond_the_share_is_closed_once(
 ) -> None:
     before = open_fds()
     connection = await admitted(socket_, memory, num_descriptors=4)
-    socket_.workers._admission.descriptors.limit = 1  # the part is kept and counted, and then too much
-    await socket_.say(connection, Descriptors(first=1), *[memory.fd] * 8)
+    socket_.workers._admission.memory_fds.limit = 1  # the part is kept and counted, and then too much
+    await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
     await released(socket_)
     connection.close()
     assert others.num_closed == 0
@@ -122,9 +122,9 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
     """A new start without descriptors, and one with a gap."""
     before = open_fds()
     connection = await admitted(socket_, memory, num_descriptors=40)
-    await socket_.say(connection, Descriptors(first=1), *[memory.fd] * 8)
-    await socket_.said(Descriptors)
-    await socket_.say(connection, Descriptors(first=first), *[memory.fd] * first)
+    await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
+    await socket_.said(FdBatch)
+    await socket_.say(connection, FdBatch(first=first), *[memory.fd] * first)
     await released(socket_)
     connection.close()
     assert others.num_closed == 0
@@ -165,9 +165,9 @@ def datagram_end() -> int:
 @pytest.mark.parametrize("make", [pipe_end, datagram_end])
 def test_a_descriptor_that_is_no_movers_socket_stays_the_callers(make) -> None:
     last = make()
-    fds = FrameDescriptors((last,))
+    fds = FrameFds((last,))
     with pytest.raises(EngineError):
-        mover_socket(fds)
+        detach_mover_socket(fds)
     assert fds.fds == (last,)
     assert is_open(last)
     fds.close()
@@ -176,10 +176,10 @@ def test_a_descriptor_that_is_no_movers_socket_stays_the_callers(make) -> None:
 
 @pytest.mark.parametrize("make", [pipe_end, datagram_end])
 def test_a_refused_resident_registration_has_open_descriptors_alone(memory: SealedMemory, make) -> None:
-    fds = FrameDescriptors((os.dup(memory.fd), make()))
-    offer = take_offer(wk.Resume(request=1, incarnation="i", regions=(), placement="resident"), fds)
-    assert offer.mover is None
-    assert offer.problem is not None
+    fds = FrameFds((os.dup(memory.fd), make()))
+    offer = check_registration(wk.Resume(request=1, incarnation="i", regions=(), placement="resident"), fds)
+    assert offer.mover_socket is None
+    assert offer.refusal is not None
     assert len(fds) == 2
     assert all(is_open(fd) for fd in fds.fds)
     fds.close()
@@ -188,18 +188,18 @@ def test_a_refused_resident_registration_has_open_descriptors_alone(memory: Seal
 def test_a_movers_socket_is_taken_out() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        fds = FrameDescriptors((pipe_end(), ours.detach()))
-        with mover_socket(fds):
+        fds = FrameFds((pipe_end(), ours.detach()))
+        with detach_mover_socket(fds):
             assert len(fds) == 1
         fds.close()
 
 
 def test_what_is_taken_is_not_closed() -> None:
     first, last, more = pipe_end(), pipe_end(), pipe_end()
-    fds = FrameDescriptors((first, last))
-    fds.put_before((more,))
-    assert fds.take_last() == last
-    assert fds.take() == (more, first)
+    fds = FrameFds((first, last))
+    fds.prepend((more,))
+    assert fds.detach_last() == last
+    assert fds.detach_all() == (more, first)
     fds.close()
     for fd in (first, last, more):
         os.close(fd)

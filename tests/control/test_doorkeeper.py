@@ -6,13 +6,13 @@ from ipaddress import ip_network
 
 import pytest
 
-from kvxferd.control.doorkeeper import LOG_AGAIN_S, Doorkeeper
-from kvxferd.core.trust import Trust
+from kvxferd.control.doorkeeper import LOG_INTERVAL_S, ZapAuthenticator
+from kvxferd.core.trust import PeerAllowlist
 
 FRIEND, STRANGER = b"\x0b" * 32, b"\x0c" * 32
-KEYS = Trust(key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]))
-LAN = Trust(networks=(ip_network("10.1.0.0/16"),))
-BOTH = Trust(key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]), networks=LAN.networks)
+KEYS = PeerAllowlist(own_key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]))
+LAN = PeerAllowlist(networks=(ip_network("10.1.0.0/16"),))
+BOTH = PeerAllowlist(own_key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]), networks=LAN.networks)
 
 
 def request(address: str, mechanism: bytes, *credentials: bytes) -> list[bytes]:
@@ -36,7 +36,7 @@ def request(address: str, mechanism: bytes, *credentials: bytes) -> list[bytes]:
     ],
 )
 def test_who_is_let_in(trust, address, mechanism, credentials, allowed) -> None:
-    reply = Doorkeeper(trust).answer(request(address, mechanism, *credentials), 0.0)
+    reply = ZapAuthenticator(trust).reply(request(address, mechanism, *credentials), 0.0)
     route, empty, version, number, status, _, user, metadata = reply
     assert (route, empty, version, number, metadata) == (b"route", b"", b"1.0", b"7", b"")
     assert status == (b"200" if allowed else b"400")
@@ -47,15 +47,15 @@ def test_who_is_let_in(trust, address, mechanism, credentials, allowed) -> None:
     "parts", [[], [b"x"], [b"r", b"", b"2.0", *[b""] * 6], [b"r", b"x", b"1.0", *[b""] * 6]]
 )
 def test_what_is_no_request_gets_no_answer(parts: list[bytes]) -> None:
-    assert Doorkeeper(KEYS).answer(parts, 0.0) is None
+    assert ZapAuthenticator(KEYS).reply(parts, 0.0) is None
 
 
 def test_who_tries_again_and_again_does_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    doorkeeper = Doorkeeper(LAN)
-    for now in (0.0, 1.0, LOG_AGAIN_S - 0.1, LOG_AGAIN_S + 0.1):
-        doorkeeper.answer(request("192.0.2.1", b"NULL"), now)
+    doorkeeper = ZapAuthenticator(LAN)
+    for now in (0.0, 1.0, LOG_INTERVAL_S - 0.1, LOG_INTERVAL_S + 0.1):
+        doorkeeper.reply(request("192.0.2.1", b"NULL"), now)
     for address in range(5000):
-        doorkeeper.answer(request(f"192.0.3.{address}", b"NULL"), 30.0)
+        doorkeeper.reply(request(f"192.0.3.{address}", b"NULL"), 30.0)
     said = capsys.readouterr()
     assert (said.out + said.err).count("address=192.0.2.1 ") == 2
-    assert len(doorkeeper._logged) <= 1024
+    assert len(doorkeeper._last_logged) <= 1024

@@ -14,19 +14,19 @@ import time
 from kvxferd.control.peer_socket import RECEIVE_HIGH_WATER, PeerSocket
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Versions
-from kvxferd.wire.peer import Greet
+from kvxferd.wire.peer import PeerHello
 
 GREETING = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
 PROPERTIES = b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER" + b"\\x08Identity" + bytes(4)
 READY = b"\\x05READY" + PROPERTIES
-QUESTION = encode(Greet(request=1, versions=Versions(1, 1), boot="b", endpoint="tcp://x:1"))
+QUESTION = encode(PeerHello(request=1, versions=Versions(1, 1), boot="b", endpoint="tcp://x:1"))
 
 
 async def main():
     heard = []
     peers = PeerSocket("tcp://127.0.0.1:0", heard.append)
     peers.start()
-    port = int(peers.bound.rpartition(":")[2])
+    port = int(peers.bound_endpoint.rpartition(":")[2])
     made = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port))
     made.sendall(GREETING + b"\\x04" + bytes([len(READY)]) + READY)
     made.setblocking(False)

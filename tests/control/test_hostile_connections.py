@@ -16,12 +16,12 @@ import zmq.asyncio
 
 from kvxferd.control import connection_guard, peer_inbox, unread_answers
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
-from kvxferd.control.keys import PeerKey, make_key
-from kvxferd.control.peer_inbox import OpenGate
+from kvxferd.control.keys import CurveKeyPair, make_key
+from kvxferd.control.peer_inbox import NoChecks
 from kvxferd.control.peer_socket import PeerSocket
-from kvxferd.control.unread_answers import UnreadAnswers
+from kvxferd.control.unread_answers import UnreadReplies
 from kvxferd.core import events as ev
-from kvxferd.core.trust import Trust
+from kvxferd.core.trust import PeerAllowlist
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, GroupName
 from kvxferd.layout import EngineSpec, PackedBlocks
@@ -34,13 +34,13 @@ from kvxferd.wire.peer import (
     EngineManifest,
     FetchEngine,
     Granted,
-    Greet,
     JoinRank,
+    PeerHello,
     PeerRefused,
     RankReady,
 )
 
-QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -49,22 +49,22 @@ NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
 class Node:
     """A peer socket and what it heard."""
 
-    def __init__(self, key: PeerKey | None = None, gate: OpenGate | None = None) -> None:
+    def __init__(self, key: CurveKeyPair | None = None, gate: NoChecks | None = None) -> None:
         self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-        trust = Trust(key=key.public if key else "")
+        trust = PeerAllowlist(own_key=key.public if key else "")
         self.socket = PeerSocket(
-            "tcp://127.0.0.1:0", self.heard.put_nowait, trust, key, lambda: gate or OpenGate()
+            "tcp://127.0.0.1:0", self.heard.put_nowait, trust, key, lambda: gate or NoChecks()
         )
         self.key = key
         self.socket.start()
-        self.port = int(self.socket.bound.rpartition(":")[2])
+        self.port = int(self.socket.bound_endpoint.rpartition(":")[2])
 
     async def next(self) -> ev.Event:
         return await asyncio.wait_for(self.heard.get(), 10)
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> PeerKey:
+def key(tmp_path: Path) -> CurveKeyPair:
     return make_key(tmp_path / "key")
 
 
@@ -76,7 +76,7 @@ async def node():
 
 
 @pytest.fixture
-async def keyed(key: PeerKey):
+async def keyed(key: CurveKeyPair):
     made = Node(key)
     yield made
     made.socket.stop()
@@ -94,7 +94,7 @@ def dealer_to(context: zmq.asyncio.Context, node: Node) -> zmq.asyncio.Socket:
     if node.key is not None:
         public = bytes.fromhex(node.key.public)
         made.curve_serverkey, made.curve_publickey, made.curve_secretkey = public, public, node.key.secret
-    made.connect(node.socket.bound)
+    made.connect(node.socket.bound_endpoint)
     return made
 
 
@@ -238,20 +238,20 @@ async def speaking(node: Node, properties: dict[bytes, bytes], payload: bytes) -
 
 async def test_an_admission_that_takes_long_loses_no_message(node, context):
     """libzmq sends nothing before it is admitted: a busy loop only delays a peer."""
-    admit, waiting = node.socket._asked_at_the_door, asyncio.Event()
+    admit, waiting = node.socket._on_zap_request, asyncio.Event()
     requests = []
 
     def hold(route, frames):
         requests.append((route, frames))
         waiting.set()
 
-    node.socket._door.on_message = hold
+    node.socket._zap_socket.on_message = hold
     honest = dealer_to(context, node)
     await honest.send(encode(QUESTION))
     await asyncio.wait_for(waiting.wait(), 10)
     by_hand = asyncio.create_task(speaking(node, {}, encode(QUESTION)))
     await until(lambda: len(requests) == 2, "it is not asked for")
-    node.socket._door.on_message = admit
+    node.socket._zap_socket.on_message = admit
     for request in requests:
         admit(*request)
     with await by_hand:
@@ -274,10 +274,10 @@ async def test_who_names_its_own_connection_is_not_listened_to(node):
             assert came, heard
             heard += came
         assert node.heard.empty()
-    unread = UnreadAnswers()
-    assert unread.came(b"\0abcd", "a")
-    assert not unread.came(b"\0abcd", "b")
-    assert unread.came(b"\0abcd", "a")
+    unread = UnreadReplies()
+    assert unread.claim_route(b"\0abcd", "a")
+    assert not unread.claim_route(b"\0abcd", "b")
+    assert unread.claim_route(b"\0abcd", "a")
 
 
 async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context):
@@ -286,7 +286,7 @@ async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context)
     hostile.setsockopt(zmq.ROUTING_ID, b"\xff\xfe\xfd")
     await honest.send(encode(QUESTION))
     await node.next()
-    hostile.connect(node.socket.bound)
+    hostile.connect(node.socket.bound_endpoint)
     for _ in range(20):
         for _ in range(30):
             await hostile.send(encode(QUESTION))
@@ -294,7 +294,7 @@ async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context)
     for _ in range(20):
         event = await node.next()
         assert event.route != b"\xff\xfe\xfd"
-    node.socket.answer(event.route, Done(request=9))
+    node.socket.reply(event.route, Done(request=9))
     assert PEER_MESSAGES.decode(await asyncio.wait_for(honest.recv(), 10)) == Done(request=9)
     refused = PEER_MESSAGES.decode(await asyncio.wait_for(hostile.recv(), 10))
     assert (refused.code, "chose the name" in refused.message) == (Code.BAD_FRAME, True)
@@ -303,14 +303,14 @@ async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context)
 
 async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, context, monkeypatch):
     """Both lie in the socket when it is read. A defect of ours must not become everybody's silence."""
-    took = peer_inbox.PeerInbox.take
+    took = peer_inbox.PeerInbox.handle
 
     def take(self, sender, payload):
         if payload == b"defect":
             raise RuntimeError("a defect")
         took(self, sender, payload)
 
-    monkeypatch.setattr(peer_inbox.PeerInbox, "take", take)
+    monkeypatch.setattr(peer_inbox.PeerInbox, "handle", take)
     sender = dealer_to(context, node)
     for _ in range(20):
         await sender.send(b"defect")
@@ -358,7 +358,7 @@ async def test_what_follows_a_rank_on_its_connection_stays_behind_it(node, conte
     assert [(await node.next()).message for _ in range(2)] == [join_of(layers=500), ready]
 
 
-class Closed(OpenGate):
+class Closed(NoChecks):
     """Takes no rank."""
 
     def refusal_of_join(self, route, said, key):
@@ -366,7 +366,7 @@ class Closed(OpenGate):
 
 
 async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(context, monkeypatch):
-    monkeypatch.setattr(peer_inbox, "joined", lambda outline: pytest.fail("it was decoded"))
+    monkeypatch.setattr(peer_inbox, "decode_join_rank", lambda outline: pytest.fail("it was decoded"))
     node = Node(gate=Closed())
     try:
         stranger = dealer_to(context, node)
@@ -398,7 +398,7 @@ async def test_large_ranks_of_one_peer_keep_no_other_waiting(node, context, monk
 
 
 async def test_what_waits_behind_a_manifest_has_a_limit(node, context, monkeypatch):
-    monkeypatch.setattr(peer_inbox, "MAX_HELD_BYTES", 4096)
+    monkeypatch.setattr(peer_inbox, "MAX_DEFERRED_BYTES", 4096)
     going_on = asyncio.Event()
     loop, checked = asyncio.get_running_loop(), peer_inbox.checked_layouts
 
@@ -412,14 +412,14 @@ async def test_what_waits_behind_a_manifest_has_a_limit(node, context, monkeypat
     for _ in range(1000):
         await busy.send(encode(QUESTION))
     inbox = node.socket._inbox
-    await until(lambda: inbox._num_held_bytes > 3000, "nothing is held")
+    await until(lambda: inbox._num_deferred_bytes > 3000, "nothing is held")
     other = dealer_to(context, node)
     await other.send(encode(QUESTION))
     await node.next()
-    assert inbox._num_held_bytes <= 4096
+    assert inbox._num_deferred_bytes <= 4096
     going_on.set()
-    await until(lambda: not inbox._held, "it still waits")
-    assert inbox._num_held_bytes == 0
+    await until(lambda: not inbox._deferred, "it still waits")
+    assert inbox._num_deferred_bytes == 0
 
 
 async def test_a_bad_layout_is_refused_by_the_thread(node, context):
@@ -432,8 +432,8 @@ async def test_a_bad_layout_is_refused_by_the_thread(node, context):
 
 
 async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_dropped(context):
-    class Asking(OpenGate):
-        def is_asked(self, endpoint, request):
+    class Asking(NoChecks):
+        def is_request_open(self, endpoint, request):
             return request == 5
 
     node, router = Node(gate=Asking()), context.socket(zmq.ROUTER)
@@ -460,36 +460,36 @@ async def route_of(node: Node, dealer: zmq.asyncio.Socket) -> bytes:
     return (await node.next()).route
 
 
-def small_limits(node: Node, limit: int) -> UnreadAnswers:
-    unread = node.socket._unread = UnreadAnswers(limit, 2 * limit)
+def small_limits(node: Node, limit: int) -> UnreadReplies:
+    unread = node.socket._unread_replies = UnreadReplies(limit, 2 * limit)
     return unread
 
 
 async def test_answers_that_nobody_reads_do_not_pile_up(node, context):
     deaf, other = context.socket(zmq.DEALER), dealer_to(context, node)
     deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(node.socket.bound)
+    deaf.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route, before = await route_of(node, deaf), resident_mib()
     large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
     for request in range(200):
-        node.socket.answer(route, msgspec.structs.replace(large, request=request))
+        node.socket.reply(route, msgspec.structs.replace(large, request=request))
     assert unread.num_bytes <= 8 << 20
     assert resident_mib() - before < 100  # of 400
     back = await route_of(node, other)
-    node.socket.answer(back, Done(request=9))
+    node.socket.reply(back, Done(request=9))
     assert PEER_MESSAGES.decode(await asyncio.wait_for(other.recv(), 10)) == Done(request=9)
 
 
 async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, context):
     slow = context.socket(zmq.DEALER)
     slow.setsockopt(zmq.RCVHWM, 1)
-    slow.connect(node.socket.bound)
+    slow.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route = await route_of(node, slow)
     large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
     for request in range(50):
-        node.socket.answer(route, msgspec.structs.replace(large, request=request))
+        node.socket.reply(route, msgspec.structs.replace(large, request=request))
     read: list[int] = []
 
     async def read_on() -> None:
@@ -501,7 +501,7 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     try:
         # libzmq says that a message is written after its reader may have read it, from another thread.
         await until(lambda: unread.has_room(route, 8 << 20), "no room, and all is read")
-        node.socket.answer(route, Done(request=99))
+        node.socket.reply(route, Done(request=99))
         await until(lambda: 99 in read, "the answer has not come")
     finally:
         reading.cancel()
@@ -532,11 +532,11 @@ async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatc
     real = unread.has_room
     monkeypatch.setattr(unread, "has_room", lambda *args: next(full, None) if full else real(*args))
     for part in parts:
-        node.socket.answer(route, part)
+        node.socket.reply(route, part)
     monkeypatch.undo()
-    node.socket.answer(route, granted)
-    node.socket.answer(route, Done(request=8))
+    node.socket.reply(route, granted)
+    node.socket.reply(route, Done(request=8))
     assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == parts[0]
     assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == Done(request=8)
-    assert not node.socket._cut
+    assert not node.socket._truncated_replies
     assert unread_answers.MAX_UNREAD_BYTES > 64 << 20

@@ -18,9 +18,9 @@ from test_http import config_in, over_tcp, over_unix
 
 from kvxferd.config import Config, LimitsConfig
 from kvxferd.control import descriptor_budget, http_connections, sharing
-from kvxferd.control.descriptor_budget import descriptor_warnings, http_descriptors, memory_descriptors
+from kvxferd.control.descriptor_budget import fd_warnings, max_http_connections, max_memory_fds_of
 from kvxferd.control.http import HttpServer
-from kvxferd.control.http_connections import Pace
+from kvxferd.control.http_connections import RateLimiter
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.observe.metrics import Metrics
 
@@ -174,7 +174,7 @@ class Large(StillNode):
 async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "TAKE_S", 0.5)
+    monkeypatch.setattr(http_connections, "WRITE_S", 0.5)
     monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
     async with serving(config_in(tmp_path), Large()) as server:
         held = []
@@ -193,7 +193,7 @@ async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
         assert statuses.count(200) <= http_connections.MAX_UNSENT_BYTES // (8 << 20) + 1
         shares = server.listeners.shares
         deadline = time.monotonic() + 10
-        while any(connection.num_unsent for share in shares for connection in share.connections):
+        while any(connection.num_unsent_bytes for share in shares for connection in share.connections):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         # Closed in time: the end comes before the whole answer.
@@ -271,32 +271,32 @@ async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tm
 
 def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
     now = 100.0
-    pace = Pace(lambda: now)
-    admitted = sum(pace.admit("10.0.0.1") for _ in range(1_000))
-    assert admitted == Pace.BURST
-    assert pace.admit("10.0.0.2")
+    pace = RateLimiter(lambda: now)
+    admitted = sum(pace.try_acquire("10.0.0.1") for _ in range(1_000))
+    assert admitted == RateLimiter.BURST
+    assert pace.try_acquire("10.0.0.2")
     now += 1.0
-    assert sum(pace.admit("10.0.0.1") for _ in range(1_000)) == Pace.PER_S
-    for number in range(10 * Pace.MAX_SOURCES):
-        pace.admit(f"source {number}")
-    assert len(pace._left) <= Pace.MAX_SOURCES
+    assert sum(pace.try_acquire("10.0.0.1") for _ in range(1_000)) == RateLimiter.PER_S
+    for number in range(10 * RateLimiter.MAX_SOURCES):
+        pace.try_acquire(f"source {number}")
+    assert len(pace._tokens) <= RateLimiter.MAX_SOURCES
 
 
 @pytest.mark.parametrize(("limit", "want"), [(64, 12), (300, 37), (1024, 128), (65_536, 128), (-1, 128)])
 def test_http_has_an_eighth_of_the_descriptors(limit: int, want: int) -> None:
-    assert http_descriptors(limit) == want
+    assert max_http_connections(limit) == want
 
 
 def test_a_limit_below_what_the_limits_need_is_a_warning() -> None:
     limits = LimitsConfig()
-    needed = descriptor_budget.descriptors_needed(limits)
-    assert descriptor_warnings(limits, needed) == []
-    assert "RLIMIT_NOFILE is 300" in descriptor_warnings(limits, 300)[0]
+    needed = descriptor_budget.fds_needed(limits)
+    assert fd_warnings(limits, needed) == []
+    assert "RLIMIT_NOFILE is 300" in fd_warnings(limits, 300)[0]
 
 
 def test_workers_memory_has_what_a_full_node_of_these_limits_leaves() -> None:
     limits = LimitsConfig()
-    needed = descriptor_budget.descriptors_needed(limits)
-    assert memory_descriptors(limits, 20_000) == (20_000 - needed) // 2
-    assert memory_descriptors(limits, 1024) == 128
-    assert memory_descriptors(LimitsConfig(max_peers=8), 20_000) > memory_descriptors(limits, 20_000)
+    needed = descriptor_budget.fds_needed(limits)
+    assert max_memory_fds_of(limits, 20_000) == (20_000 - needed) // 2
+    assert max_memory_fds_of(limits, 1024) == 128
+    assert max_memory_fds_of(LimitsConfig(max_peers=8), 20_000) > max_memory_fds_of(limits, 20_000)

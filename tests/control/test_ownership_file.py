@@ -24,7 +24,7 @@ async def test_what_is_saved_is_read_in_its_order(tmp_path: Path):
     listed.append(KEPT)
     file.save_soon()
     async with asyncio.timeout(10):
-        await file._writing
+        await file._save_task
     assert OwnershipFile(tmp_path / "owners.json", tuple).read() == KEPT
     assert (tmp_path / "owners.json").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["owners.json"]
@@ -92,5 +92,5 @@ async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
     file = OwnershipFile(tmp_path / "nowhere" / "owners.json", lambda: KEPT)
     file.save_soon()
     async with asyncio.timeout(10):
-        await file._writing
+        await file._save_task
     assert not (tmp_path / "nowhere").exists()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-from kvxferd.control.peer_connections import shut_connections_to
+from kvxferd.control.peer_connections import shut_accepted_connections
 
 _CONNECT = """
 import socket, sys
@@ -35,7 +35,7 @@ def test_connections_of_others_are_shut_and_counted_once_and_ones_own_is_not_cou
         closing.enter_context(listener.accept()[0])
         elsewhere = closing.enter_context(socket.create_connection(other_listener.getsockname()))
         left_alone = closing.enter_context(other_listener.accept()[0])
-        assert shut_connections_to(port) == 1
+        assert shut_accepted_connections(port) == 1
         assert other.communicate(timeout=30)[0] == "b''\n"
         assert own.recv(1) == b""
         left_alone.sendall(b"x")

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvxferd.control import peer_inbox
-from kvxferd.control.peer_inbox import OpenGate, PeerInbox, Sender
+from kvxferd.control.peer_inbox import NoChecks, PeerInbox, Sender
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress, Versions
-from kvxferd.wire.peer import Greet, JoinRank
+from kvxferd.wire.peer import JoinRank, PeerHello
 
-QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
 
 
@@ -42,7 +42,7 @@ class Harness:
         self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
         self.removed: set[str] = set()  # keys that are in the allow-list no more
         self.inbox = PeerInbox(
-            OpenGate,
+            NoChecks,
             self._on_event,
             lambda route, message: self.answered.append(message),
             lambda sender: sender.key not in self.removed,
@@ -69,22 +69,22 @@ def harness(monkeypatch) -> Iterator[Harness]:
     monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
     yield made
     made.going_on.set()
-    made.inbox.stop()
+    made.inbox.close()
 
 
 async def test_what_waits_is_taken_where_the_manifest_could_not_be(harness):
     harness.is_defect = lambda event: isinstance(event, ev.LayoutsChecked)
-    harness.inbox.take(MEMBER, encode(join()))
-    harness.inbox.take(MEMBER, encode(QUESTION))
+    harness.inbox.handle(MEMBER, encode(join()))
+    harness.inbox.handle(MEMBER, encode(QUESTION))
     harness.going_on.set()
     assert (await harness.next()).message == QUESTION
 
 
 async def test_what_waits_is_taken_where_one_before_it_could_not_be(harness):
-    harness.is_defect = lambda event: isinstance(event, ev.RouteSaid) and event.message == QUESTION
-    harness.inbox.take(MEMBER, encode(join()))
-    harness.inbox.take(MEMBER, encode(QUESTION))
-    harness.inbox.take(MEMBER, encode(QUESTION))
+    harness.is_defect = lambda event: isinstance(event, ev.PeerRequest) and event.message == QUESTION
+    harness.inbox.handle(MEMBER, encode(join()))
+    harness.inbox.handle(MEMBER, encode(QUESTION))
+    harness.inbox.handle(MEMBER, encode(QUESTION))
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     assert isinstance((await harness.next()).message, JoinRank)
@@ -97,8 +97,8 @@ async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, m
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
-        harness.inbox.take(MEMBER, encode(join()))
-        harness.inbox.take(MEMBER, encode(QUESTION))
+        harness.inbox.handle(MEMBER, encode(join()))
+        harness.inbox.handle(MEMBER, encode(QUESTION))
         assert (await harness.next()).message == QUESTION
     assert len(harness.answered) == 1
 
@@ -107,8 +107,8 @@ async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhil
     """Neither the manifest nor what waits behind it; what another sends is."""
     other = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
     for sender in (MEMBER, other):
-        harness.inbox.take(sender, encode(join()))
-        harness.inbox.take(sender, encode(QUESTION))
+        harness.inbox.handle(sender, encode(join()))
+        harness.inbox.handle(sender, encode(QUESTION))
     harness.removed.add(MEMBER.key)
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
@@ -116,5 +116,5 @@ async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhil
     assert [event.key for event in heard] == [other.key] * 2
     assert harness.heard.empty()
     assert not harness.answered
-    assert MEMBER not in harness.inbox._held
-    assert harness.inbox._num_held_bytes == 0
+    assert MEMBER not in harness.inbox._deferred
+    assert harness.inbox._num_deferred_bytes == 0

@@ -12,13 +12,13 @@ from kvxferd.control import resolver as resolving
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
 from kvxferd.core import events as ev
-from kvxferd.core.effects import NOBODY
-from kvxferd.core.shares import Shares
+from kvxferd.core.effects import NO_USER
+from kvxferd.core.shares import FairShare
 from kvxferd.ids import Endpoint
 from kvxferd.wire.common import Versions
-from kvxferd.wire.peer import Greet
+from kvxferd.wire.peer import PeerHello
 
-QUESTION = Greet(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
 Answers = asyncio.Queue[tuple[str, str]]
 
 
@@ -46,7 +46,7 @@ def servers():
     made.released.set()
 
 
-async def answer_of(resolver: Resolver, host: str, uid: int = NOBODY) -> tuple[str, str]:
+async def answer_of(resolver: Resolver, host: str, uid: int = NO_USER) -> tuple[str, str]:
     answers = Answers()
     resolver.resolve(host, lambda address, reason: answers.put_nowait((address, reason)), uid)
     return await asyncio.wait_for(answers.get(), 10)
@@ -92,7 +92,7 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
     peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=resolver)
     peers.start()
     try:
-        endpoint = Endpoint(f"tcp://peer:{peers.bound.rpartition(':')[2]}")
+        endpoint = Endpoint(f"tcp://peer:{peers.bound_endpoint.rpartition(':')[2]}")
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             peers.send(endpoint, QUESTION)
@@ -133,7 +133,7 @@ async def test_only_so_many_names_wait(servers, monkeypatch):
     for number in range(3):
         assert not (await answer_of(resolver, f"silent-{number}"))[0]
     assert "numeric address" in (await answer_of(resolver, "peer"))[1]
-    monkeypatch.setattr(resolver, "_num_queued", Shares(0))
+    monkeypatch.setattr(resolver, "_num_queued", FairShare(0))
     assert "numeric address" in (await answer_of(resolver, "peer"))[1]
     servers.released.set()
 
@@ -180,9 +180,9 @@ async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
     peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=Resolver(servers, give_up_s=5.0))
     peers.start()
     try:
-        port = peers.bound.rpartition(":")[2]
+        port = peers.bound_endpoint.rpartition(":")[2]
         peers.send(Endpoint("tcp://silent:9441"), QUESTION)
-        peers.send(Endpoint(peers.bound), QUESTION)
+        peers.send(Endpoint(peers.bound_endpoint), QUESTION)
         assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
         peers.send(Endpoint(f"tcp://peer:{port}"), QUESTION)
         assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
@@ -202,7 +202,7 @@ async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(s
     try:
         servers.addresses["silent"] = ["127.0.0.1"]
         peers.send(Endpoint("tcp://silent:9441"), QUESTION)
-        peers.forget(Endpoint("tcp://silent:9441"))
+        peers.disconnect(Endpoint("tcp://silent:9441"))
         servers.released.set()
         assert (await answer_of(peers._resolver, "silent"))[0] == "127.0.0.1"
         assert not peers._dealers

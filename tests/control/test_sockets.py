@@ -20,10 +20,10 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, SessionId
 from kvxferd.wire.common import Versions
 from kvxferd.wire.limits import MAX_FRAME_BYTES
-from kvxferd.wire.peer import Greet
+from kvxferd.wire.peer import PeerHello
 from kvxferd.wire.worker import Farewell
 
-QUESTION = Greet(request=1, versions=Versions(1, 1), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=Versions(1, 1), boot="b", endpoint=Endpoint("tcp://x:1"))
 
 
 Heard = asyncio.Queue[ev.Event]
@@ -40,7 +40,7 @@ async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
     try:
         peers.send(Endpoint("nonsense"), QUESTION)
         peers.send(Endpoint("tcp://-x:1"), QUESTION)
-        peers.send(Endpoint(peers.bound), QUESTION)
+        peers.send(Endpoint(peers.bound_endpoint), QUESTION)
         unreachable = []
         while isinstance(event := await next_of(heard), ev.PeerUnreachable):
             unreachable.append(event.endpoint)
@@ -55,9 +55,9 @@ class Looking(PeerSocket):
 
     num_looks = 0
 
-    def _drain(self, watched: Any) -> None:
+    def _read_ready(self, watched: Any) -> None:
         self.num_looks += 1
-        super()._drain(watched)
+        super()._read_ready(watched)
 
 
 async def test_a_turn_of_many_answers_looks_for_messages_once():
@@ -67,10 +67,10 @@ async def test_a_turn_of_many_answers_looks_for_messages_once():
         await asyncio.sleep(0)
         before = peers.num_looks
         for _ in range(100):
-            peers.answer(b"nobody", QUESTION)
+            peers.reply(b"nobody", QUESTION)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert peers.num_looks - before <= 5
+        assert 0 < peers.num_looks - before <= 5
     finally:
         peers.stop()
 
@@ -108,9 +108,9 @@ def connect(workers: Counting) -> socket.socket:
 
 async def test_a_message_too_long_for_a_frame_ends_the_session_it_is_for(workers):
     with connect(workers):
-        assert isinstance(await next_of(workers.heard), ev.WorkerOpened)
+        assert isinstance(await next_of(workers.heard), ev.WorkerConnected)
         workers.send(SessionId(1), Farewell(code=Code.INTERNAL, message="x" * MAX_FRAME_BYTES))
-        assert isinstance(await next_of(workers.heard), ev.WorkerClosed)
+        assert isinstance(await next_of(workers.heard), ev.WorkerDisconnected)
 
 
 async def test_without_descriptors_it_waits_and_does_not_spin(workers):
@@ -123,7 +123,7 @@ async def test_without_descriptors_it_waits_and_does_not_spin(workers):
                 await asyncio.sleep(0)  # turns of the loop in which it could try again
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert isinstance(await next_of(workers.heard), ev.WorkerOpened)
+        assert isinstance(await next_of(workers.heard), ev.WorkerConnected)
     assert workers.num_accepts <= 3
 
 
@@ -134,16 +134,16 @@ class FailingNode:
 
     def __init__(self) -> None:
         self.fed: list[ev.Event] = []
-        self.moment = self
+        self.context = self
 
     def feed(self, event: ev.Event, now: float) -> list[fx.Effect]:
         self.fed.append(event)
-        if isinstance(event, ev.DrainAsked):
+        if isinstance(event, ev.DrainRequested):
             raise KeyError("a bug")
         return self.take_effects()
 
-    def take_effects(self) -> list[fx.Effect]:
-        return [fx.ToWorker(SessionId(1), None), fx.OverwriteFence(SessionId(1), 7)]
+    def pop_effects(self) -> list[fx.Effect]:
+        return [fx.SendToWorker(SessionId(1), None), fx.OverwriteFenceWord(SessionId(1), 7)]
 
     def next_deadline(self) -> float | None:
         return None
@@ -153,7 +153,7 @@ class Overwritten:
     def __init__(self) -> None:
         self.slots: list[int] = []
 
-    def overwrite_fence(self, session: SessionId, slot: int) -> None:
+    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
         self.slots.append(slot)
 
     def send(self, *args: object) -> None:
@@ -166,9 +166,9 @@ class Overwritten:
 async def test_what_fails_keeps_nothing_else_from_being_done():
     daemon = Daemon(Config())
     daemon._node = FailingNode()
-    daemon._workers = daemon._pool = shell = Overwritten()
+    daemon._worker_socket = daemon._mover_pool = shell = Overwritten()
     daemon._on_event(ev.Tick())
-    daemon._on_event(ev.DrainAsked())
+    daemon._on_event(ev.DrainRequested())
     daemon._on_event(ev.Tick())
     assert len(daemon._node.fed) == 3
     assert shell.slots == [7, 7, 7]

@@ -12,13 +12,13 @@ from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.peer_socket import PeerSocket
 
 going_on = threading.Event()
-take = ConnectionGuard._take
+take = ConnectionGuard._handle_monitor_event
 
 def slow(self, event, fd):
     going_on.wait()
     take(self, event, fd)
 
-ConnectionGuard._take = slow
+ConnectionGuard._handle_monitor_event = slow
 
 def fill(port):
     # libzmq greets each connection, until its I/O thread waits for room in the monitor's queue.
@@ -34,7 +34,7 @@ def fill(port):
 async def main():
     peers = PeerSocket("tcp://127.0.0.1:0", lambda event: None)
     peers.start()
-    await asyncio.to_thread(fill, int(peers.bound.rpartition(":")[2]))
+    await asyncio.to_thread(fill, int(peers.bound_endpoint.rpartition(":")[2]))
     going_on.set()
     peers.stop_listening()
     peers.stop()

@@ -56,8 +56,8 @@ async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session(tm
         os.close(held)
         try:
             opened = await next_of(heard)
-            assert isinstance(opened, ev.WorkerOpened)
-            assert await next_of(heard) == ev.WorkerClosed(opened.session)
+            assert isinstance(opened, ev.WorkerConnected)
+            assert await next_of(heard) == ev.WorkerDisconnected(opened.session)
         finally:
             os.close(holds)
             await worker.wait()
@@ -68,4 +68,4 @@ def test_who_is_dead_already_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(callers, "_SO_PEERPIDFD", 9999)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ProcessLookupError):
-        callers.death_watch(ours, 2**22 + 1)  # above what the kernel gives out
+        callers.open_exit_fds(ours, 2**22 + 1)  # above what the kernel gives out

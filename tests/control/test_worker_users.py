@@ -82,7 +82,7 @@ async def test_users_and_groups(config, uid, gid, answer):
     async with listening(**config) as (_, path, heard):
         assert await knock(path, uid, gid) == answer
         opened = [heard.get_nowait() for _ in range(heard.qsize())]
-        assert [e.uid for e in opened if isinstance(e, ev.WorkerOpened)] == (
+        assert [e.uid for e in opened if isinstance(e, ev.WorkerConnected)] == (
             [uid] if answer == "welcome" else []
         )
 
@@ -91,14 +91,14 @@ async def test_a_connection_too_many_is_told_so():
     async with listening(max_sessions=2) as (_, path, heard):
         first = [await connect(path) for _ in range(2)]
         for _ in first:
-            assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerOpened)
+            assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerConnected)
         third = await connect(path)
         farewell = DAEMON_MESSAGES.decode((await receive(third))[HEADER.size :])
         assert (farewell.code, "limits.max_sessions" in farewell.message) == (Code.BUSY, True)
         first[0].close()
-        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerClosed)
+        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerDisconnected)
         await connect(path)
-        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerOpened)
+        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerConnected)
 
 
 async def test_who_never_reads_is_disconnected_and_the_others_are_served():
@@ -116,7 +116,7 @@ async def test_who_never_reads_is_disconnected_and_the_others_are_served():
             num_sent += 1
             assert num_sent < 20_000
         assert num_sent * 4096 > 16 << 20
-        assert heard.get_nowait() == ev.WorkerClosed(sessions[0])
+        assert heard.get_nowait() == ev.WorkerDisconnected(sessions[0])
         workers.send(sessions[0], event)  # who is gone gets nothing
         workers.send(sessions[1], event)
         (frame,) = FrameDecoder().feed(await receive(other))

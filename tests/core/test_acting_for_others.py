@@ -89,7 +89,7 @@ def connect_as(world: World, host, uid: int):
     again = SessionId(worker.session + 1000)
     host.workers[again] = worker
     worker.session, worker.connected = again, True
-    world.feed(host, ev.WorkerOpened(again, 1, uid))
+    world.feed(host, ev.WorkerConnected(again, 1, uid))
     worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
     return worker
 

@@ -190,7 +190,7 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
     assert late.known == ((FIRST, "first"), (SECOND, "second"))
     for worker in (scheduler, stranger, late, first, second):
         worker.close()
-    assert host.node.reports.num_sessions() == 0
+    assert host.node.rank_reports.num_sessions() == 0
 
 
 def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:
@@ -226,7 +226,7 @@ def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> Non
     second.say(wk.Ready(transfer_id="t1", incarnation="first"))
     assert ended(first) == [("t1", Code.RANK_LOST)]
     second.say(wk.Ready(transfer_id="t2", incarnation="first"))
-    assert ("prefill", "g1") not in {key[0] for key in host.node.source.transfers.early_ready}
+    assert ("prefill", "g1") not in {key[0] for key in host.node.published.table.early_ready}
 
 
 def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world: World) -> None:
@@ -300,7 +300,7 @@ def test_transfers_that_name_the_same_share_one_object(world: World) -> None:
     rank, _ = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
     for name in ("t1", "t2"):
         rank.publish(name, IDS, TOKENS)
-    one, other = host.node.source.transfers.live.values()
+    one, other = host.node.published.table.live.values()
     assert one.incarnations is other.incarnations
 
 

@@ -43,7 +43,7 @@ def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(num_pulls: int) -
     tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(num_pulls)]
     Counted.num_compared = 0
     strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_NOTICED - num_pulls))
-    sink.say(wk.Noticed(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
+    sink.say(wk.DeliveredByMover(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
     assert Counted.num_compared <= 4 * MAX_NOTICED
     mover_of(sink).die()
     assert all(isinstance(sink.ended(ticket), wk.Delivered | None) for ticket in tickets)
@@ -52,7 +52,7 @@ def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(num_pulls: int) -
 def test_more_tickets_than_there_can_be_pulls_end_the_session() -> None:
     world = World()
     (sink,) = world.engine(world.host("b"), "decode")
-    sink.say(wk.Noticed(tickets=tuple(range(MAX_NOTICED + 1))))  # type: ignore[arg-type]
+    sink.say(wk.DeliveredByMover(tickets=tuple(range(MAX_NOTICED + 1))))  # type: ignore[arg-type]
     (farewell,) = sink.heard(wk.Farewell)
     assert isinstance(farewell, wk.Farewell)
     assert farewell.code is Code.BAD_FRAME
@@ -85,14 +85,14 @@ def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
     world = World()
     host = world.host("a")
     looked: list[None] = []
-    host.node.granting.reconsider = lambda _: looked.append(None)  # type: ignore[method-assign]
+    host.node.grant_server.reconsider = lambda _: looked.append(None)  # type: ignore[method-assign]
     opened = SessionId(77)
-    world.feed(host, ev.WorkerOpened(opened, 1, 1000))
-    world.feed(host, ev.WorkerClosed(opened))
+    world.feed(host, ev.WorkerConnected(opened, 1, 1000))
+    world.feed(host, ev.WorkerDisconnected(opened))
     assert not looked
     (source,) = world.engine(host, "prefill")
     looked.clear()
-    world.feed(host, ev.WorkerClosed(source.session))
+    world.feed(host, ev.WorkerDisconnected(source.session))
     assert looked
 
 
@@ -120,7 +120,7 @@ def test_a_nonce_that_no_reference_could_name_is_not_kept() -> None:
     (refused,) = source.heard(wk.PublishRefused)
     assert isinstance(refused, wk.PublishRefused)
     assert refused.code is Code.OUT_OF_PLACE
-    assert not source.host.node.source.transfers.live
+    assert not source.host.node.published.table.live
 
 
 @pytest.mark.parametrize("num_regions", [MAX_REGIONS, MAX_REGIONS + 1])

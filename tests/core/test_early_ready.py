@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.transfers import Transfers
+from kvxferd.core.transfers import TransferTable
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank, TransferId
 
 RANK, MAPPING = Rank(0, 0), Incarnation("first")
@@ -23,7 +23,7 @@ class Seen(dict):  # type: ignore[type-arg]
 
 
 def test_room_and_sleep_look_at_the_engines_own() -> None:
-    transfers = Transfers()
+    transfers = TransferTable()
     transfers.early_ready = Seen()
     one, other = (EngineKey(EngineId(name), Generation("g")) for name in ("one", "other"))
     for number in range(10):
@@ -36,4 +36,4 @@ def test_room_and_sleep_look_at_the_engines_own() -> None:
     for number in range(10):
         transfers.forget_early_ready((other, TransferId(f"t{number}")))
     assert transfers.has_room_for_ready(other, 1)
-    assert not transfers._early_of
+    assert not transfers._early_by_engine

@@ -30,13 +30,13 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
     (mover,) = [m for m in decode.movers.values() if m.alive]
     assert len(mover.remotes) <= 2
     rank = decode.node.sessions[sink.session].rank
-    assert len(rank.planned) <= 2
+    assert len(rank.remote_plans) <= 2
     with pytest.raises(Exception, match="prefill-0"):
         rank.topology.get_engine_info("prefill-0")
 
 
 def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
-    monkeypatch.setattr(planning, "MAX_PLANNED", 3)
+    monkeypatch.setattr(planning, "MAX_REMOTE_ENGINES", 3)
     prefill, decode = world.host("p"), world.host("d")
     (sink,) = world.engine(decode, "decode")
     for number in range(8):
@@ -44,7 +44,7 @@ def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
         ticket = sink.pull(source.publish("t", IDS, TOKENS), IDS, TOKENS)
         assert isinstance(sink.ended(ticket), wk.Delivered)
     rank = decode.node.sessions[sink.session].rank
-    assert list(rank.planned) == ["prefill-5", "prefill-6", "prefill-7"]
+    assert list(rank.remote_plans) == ["prefill-5", "prefill-6", "prefill-7"]
 
 
 def test_what_is_wanted_again_and_again_is_kept(world):

@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Versions
-from kvxferd.wire.peer import EngineManifest, FetchEngine, Greet, PeerRefused
+from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerHello, PeerRefused
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -27,7 +27,7 @@ def ask(world, host, question):
     from kvxferd.core import events as ev
 
     answers = []
-    for effect in host.node.feed(ev.RouteSaid(b"stranger", question), world.now):
+    for effect in host.node.feed(ev.PeerRequest(b"stranger", question), world.now):
         answers.append(effect.message)
     return answers
 
@@ -144,7 +144,9 @@ def test_an_old_generation_is_refused_by_name_of_the_new(world):
 
 def test_a_wrong_version_is_refused_with_both(world):
     host = world.host("p")
-    (refused,) = ask(world, host, Greet(request=1, versions=Versions(7, 9), boot="b", endpoint="tcp://x:1"))
+    (refused,) = ask(
+        world, host, PeerHello(request=1, versions=Versions(7, 9), boot="b", endpoint="tcp://x:1")
+    )
     assert isinstance(refused, PeerRefused)
     assert refused.code is Code.BAD_VERSION
     assert "7 to 9" in refused.message

@@ -11,7 +11,7 @@ from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
 from kvxferd.core import peers as core_peers
 from kvxferd.core.granting import MAX_READERS
-from kvxferd.core.layouts import Layouts
+from kvxferd.core.layouts import LayoutCache
 from kvxferd.core.limits import Limits
 from kvxferd.core.manifests import check_manifest, checked_layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
@@ -34,7 +34,6 @@ from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
     AskGrant,
-    AttendRank,
     Consumer,
     Done,
     EngineManifest,
@@ -44,6 +43,7 @@ from kvxferd.wire.peer import (
     PeerRefused,
     RenewGrants,
     ReturnGrant,
+    SetRankPolling,
     TransferReleased,
 )
 
@@ -77,7 +77,7 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
 
 def ask(world: World, host: Host, question: Message, route: bytes = b"stranger") -> list[Message]:
     """Ask as a bare peer; return what came back at once."""
-    effects = host.node.feed(ev.RouteSaid(route, question), world.now)
+    effects = host.node.feed(ev.PeerRequest(route, question), world.now)
     host.node.check_integrity()
     return [effect.message for effect in effects if getattr(effect, "route", None) == route]
 
@@ -144,14 +144,14 @@ def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
         assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name]) <= most
     for agent in [*of_liar, honest]:
         movers.drop_remote(number, agent)
-    assert not mover.loaded_of
+    assert not mover.loaded_bytes_of
 
 
 def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world, sink):
     """A manifest may be of 16 MiB, and whoever writes references may have any number of peers."""
     sources = [world.engine(world.host(f"p{number}"), f"prefill{number}")[0] for number in range(4)]
     refs = [source.publish("t1", IDS, TOKENS) for source in sources]
-    shares = sink.host.node.peers._learnt_bytes
+    shares = sink.host.node.peers._learnt_bytes_share
     assert isinstance(sink.ended(sink.pull(refs[0], SINK_IDS, TOKENS)), wk.Delivered)
     one = shares.held
     shares.limit = 3 * one  # of which the last eighth is for other users
@@ -180,17 +180,17 @@ def test_lists_that_never_end_leave_room_for_others(world, source, sink):
     for stream in range(1, 1 + MAX_OPEN_ASSEMBLIES):
         for offset in range(0, MAX_REQUEST_IDS_BYTES, len(part)):
             ids = BlockIds(stream=stream, group="full", offset=offset, ids=part)
-            world.feed(sink.host, ev.PeerSaid(liar, ids))
-    assert len(part) <= peers._arriving.held <= 2 * MAX_REQUEST_IDS_BYTES
+            world.feed(sink.host, ev.PeerReply(liar, ids))
+    assert len(part) <= peers._reassembly_share.held <= 2 * MAX_REQUEST_IDS_BYTES
     assert isinstance(
         sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
     )
     peers.drop(liar)
-    assert peers._arriving.held == 0
+    assert peers._reassembly_share.held == 0
 
 
 def test_a_grant_whose_list_had_no_room_is_refused_as_busy(world, source, sink, monkeypatch):
-    monkeypatch.setattr(core_peers, "MAX_ARRIVING_OF_ONE", 0)
+    monkeypatch.setattr(core_peers, "MAX_REASSEMBLY_BYTES_PER_PEER", 0)
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     ids = BlockIds(stream=7, group="full", offset=0, ids=pack_ids(IDS))
@@ -255,7 +255,7 @@ def stages(world) -> list[Worker]:
 
 def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
     """A message on the connection that the host opened to that endpoint."""
-    world.feed(host, ev.PeerSaid(endpoint, message))
+    world.feed(host, ev.PeerReply(endpoint, message))
 
 
 def released(transfer_id: str, engine: str = "prefill") -> TransferReleased:
@@ -277,9 +277,9 @@ def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, sta
 def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
     for host, worker in ((source.host, source), (stages[1].host, stages[1])):
         (mover,) = [m for m in host.movers.values() if m.worker is worker]
-        hear(world, host, "tcp://evil:9441", AttendRank(request=7, agent=mover.agent, on=True))
+        hear(world, host, "tcp://evil:9441", SetRankPolling(request=7, agent=mover.agent, on=True))
         assert not mover.attended
-        assert not host.node.member._waiting
+        assert not host.node.member._pending
 
 
 def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
@@ -287,12 +287,12 @@ def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
     (mover,) = host.movers.values()
     mover.mute = True
     home = stages[0].host.endpoint
-    hear(world, host, home, AttendRank(request=7, agent=mover.agent, on=True))
-    assert len(host.node.member._waiting) == 1
+    hear(world, host, home, SetRankPolling(request=7, agent=mover.agent, on=True))
+    assert len(host.node.member._pending) == 1
     mover.die()
-    hear(world, host, home, AttendRank(request=8, agent=mover.agent, on=True))
-    assert not host.node.member._waiting
-    assert not host.node.attendance._attendants
+    hear(world, host, home, SetRankPolling(request=8, agent=mover.agent, on=True))
+    assert not host.node.member._pending
+    assert not host.node.poll_requests._states
 
 
 def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
@@ -302,7 +302,7 @@ def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
     spec = msgspec.structs.replace(rank.spec, **changes)
     manifest = msgspec.structs.replace(rank.manifest(), spec=spec)
     node = worker.host.node
-    return JoinRank(request=7, boot=node.moment.boot, manifest=manifest, secret=node.member._secret)
+    return JoinRank(request=7, boot=node.context.boot, manifest=manifest, secret=node.member._secret)
 
 
 @pytest.mark.timeout(10)
@@ -380,7 +380,7 @@ def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ran
                 binding=msgspec.structs.replace(one.binding, regions=(RegionAddress(name, 4096, size),)),
             )
         )
-    check_manifest(ranks[0], Layouts())
+    check_manifest(ranks[0], LayoutCache())
     tamper(world, EngineManifest, ranks=tuple(ranks * copies))
     assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
@@ -426,10 +426,10 @@ def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int
 def test_one_grants_name_on_two_transfers_is_refused(world, source):
     first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
     ask(world, source.host, grant_of(world, source, first))  # its mover begins to poll
-    world.feed(source.host, ev.RouteSaid(b"stranger", grant_of(world, source, first)))
-    source.host.node.moment.take_effects()
+    world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, first)))
+    source.host.node.context.pop_effects()
     (mover,) = source.host.movers.values()
-    world.feed(source.host, ev.MoverSaid(mover.mover, mv.Attending(token=0)))
+    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
     (granted,) = ask(world, source.host, grant_of(world, source, first))
     assert isinstance(granted, Granted)
     (refused,) = ask(world, source.host, grant_of(world, source, second))
@@ -441,7 +441,7 @@ def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(wor
     ref = source.publish("t1", IDS, TOKENS)
     end = settings.max_hold_s + settings.lease_s
     for _ in range(int(end / 10) + 2):
-        world.feed(source.host, ev.RouteSaid(b"stranger", grant_of(world, source, ref)))
+        world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, ref)))
         world.advance(10)
     world.advance(settings.lease_s)
     assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
@@ -486,7 +486,7 @@ def test_a_connection_that_a_late_question_opens_again_is_closed_again(world, so
     sink.say(wk.Abandon(ref=ref))  # asked for minutes
     sink.pull(ref, SINK_IDS, TOKENS)
     assert len(forgotten(world, sink.host)) >= 2
-    assert len(sink.host.node.questions) == 0
+    assert len(sink.host.node.peer_requests) == 0
 
 
 def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink):
@@ -511,7 +511,7 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
         manifest.layout, tensors=tuple(reversed(manifest.layout.tensors))
     )  # another one, as far as digests go
     question = msgspec.structs.replace(question, manifest=msgspec.structs.replace(manifest, layout=layout))
-    found = checked_layouts((question.manifest,), Layouts())
+    found = checked_layouts((question.manifest,), LayoutCache())
     world.feed(stages[0].host, ev.LayoutsChecked(found))
     monkeypatch.setattr("kvxferd.core.layouts.validate_layout", lambda *args: pytest.fail("checked again"))
     (done,) = ask(world, stages[0].host, question)
@@ -543,7 +543,7 @@ def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, 
 
 
 def with_key(world: World, host: Host, question: Message, key: str) -> list[Message]:
-    effects = host.node.feed(ev.RouteSaid(b"stranger", question, key), world.now)
+    effects = host.node.feed(ev.PeerRequest(b"stranger", question, key), world.now)
     host.node.check_integrity()
     return [effect.message for effect in effects if getattr(effect, "route", None) == b"stranger"]
 
@@ -552,10 +552,10 @@ def with_key(world: World, host: Host, question: Message, key: str) -> list[Mess
 def granted(world, source):
     """A grant of the key 0a; its transfer."""
     ref = source.publish("t1", IDS, TOKENS, num_readers=2)
-    world.feed(source.host, ev.RouteSaid(b"reader", grant_of(world, source, ref), "0a"))
+    world.feed(source.host, ev.PeerRequest(b"reader", grant_of(world, source, ref), "0a"))
     (mover,) = source.host.movers.values()
-    world.feed(source.host, ev.MoverSaid(mover.mover, mv.Attending(token=0)))
-    (transfer,) = source.host.node.source.transfers.live.values()
+    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
+    (transfer,) = source.host.node.published.table.live.values()
     assert len(transfer.grants) == 1
     return ref, transfer
 
@@ -579,8 +579,8 @@ def test_a_question_that_waits_keeps_its_asker(world, source):
     question = grant_of(world, source, ref)
     assert not with_key(world, source.host, question, "0a")
     assert not with_key(world, source.host, msgspec.structs.replace(question, request=6), "0b")
-    asks = source.host.node.granting._asks.values()
-    assert sorted(ask.question.request for ask in asks) == [5, 6]
+    asks = source.host.node.grant_server._pending.values()
+    assert sorted(ask.message.request for ask in asks) == [5, 6]
 
 
 def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, granted):
@@ -625,14 +625,14 @@ def test_many_routes_of_one_key_have_one_share():
     answers: list[Message] = []
     for number in range(6):
         question = grant_of(world, source, ref, grant=f"g{number}")
-        event = ev.RouteSaid(b"%d" % number, question, "0b")
+        event = ev.PeerRequest(b"%d" % number, question, "0b")
         effects = source.host.node.feed(event, world.now)
         answers += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
     assert [a.code for a in answers] == [Code.BUSY] * 3
 
 
 def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
-    monkeypatch.setattr(granting, "MAX_LONG_ASKS_OF_ONE", 3)
+    monkeypatch.setattr(granting, "MAX_LARGE_REQUESTS_PER_PEER", 3)
     ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
     answers: list[Message] = []
     for number in range(6):
@@ -646,8 +646,8 @@ def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source
 
 
 def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
-    monkeypatch.setattr(granting, "MAX_GRANTS_OF_ONE", 2)
-    monkeypatch.setattr(granting, "MAX_GRANTS", 4)
+    monkeypatch.setattr(granting, "MAX_GRANTS_PER_PEER", 2)
+    monkeypatch.setattr(granting, "MAX_GRANTS_PER_TRANSFER", 4)
     ref, transfer = granted
 
     def asked(name: str, key: str) -> Message:
@@ -661,11 +661,11 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     assert asked("g", "0d").code is Code.BUSY
     with_key(world, source.host, ReturnGrant(request=1, grant="g1"), "0a")
     assert isinstance(asked("g", "0d"), Granted)
-    assert transfer.num_grants_of == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
+    assert transfer.num_grants_of_peer == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
 
 def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 2)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
     home, codes = stages[0].host, []
     for number in range(3):
         said = joining(world, stages[1], engine_id=f"new-{number}")
@@ -677,7 +677,7 @@ def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
 
 def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
     """The limit was of each region: 1.3 million pieces of 40 regions took the loop a second."""
-    monkeypatch.setattr("kvxferd.core.manifests._can_be", lambda region: pytest.fail("counted"))
+    monkeypatch.setattr("kvxferd.core.manifests._is_valid_region", lambda region: pytest.fail("counted"))
     question = joining(world, stages[1])
     binding = question.manifest.binding
     (region,) = binding.regions
@@ -693,4 +693,4 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
         ),
     )
     with pytest.raises(EngineError, match="8192 pieces"):
-        check_manifest(manifest, Layouts())
+        check_manifest(manifest, LayoutCache())

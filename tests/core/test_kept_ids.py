@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
-from kvxferd.core.kept_ids import CHAR_BYTES, ENTRY_BYTES, GROUP_BYTES, RANK_BYTES, KeptIds
+from kvxferd.core.kept_ids import CHAR_BYTES, ENTRY_BYTES, GROUP_BYTES, RANK_BYTES, BlockIdMemory
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire import worker as wk
@@ -19,15 +19,15 @@ PUBLISHED = ONE + RANK_BYTES + CHAR_BYTES * len("first")  # it names the incarna
 
 def limit_to(worker: Worker, num_requests: int, size: int = ONE) -> None:
     """Have the worker's daemon keep so many requests of this size, an eighth of them for other users."""
-    worker.host.node.kept_ids._shares.limit = num_requests * size * 8 // 7 + 8
+    worker.host.node.block_id_memory._share.limit = num_requests * size * 8 // 7 + 8
 
 
 def kept(worker: Worker) -> int:
-    return worker.host.node.kept_ids.num_bytes
+    return worker.host.node.block_id_memory.num_bytes
 
 
 def test_one_user_leaves_room_for_another() -> None:
-    kept_ids = KeptIds(1600)
+    kept_ids = BlockIdMemory(1600)
     kept_ids.check(FIRST, 1400, "publish")
     kept_ids.add(FIRST, 1400)
     with pytest.raises(BusyError, match="1400 of them of uid 1000"):

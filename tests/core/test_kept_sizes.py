@@ -56,7 +56,7 @@ def test_a_published_transfer_takes_what_it_is_counted_for(source: Worker) -> No
 
     def publish(number: int) -> None:
         said = CLIENT_MESSAGES.decode(payloads[number])
-        assert not node.feed(ev.WorkerSaid(source.session, said, None, words[number]), now)
+        assert not node.feed(ev.WorkerMessage(source.session, said, None, words[number]), now)
 
     each = bytes_of_each(publish) - 4 * len(IDS)
     assert each == pytest.approx(ENTRY_BYTES + GROUP_BYTES, rel=0.25)
@@ -73,7 +73,7 @@ def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> No
         sink.say(CLIENT_MESSAGES.decode(encode(said)))
 
     each = bytes_of_each(pull)
-    counted = sink.host.node.kept_ids.num_bytes / (50 + NUM)
+    counted = sink.host.node.block_id_memory.num_bytes / (50 + NUM)
     assert each == pytest.approx(counted, rel=0.25)
 
 

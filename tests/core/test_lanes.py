@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core.lanes import Lanes, UcxLine, for_data, is_slow_on_node, parse_lanes, parse_line
+from kvxferd.core.lanes import (
+    TransportsUsed,
+    UcxLine,
+    data_transports,
+    is_slow_on_node,
+    parse_line,
+    parse_transports,
+)
 
 HEAD = "[1795272844.132412] [vm:12239:0]      "
 CMA = (
@@ -16,13 +23,13 @@ def test_a_line_says_whose_it_is() -> None:
     line = parse_line(HEAD + CMA)
     assert line is not None
     assert (line.pid, line.level) == (12239, "INFO")
-    assert parse_lanes(line.text) == Lanes("node", ("tcp/lo", "cma/memory"))
+    assert parse_transports(line.text) == TransportsUsed("node", ("tcp/lo", "cma/memory"))
 
 
 def test_a_short_pid_is_padded_with_spaces() -> None:
     said = parse_line("[1795273373.826581] [vm:1    :0]   parser.c:2587 UCX  WARN  unused variable: UCX_X")
     assert said == UcxLine(1, "WARN", "unused variable: UCX_X")
-    assert parse_lanes(said.text) is None
+    assert parse_transports(said.text) is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +57,13 @@ def test_what_others_say_is_not_ucx(line: str) -> None:
     ],
 )  # fmt: skip
 def test_data_goes_over_the_best_that_is_there(text: str, reach: str, data: str) -> None:
-    lanes = parse_lanes(text)
+    lanes = parse_transports(text)
     assert lanes is not None
-    assert (lanes.reach, for_data(lanes.transports)) == (reach, data)
+    assert (lanes.reach, data_transports(lanes.transports)) == (reach, data)
 
 
 def test_nothing_is_known_before_a_connection() -> None:
-    assert for_data(()) == ""
+    assert data_transports(()) == ""
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine()
     loud, quiet = world.engine(host, "loud", tp=2), world.engine(host, "quiet", tp=2)
     for number in range(100):
         loud[1].say(wk.Ready(transfer_id=f"never-{number}"))
-    assert len(host.node.source.transfers.early_ready) == 4
+    assert len(host.node.published.table.early_ready) == 4
     quiet[1].say(wk.Ready(transfer_id="t1"))
     sink = world.engine(world.host("d"), "decode")[0]
     assert delivers(world, quiet[0], sink, "t1")
@@ -104,7 +104,7 @@ def test_what_every_end_of_a_pull_takes_off_the_load():
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]
     (mover,) = sink.host.movers.values()
-    load = sink.host.node.pulls._load
+    load = sink.host.node.pulls._admission
     assert delivers(world, source, sink, "delivered")
     sink.pull(msgspec.structs.replace(source.publish("r", IDS, TOKENS), nonce="x"), SINK_IDS, TOKENS)
     mover.hold = True
@@ -129,7 +129,7 @@ def test_peers_too_many_are_not_asked():
     running = sink.pull(sources[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     failed = sink.ended(sink.pull(sources[1].publish("t2", IDS, TOKENS), SINK_IDS, TOKENS))
     assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
-    world.feed(sink.host, ev.PeerDropAsked(sources[0].host.endpoint))
+    world.feed(sink.host, ev.PeerDropRequested(sources[0].host.endpoint))
     mover_of(sink).hold = False
     mover_of(sink).copy()
     mover_of(sink).finish()
@@ -155,7 +155,7 @@ def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
 
     def ask(route: bytes, number: int):
         question = FetchEngine(request=number, engine_id="nobody", generation="g", wait_s=5.0)
-        return [e.message for e in host.node.feed(ev.RouteSaid(route, question), world.now)]
+        return [e.message for e in host.node.feed(ev.PeerRequest(route, question), world.now)]
 
     assert [ask(b"loud", number) for number in range(3)] == [[]] * 3
     (refused,) = ask(b"loud", 3)
@@ -190,6 +190,6 @@ def test_tombstones_are_bounded(monkeypatch):
     for number in range(10):
         source.publish(f"t{number}", IDS, TOKENS)
         source.say(wk.Unpublish(transfer_id=f"t{number}"))
-    transfers = source.host.node.source.transfers
+    transfers = source.host.node.published.table
     assert [transfer_id for _, transfer_id in transfers.tombstones] == ["t7", "t8", "t9"]
-    assert sum(name[0] == "tombstone" for name in source.host.node.moment.timers._live) == 3
+    assert sum(name[0] == "tombstone" for name in source.host.node.context.timers._live) == 3

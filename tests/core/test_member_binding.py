@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
-from kvxferd.client.standing import PASSING_ON_REJOIN
+from kvxferd.client.standing import RETRIED_ON_REREGISTER
 from kvxferd.core import counted_ready
 from kvxferd.core import events as ev
 from kvxferd.core.registry import MemberRank
@@ -14,7 +14,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import AttendRank, Done, JoinRank, LeaveRank, PeerRefused, RankReady
+from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady, SetRankPolling
 
 MEMBER_KEY, STRANGER_KEY = "0a" * 32, "0b" * 32
 KEY, SECOND = EngineKey(EngineId("prefill"), Generation("g1")), Rank(1, 0)
@@ -58,7 +58,7 @@ def record_of(home: Host) -> MemberRank:
 
 def as_stranger(world: World, home: Host, message: Message) -> Message:
     """Send as a daemon that the allow-lists admit, and return its answer."""
-    event = ev.RouteSaid(b"evil", message, world.keys.get("evil", ""))
+    event = ev.PeerRequest(b"evil", message, world.keys.get("evil", ""))
     effects = home.node.feed(event, world.now)
     home.node.check_integrity()
     (answer,) = [effect.message for effect in effects if getattr(effect, "route", None) == b"evil"]
@@ -124,14 +124,14 @@ def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, si
     ref = stages[0].publish("t1", IDS, TOKENS)
     world.cut.add(("p0", "p1"))
     sink.say(wk.Prepare(ref=ref))
-    (asked,) = [a for a in home.node.questions._asked.values() if isinstance(a.question, AttendRank)]
-    done = Done(request=asked.question.request)
-    world.feed(home, ev.RouteSaid(b"evil", done, world.keys.get("evil", "")))
+    (asked,) = [a for a in home.node.peer_requests._open.values() if isinstance(a.message, SetRankPolling)]
+    done = Done(request=asked.message.request)
+    world.feed(home, ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
     if world.keys:
-        world.feed(home, ev.RouteSaid(b"p1", done, STRANGER_KEY))
-    assert asked.question.request in home.node.questions._asked
-    world.feed(home, ev.RouteSaid(b"p1", done, world.keys.get("p1", "")))
-    assert asked.question.request not in home.node.questions._asked
+        world.feed(home, ev.PeerRequest(b"p1", done, STRANGER_KEY))
+    assert asked.message.request in home.node.peer_requests._open
+    world.feed(home, ev.PeerRequest(b"p1", done, world.keys.get("p1", "")))
+    assert asked.message.request not in home.node.peer_requests._open
 
 
 def test_a_members_daemon_that_restarts_has_its_rank_back(world, stages, sink):
@@ -142,7 +142,7 @@ def test_a_members_daemon_that_restarts_has_its_rank_back(world, stages, sink):
     world.advance(2 * world.settings.silent_after_s)
     assert again.heard(wk.Registered)
     assert not again.heard(wk.Refused)
-    assert record_of(stages[0].host).boot == restarted.node.moment.boot
+    assert record_of(stages[0].host).boot == restarted.node.context.boot
     ref = stages[0].publish("t1", IDS, TOKENS)
     again.say(wk.Ready(transfer_id="t1"))
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
@@ -230,16 +230,16 @@ def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
         secret=record.identity.secret,
         **facts,
     )
-    effects = home.node.feed(ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")), world.now)
+    effects = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [PeerRefused]
-    assert not home.node.source.transfers.early_ready
+    assert not home.node.published.table.early_ready
     assert not len(home.node.home._counted)
 
 
 def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, monkeypatch):
     home = stages[0].host
     record = record_of(home)
-    monkeypatch.setattr(counted_ready, "MAX_COUNTED_OF_ONE", 2)
+    monkeypatch.setattr(counted_ready, "MAX_COUNTED_PER_PEER", 2)
 
     def say_ready(request: int) -> Message:
         ready = RankReady(
@@ -251,15 +251,15 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
             incarnation=record.incarnation,
             secret=record.identity.secret,
         )
-        (effect,) = home.node.feed(ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")), world.now)
+        (effect,) = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
         return effect.message
 
     assert [type(say_ready(request)) for request in (1, 2, 2)] == [Done, Done, Done]
     refused = say_ready(3)
     assert isinstance(refused, PeerRefused)
     assert refused.code is Code.BUSY
-    world.advance(2 * home.node.moment.settings.acknowledge_for_s + 1)
-    assert not home.node.home._counted._num_of
+    world.advance(2 * home.node.context.settings.acknowledge_for_s + 1)
+    assert not home.node.home._counted._num_of_peer
 
 
 @pytest.mark.parametrize("is_of_other_shape", [True, False])
@@ -273,7 +273,9 @@ def test_who_joined_first_has_no_rank_refused_for_good(world, stages, is_of_othe
     restarted = World()
     home = restarted.host("p0")
     assert home.endpoint == stages[0].host.endpoint
-    restarted.feed(home, ev.RouteSaid(b"evil", JoinRank(request=7, boot="b", manifest=joined), STRANGER_KEY))
+    restarted.feed(
+        home, ev.PeerRequest(b"evil", JoinRank(request=7, boot="b", manifest=joined), STRANGER_KEY)
+    )
     assert home.node.registry.get(KEY) is not None
     (refused,) = restarted.register(home, stages[0].spec).heard(wk.Refused)
-    assert refused.code in PASSING_ON_REJOIN
+    assert refused.code in RETRIED_ON_REREGISTER

@@ -56,7 +56,7 @@ def test_every_source_mover_polls_before_the_grant(world, spread):
     sink.say(wk.Prepare(ref=ref))
     assert all(m.attended for m in movers)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
-    world.advance(2 * world.settings.attend_linger_s + 0.1)  # at home, then at the member
+    world.advance(2 * world.settings.polling_linger_s + 0.1)  # at home, then at the member
     assert not any(m.attended for m in movers)
 
 
@@ -178,7 +178,7 @@ def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, sprea
     record = engine.ranks[1, 0]
     secret = stages[1].host.node.member._secret
     again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
-    effects = home.node.feed(ev.RouteSaid(b"anew", again), world.now)
+    effects = home.node.feed(ev.PeerRequest(b"anew", again), world.now)
     assert not [e for e in effects if hasattr(e.message, "why")]  # not all of them at once
     effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
     routes = [(e.route, e.message.transfer_id) for e in effects if hasattr(e.message, "why")]
@@ -232,7 +232,7 @@ def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
     assert mover.attended
     world.cut.add(("p0", "p1"))
     sink.say(wk.Abandon(ref=ref))
-    world.advance(world.settings.attend_linger_s + 0.5)  # "rest" is said, and lost
+    world.advance(world.settings.polling_linger_s + 0.5)  # "rest" is said, and lost
     world.cut.clear()
     again = stages[0].publish("t2", IDS, TOKENS)
     stages[1].say(wk.Ready(transfer_id="t2"))
@@ -248,5 +248,5 @@ def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
     spec = msgspec.structs.replace(record.spec, engine_id="other")
     manifest = msgspec.structs.replace(record.manifest(), spec=spec)
     said = JoinRank(request=9, boot="evil", manifest=manifest)
-    (effect,) = home.node.feed(ev.RouteSaid(b"evil", said), world.now)
+    (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
     assert effect.message.code is Code.RANK_TAKEN

@@ -191,11 +191,11 @@ class Mischief:
         for host in self.world.hosts.values():
             node = host.node
             found += [f"{host.name}: pull {p.pull} {p.phase}" for p in node.pulls.snapshot()]
-            found += [f"{host.name}: transfer {t}" for t in node.source.transfers.live]
-            found += [f"{host.name}: grant {g}" for g in node.source.transfers.granted]
-            found += [f"{host.name}: holds {n}" for n in node.holds.num_grants().values() if n]
-            found += [f"{host.name}: {len(node.questions)} questions"] if len(node.questions) else []
-            found += [f"{host.name}: tombstone {t}" for t in node.source.transfers.tombstones]
+            found += [f"{host.name}: transfer {t}" for t in node.published.table.live]
+            found += [f"{host.name}: grant {g}" for g in node.published.table.by_grant]
+            found += [f"{host.name}: holds {n}" for n in node.grant_client.num_grants().values() if n]
+            found += [f"{host.name}: {len(node.peer_requests)} questions"] if len(node.peer_requests) else []
+            found += [f"{host.name}: tombstone {t}" for t in node.published.table.tombstones]
         return found
 
 

@@ -6,7 +6,7 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.ranks import MAX_UNACKNOWLEDGED, OFFER_AGAIN_S, OFFER_S
+from kvxferd.core.ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -88,7 +88,7 @@ def test_a_mover_that_is_not_acknowledged_is_replaced_and_then_the_session_ends(
     for number in range(1, MAX_UNACKNOWLEDGED + 1):
         assert offers(silent)[-1] == number
         assert silent.connected
-        world.advance(OFFER_S + 1)
+        world.advance(OFFER_TIMEOUT_S + 1)
     assert [m.code for m in silent.heard(wk.Farewell)] == [Code.DEADLINE]
     assert not silent.connected
     assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
@@ -97,7 +97,7 @@ def test_a_mover_that_is_not_acknowledged_is_replaced_and_then_the_session_ends(
 
 def test_one_that_is_late_once_is_not_late_for_ever(world, silent):
     for _ in range(2 * MAX_UNACKNOWLEDGED):
-        world.advance(OFFER_S + 1)
+        world.advance(OFFER_TIMEOUT_S + 1)
         acknowledge(silent, offers(silent)[-1])
         mover_of(silent).die()
         world.advance(1)
@@ -113,7 +113,7 @@ def test_a_pidfd_that_could_not_be_sent_is_sent_again(world):
     assert not mover_of(worker).is_bound
     assert len(host.movers) == 1  # it was not the worker that failed
     world.without_descriptors.clear()
-    world.advance(OFFER_AGAIN_S)
+    world.advance(OFFER_RETRY_S)
     assert offers(worker) == [1]
     assert len(worker.heard(wk.Registered)) == 1
 
@@ -126,7 +126,7 @@ def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, sil
     assert len(silent.heard(wk.Suspended)) == 1
     acknowledge(silent, 2)
     assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
-    world.advance(OFFER_S + 1)
+    world.advance(OFFER_TIMEOUT_S + 1)
     assert silent.connected
 
 
@@ -160,6 +160,6 @@ def test_a_resident_mover_is_not_offered(world):
     host.give_movers = False
     worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
     mover = world.mover(host, worker)
-    world.feed(host, ev.MoverTaken(worker.session, mover.mover, mover.agent, "simulated", resident=True))
+    world.feed(host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated", resident=True))
     assert offers(worker) == [1]  # of the child that it had
     assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]

@@ -202,17 +202,17 @@ class Chaos:
 
     def note(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.ToPeer() | fx.ToRoute():
-                to = effect.endpoint if isinstance(effect, fx.ToPeer) else effect.route
+            case fx.SendToPeer() | fx.ReplyToPeer():
+                to = effect.endpoint if isinstance(effect, fx.SendToPeer) else effect.route
                 numbers = self.asked.setdefault(to, [])
                 if isinstance(number := getattr(effect.message, "request", None), int):
                     numbers.append(number)
                     self.questions.setdefault(type(effect.message), []).append((to, number))
                 if isinstance(grant := getattr(effect.message, "grant", None), str):
                     self.grants.append(grant)
-            case fx.ToWorker() | fx.ToMover() | fx.BindMover():
+            case fx.SendToWorker() | fx.SendToMover() | fx.BindMover():
                 assert len(encode(effect.message)) <= MAX_FRAME_BYTES
-            case fx.NeedMover():
+            case fx.RequestMover():
                 self.wanted.append(effect.session)
             case fx.KillMover():
                 assert effect.mover in self.movers
@@ -220,18 +220,18 @@ class Chaos:
     def open(self) -> None:
         session = len(self.sessions) + 1
         self.sessions.append(session)
-        self.feed(ev.WorkerOpened(session, 1, 0))
+        self.feed(ev.WorkerConnected(session, 1, 0))
         if not self.chance(8):
-            self.feed(ev.WorkerSaid(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="")))
+            self.feed(ev.WorkerMessage(session, wk.Hello(versions=wk.WORKER_VERSIONS, client="")))
 
     def worker_says(self) -> None:
         said = self.message(wk.ClientMessage, [])
         word = self.pick([bytes(16), bytes(16), b""])
         if (message := decoded(CLIENT_MESSAGES, said)) is not None:
-            self.feed(ev.WorkerSaid(self.draw([*self.sessions, 99]), message, None, word))
+            self.feed(ev.WorkerMessage(self.draw([*self.sessions, 99]), message, None, word))
 
     def worker_goes(self) -> None:
-        self.feed(ev.WorkerClosed(self.draw([*self.sessions, 99])))
+        self.feed(ev.WorkerDisconnected(self.draw([*self.sessions, 99])))
 
     def mover_comes(self) -> None:
         if self.wanted:
@@ -241,17 +241,17 @@ class Chaos:
                 return
             number = len(self.movers) + 1
             self.movers[number] = f"boot/{number}"
-            self.feed(ev.MoverTaken(session, number, f"boot/{number}", "simulated"))
+            self.feed(ev.MoverAssigned(session, number, f"boot/{number}", "simulated"))
 
     def mover_says(self) -> None:
         said = decoded(FROM_MOVER, self.message(mv.FromMover, []))
         if said is not None:
-            self.feed(ev.MoverSaid(self.draw([*self.movers, 99]), said))
+            self.feed(ev.MoverMessage(self.draw([*self.movers, 99]), said))
 
     def mover_binds(self) -> None:
         """Something sensible, or no rank would ever be ready."""
         bound = mv.Bound(regions=(self.struct(RegionAddress, []),), metadata=b"")
-        self.feed(ev.MoverSaid(self.draw([*self.movers, 99]), bound))
+        self.feed(ev.MoverMessage(self.draw([*self.movers, 99]), bound))
 
     def mover_dies(self) -> None:
         self.feed(ev.MoverDied(self.draw([*self.movers, 99])))
@@ -260,26 +260,28 @@ class Chaos:
         endpoint = self.draw([HERE, THERE, ELSEWHERE])
         said = decoded(PEER_MESSAGES, self.message(pr.PeerMessage, self.asked.get(endpoint, [])))
         if said is not None:
-            self.feed(ev.PeerSaid(endpoint, said))
+            self.feed(ev.PeerReply(endpoint, said))
 
     def route_says(self) -> None:
         route = self.draw([b"r1", b"r2"])
         said = decoded(PEER_MESSAGES, self.message(pr.PeerMessage, self.asked.get(route, [])))
         if said is not None:
-            self.feed(ev.RouteSaid(route, said))
+            self.feed(ev.PeerRequest(route, said))
 
     def answer(self, question: type[Message], **fields: Any) -> None:
         """A peer answers what it was asked, as it should."""
-        kind = {pr.Greet: pr.Greeting, pr.FetchEngine: pr.EngineManifest, pr.AskGrant: pr.Granted}[question]
+        kind = {pr.PeerHello: pr.PeerWelcome, pr.FetchEngine: pr.EngineManifest, pr.AskGrant: pr.Granted}[
+            question
+        ]
         if asked := self.questions.get(question):
             to, number = self.draw(asked[-3:])
             self.sensible = True
             made = msgspec.structs.replace(self.struct(kind, [number]), **fields)
             self.sensible = False
-            self.feed(ev.PeerSaid(to, made))
+            self.feed(ev.PeerReply(to, made))
 
     def greeting(self) -> None:
-        self.answer(pr.Greet)
+        self.answer(pr.PeerHello)
 
     def manifest(self) -> None:
         """The engine that the sink reads, as its node would state it."""
@@ -296,8 +298,8 @@ class Chaos:
         self.sensible = False
         ref = TransferRef(HERE, "e", "1", "t1", "n")
         reads = ((Rank(0, 0), "boot/1"),)
-        self.feed(ev.RouteSaid(b"r1", msgspec.structs.replace(question, ref=ref, reads=reads)))
-        self.feed(ev.MoverSaid(1, mv.Attending(token=0)))
+        self.feed(ev.PeerRequest(b"r1", msgspec.structs.replace(question, ref=ref, reads=reads)))
+        self.feed(ev.MoverMessage(1, mv.Polling(token=0)))
 
     def begin(self) -> None:
         """A source, a sink and a transfer that make sense, and a pull from a peer that was greeted."""
@@ -309,8 +311,10 @@ class Chaos:
                 number, msgspec.structs.replace(said, engine=spec(name, "1", "", 0, 1), layout=LAYOUTS[0])
             )
             self.mover_comes()
-            self.feed(ev.MoverSaid(number, mv.Bound(regions=(self.struct(RegionAddress, []),), metadata=b"")))
-            self.feed(ev.MoverSaid(number, mv.FenceMapped(session=number, address=4096, metadata=b"")))
+            self.feed(
+                ev.MoverMessage(number, mv.Bound(regions=(self.struct(RegionAddress, []),), metadata=b""))
+            )
+            self.feed(ev.MoverMessage(number, mv.FenceMapped(session=number, address=4096, metadata=b"")))
         self.hear(1, msgspec.structs.replace(self.struct(wk.Publish, []), blocks=BLOCKS))
         for _ in range(2):
             ref = TransferRef(THERE, "e", "1", "t1", "n")
@@ -320,7 +324,7 @@ class Chaos:
         self.manifest()
 
     def hear(self, session: int, message: Message) -> None:
-        self.feed(ev.WorkerSaid(session, CLIENT_MESSAGES.decode(encode(message)), None, bytes(16)))
+        self.feed(ev.WorkerMessage(session, CLIENT_MESSAGES.decode(encode(message)), None, bytes(16)))
 
     def time_passes(self) -> None:
         self.now += self.draw([0.01, 0.6, 3.0, 31.0, 700.0])
@@ -336,7 +340,7 @@ class Chaos:
     def end(self) -> None:
         """Everybody goes and nobody answers; time passes."""
         for session in self.sessions:
-            self.feed(ev.WorkerClosed(session))
+            self.feed(ev.WorkerDisconnected(session))
         for mover in self.movers:
             self.feed(ev.MoverDied(mover))
         for _ in range(10_000):
@@ -350,25 +354,25 @@ class Chaos:
     def left(self) -> dict[str, int]:
         """How much the node still remembers."""
         node = self.node
-        transfers = node.source.transfers
+        transfers = node.published.table
         counted = {
             "sessions": node.sessions,
             "engines": list(node.registry),
             "movers": node.movers._movers,
             "pulls": node.pulls,
-            "questions": node.questions,
+            "questions": node.peer_requests,
             "peers": node.peers._peers,
-            "holds": node.holds.num_grants(),
+            "holds": node.grant_client.num_grants(),
             "transfers": transfers.live,
             "tombstones": transfers.tombstones,
-            "grants": transfers.granted,
+            "grants": transfers.by_grant,
             "early ready": transfers.early_ready,
-            "asks": node.granting._asks,
-            "fetches": node.handshakes._fetches,
-            "attendants": node.attendance._attendants,
-            "waiting for attendants": node.member._waiting,
+            "asks": node.grant_server._pending,
+            "fetches": node.handshake_server._pending,
+            "attendants": node.poll_requests._states,
+            "waiting for attendants": node.member._pending,
             "members": node.home._members,
-            "fence pages": node.fences._asked,
+            "fence pages": node.fence_pages._requested,
         }
         return {name: len(found) for name, found in counted.items() if len(found)}
 

@@ -47,7 +47,7 @@ def test_a_mover_that_ends_between_its_two_words(
     mover.finish = lambda: None  # type: ignore[method-assign]
     assert sink.ended(ticket) is None
     if said:
-        sink.say(wk.Noticed(tickets=(Ticket(ticket),)))
+        sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
     sink.close()
     world.advance(1)
     assert [m.why for m in source.heard(wk.Released)] == ([Code.COMPLETED] if said else [])
@@ -59,7 +59,7 @@ def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: W
     mover = mover_of(sink)
     mover.hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.say(wk.Noticed(tickets=(Ticket(ticket), Ticket(77))))
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket), Ticket(77))))
     sink.say(wk.Suspend())
     mover.die()
     assert sink.ended(ticket) is None  # it knows
@@ -71,7 +71,7 @@ def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: W
 def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker, sink: Worker) -> None:
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.say(wk.Noticed(tickets=(Ticket(ticket),)))
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
     mover = mover_of(sink)
     mover.hold = True
     world.hold_network = False
@@ -87,7 +87,7 @@ def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
     world.advance(3.1)
     assert isinstance(sink.ended(ticket), wk.Failed)
-    sink.say(wk.Noticed(tickets=(Ticket(ticket),)))
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
     sink.close()
     world.advance(60)
     assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]

@@ -9,7 +9,7 @@ from world import IDS, SINK_IDS, TOKENS, Envelope, Host, Worker, World, mover_of
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.routes import MAX_ROUTES, Routes
+from kvxferd.core.routes import MAX_ROUTES, RouteVersions
 from kvxferd.errors import Code
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
@@ -27,7 +27,7 @@ class World1(World):
         self.num_frames = 0
 
     def _do(self, host: Host, effect: fx.Effect) -> None:
-        worker = host.workers.get(effect.session) if isinstance(effect, fx.ToWorker) else None
+        worker = host.workers.get(effect.session) if isinstance(effect, fx.SendToWorker) else None
         if worker is not None and worker.versions.newest == 1:
             schema_0_1.DAEMON.decode(encode(effect.message))
             self.num_frames += 1
@@ -36,7 +36,7 @@ class World1(World):
     def arrive(self, envelope: Envelope) -> None:
         if {envelope.source, envelope.target} & self.old:
             message = PEER_MESSAGES.decode(envelope.payload)
-            if isinstance(message, peer.Greet):
+            if isinstance(message, peer.PeerHello):
                 envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 1)))
             else:
                 schema_0_1.PEER.decode(envelope.payload)
@@ -64,7 +64,7 @@ def test_a_life_between_workers_and_daemons_of_version_1(world: World1) -> None:
     (source,), (sink,) = world.engine(a, "prefill"), world.engine(b, "decode")
     move(world, source, sink, "t1")
     assert {session.version for host in (a, b) for session in host.node.sessions.values()} == {1}
-    assert a.node.routes.version_of(b"b") == 1
+    assert a.node.route_versions.version_of(b"b") == 1
     assert b.node.peers.version_of(a.endpoint) == 1
     mover_of(sink).die()
     world.advance(1.0)
@@ -98,8 +98,8 @@ def test_an_engine_that_spans_daemons_of_version_1(world: World1, newest: int) -
         assert isinstance(ended, wk.Delivered), ended
     else:
         assert ended is None or ended.code is Code.TRANSFER_NOT_READY
-    assert home.node.routes.version_of(b"member") == 1
-    assert home.node.routes.version_of(b"c") == 2
+    assert home.node.route_versions.version_of(b"member") == 1
+    assert home.node.route_versions.version_of(b"c") == 2
 
 
 def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
@@ -109,7 +109,7 @@ def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
     (source,), (sink,) = world.engine(a, "prefill"), world.engine(b, "decode")
     move(world, source, sink, "t1")
     assert {session.version for host in (a, b) for session in host.node.sessions.values()} == {2}
-    assert (a.node.routes.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (2, 2)
+    assert (a.node.route_versions.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (2, 2)
 
 
 def test_a_peer_that_chooses_a_version_not_offered_is_refused() -> None:
@@ -120,8 +120,8 @@ def test_a_peer_that_chooses_a_version_not_offered_is_refused() -> None:
     (sink,) = world.engine(world.host("b"), "decode")
     ticket = sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
     greet = PEER_MESSAGES.decode(world.network.popleft().payload)
-    assert isinstance(greet, peer.Greet)
-    answer = encode(peer.Greeting(request=greet.request, version=7, boot="b"))
+    assert isinstance(greet, peer.PeerHello)
+    answer = encode(peer.PeerWelcome(request=greet.request, version=7, boot="b"))
     world._post("a", "b", lambda m: world_event(a, m), PEER_MESSAGES.decode(answer))
     world.deliver()
     failed = sink.ended(ticket)
@@ -129,15 +129,15 @@ def test_a_peer_that_chooses_a_version_not_offered_is_refused() -> None:
     assert failed.code is Code.BAD_VERSION
 
 
-def world_event(host: Host, message: object) -> ev.PeerSaid:
-    return ev.PeerSaid(host.endpoint, message)
+def world_event(host: Host, message: object) -> ev.PeerReply:
+    return ev.PeerReply(host.endpoint, message)
 
 
 def test_routes_are_bounded_and_those_in_use_stay() -> None:
-    routes = Routes()
-    routes.greeted(b"used", 2)
+    routes = RouteVersions()
+    routes.set_version(b"used", 2)
     for number in range(MAX_ROUTES + 10):
-        routes.greeted(number.to_bytes(4, "little"), 2)
+        routes.set_version(number.to_bytes(4, "little"), 2)
         assert routes.version_of(b"used") == 2
     assert len(routes._versions) == MAX_ROUTES
     assert routes.version_of(b"never greeted") == 1

@@ -9,7 +9,7 @@ from world import World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.core import ownerships
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.settings import Settings
 from kvxferd.errors import Code
@@ -24,9 +24,9 @@ def world() -> World:
 
 def restarted(world: World, name: str):
     """The next daemon of that node, with what the last one had kept."""
-    listed = world.hosts[name].node.ownerships.listed()
+    listed = world.hosts[name].node.ownerships.saved_users()
     host = world.host(name)
-    world.feed(host, ev.OwnershipsRead(listed))
+    world.feed(host, ev.OwnershipsLoaded(listed))
     return host
 
 
@@ -58,20 +58,20 @@ def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
     assert refusals(register_as(world, host, 1001, spec_of("prefill"))) == [Code.NOT_ALLOWED]
     world.advance(2)
     assert register_as(world, host, 1001, spec_of("prefill")).heard(wk.Registered)
-    assert host.node.ownerships.listed() == (("prefill", 1001),)
+    assert host.node.ownerships.saved_users() == (("prefill", 1001),)
 
 
 def test_who_never_had_a_readable_rank_owns_nothing(world):
     host = world.host("p")
     host.give_movers = False
     register_as(world, host, 1001, spec_of("prefill")).close()
-    assert host.node.ownerships.listed() == ()
+    assert host.node.ownerships.saved_users() == ()
 
 
 def test_an_operator_gives_an_id_back(world):
     register_as(world, world.host("p"), 1001, spec_of("prefill")).close()
     host = restarted(world, "p")
-    world.feed(host, ev.DisownAsked("prefill"))
+    world.feed(host, ev.DisownRequested("prefill"))
     assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
 
 
@@ -79,7 +79,7 @@ def test_root_takes_over_and_has_it_then(world):
     host = world.host("p")
     register_as(world, host, 1000, spec_of("prefill")).close()
     register_as(world, host, 0, spec_of("prefill", generation="g2"))
-    assert host.node.ownerships.listed() == (("prefill", 0),)
+    assert host.node.ownerships.saved_users() == (("prefill", 0),)
     assert refusals(register_as(world, host, 1000, spec_of("prefill", generation="g3"))) == [Code.NOT_ALLOWED]
 
 
@@ -123,7 +123,7 @@ def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
 
 def owned() -> Ownerships:
     endpoint = Endpoint("tcp://a:1")
-    return Ownerships(Moment(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+    return Ownerships(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
 
 
 def test_a_users_bound_costs_that_user_the_oldest(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_users_bound_costs_that_user_the_oldest(monkeypatch):
         own.rank_ready(name, 1000)
         if name != "live":
             own.last_rank_left(name)
-    assert dict(own.listed()) == {"other": 2000, "live": 1000, "b": 1000, "c": 1000}
+    assert dict(own.saved_users()) == {"other": 2000, "live": 1000, "b": 1000, "c": 1000}
 
 
 def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
@@ -143,7 +143,7 @@ def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
     own.restore((("a", 1), ("b", 2), ("c", 3)))
     own.rank_ready("d", 4)
     own.rank_ready("a", 1)
-    assert dict(own.listed()) == {"a": 1, "b": 2}
+    assert dict(own.saved_users()) == {"a": 1, "b": 2}
 
 
 def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(world):
@@ -162,6 +162,8 @@ def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(worl
 
 def test_ranks_that_are_kept_for_another_node_are_shown_too(world):
     node = world.host("p").node
-    node.ownerships.ranks.restore([("spanning", "g1", 0, 0, "ab" * 32), ("spanning", "g1", 0, 1, "ab" * 32)])
+    node.ownerships.rank_holders.restore(
+        [("spanning", "g1", 0, 0, "ab" * 32), ("spanning", "g1", 0, 1, "ab" * 32)]
+    )
     (shown,) = node.snapshot().ownerships
     assert (shown.engine_id, shown.uid, shown.num_kept_ranks) == ("spanning", None, 2)

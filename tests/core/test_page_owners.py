@@ -29,8 +29,8 @@ def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, u
     stranger = connect_as(world, host, uid)
     attach(stranger)
     rank = register_as(world, host, 1000, spec_of("prefill", publish_implies_ready=True))
-    assert host.node.fences.is_served(rank.session)
-    assert not host.node.fences.is_served(stranger.session)
+    assert host.node.fence_pages.is_served(rank.session)
+    assert not host.node.fence_pages.is_served(stranger.session)
     stranger.publish("t1", IDS, TOKENS)
     assert [m.code for m in stranger.heard(wk.PublishRefused)] == [Code.OUT_OF_PLACE]
 
@@ -78,7 +78,7 @@ def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):
     mover_of(second).say(mv.FenceRefused(session=first.session, code=code, message=text))
     assert first.connected
     assert not first.heard(wk.Farewell)
-    assert host.node.fences.place(first.session)
+    assert host.node.fence_pages.get(first.session)
 
 
 def test_a_slot_without_a_word_publishes_nothing(world):

@@ -13,7 +13,7 @@ from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Done, FetchEngine, Greet, Greeting, PeerRefused
+from kvxferd.wire.peer import Done, FetchEngine, PeerHello, PeerRefused, PeerWelcome
 
 FIRST, SECOND = 1000, 2000
 LAYOUT = attention_layout(
@@ -58,14 +58,14 @@ def test_peers_that_never_answer_give_their_places_to_another_user() -> None:
     first, second = two_users(world)
     sources = sources_of(world, 4)
     tickets = [first.pull(ref_to(f"nobody-{n}"), SINK_IDS, TOKENS) for n in range(64)]
-    assert first.host.node.peers._share.held_by(FIRST) == 7
+    assert first.host.node.peers._peer_share.held_by(FIRST) == 7
     assert [delivers(source, second, f"t{n}") for n, source in enumerate(sources)] == [True] * 4
-    assert first.host.node.peers._share.held_by(FIRST) == 4
+    assert first.host.node.peers._peer_share.held_by(FIRST) == 4
     ended = [first.ended(ticket) for ticket in tickets]
     assert {e.code for e in ended if isinstance(e, wk.Failed)} == {Code.BUSY}
     world.advance(30.0)
     assert first.host.node.peers.endpoints() <= {source.host.endpoint for source in sources}
-    assert first.host.node.peers._unanswered.held == 0
+    assert first.host.node.peers._open_request_share.held == 0
 
 
 def test_a_newcomer_takes_no_more_than_who_had_most_keeps() -> None:
@@ -75,7 +75,7 @@ def test_a_newcomer_takes_no_more_than_who_had_most_keeps() -> None:
         first.pull(ref_to(f"a-{number}"), SINK_IDS, TOKENS)
     for number in range(64):
         second.pull(ref_to(f"b-{number}"), SINK_IDS, TOKENS)
-    share = first.host.node.peers._share
+    share = first.host.node.peers._peer_share
     assert (share.held_by(FIRST), share.held_by(SECOND)) == (4, 4)
 
 
@@ -142,13 +142,13 @@ def test_a_silent_peer_keeps_its_place_while_it_is_asked_again() -> None:
     assert isinstance(failed, wk.Failed)
     assert failed.code is Code.PEER_UNREACHABLE
     node = sink.host.node
-    assert node.peers._share.held == 1
+    assert node.peers._peer_share.held == 1
     assert node.peers.snapshot({})[0].boot is None
     world.cut = set()
     world.advance(4.0)
-    assert node.peers._share.held == 0
-    assert node.peers._unanswered.held == 0
-    assert not node.questions.are_open(source.host.endpoint)
+    assert node.peers._peer_share.held == 0
+    assert node.peers._open_request_share.held == 0
+    assert not node.peer_requests.has_open(source.host.endpoint)
     assert delivers(source, sink, "t1")
 
 
@@ -156,13 +156,13 @@ def test_what_comes_from_a_peer_that_is_forgotten_is_not_kept() -> None:
     world = world_of()
     sink = world.engine(world.host("d"), "decode")[0]
     for number in range(20):
-        world.feed(sink.host, ev.PeerSaid(Endpoint(f"tcp://gone-{number}:9441"), Done(request=1)))
+        world.feed(sink.host, ev.PeerReply(Endpoint(f"tcp://gone-{number}:9441"), Done(request=1)))
     assert not sink.host.node.peers.endpoints()
 
 
 def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> None:
     """A peer that greets and then answers nothing: each pull leaves two questions."""
-    monkeypatch.setattr(peers, "MAX_UNANSWERED", 64)
+    monkeypatch.setattr(peers, "MAX_OPEN_REQUESTS", 64)
     world = world_of()
     first, second = two_users(world)
     source, other = sources_of(world, 2)
@@ -178,15 +178,15 @@ def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> Non
     assert codes[0] is None
     assert codes[-1] is Code.BUSY
     node = first.host.node
-    assert node.peers._unanswered.held_by(FIRST) == len(node.questions) == 56
+    assert node.peers._open_request_share.held_by(FIRST) == len(node.peer_requests) == 56
     assert delivers(other, second, "t1")
     world.advance(60.0)
-    assert node.peers._unanswered.held == len(node.questions) == 0
+    assert node.peers._open_request_share.held == len(node.peer_requests) == 0
 
 
 def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more(monkeypatch) -> None:
     """The pull that began last would end with the first one's user, whose questions nobody answers."""
-    monkeypatch.setattr(peers, "MAX_UNANSWERED", 64)
+    monkeypatch.setattr(peers, "MAX_OPEN_REQUESTS", 64)
     world = world_of()
     first, second = two_users(world)
     source, mute = sources_of(world, 2)
@@ -198,7 +198,7 @@ def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more
     world.cut = {(mute.host.name, "d")}
     for number in range(60):
         first.say(wk.Abandon(ref=ref_to(mute.host.name, f"t{number}")))
-    assert not first.host.node.peers._unanswered.has_room(FIRST)
+    assert not first.host.node.peers._open_request_share.has_room(FIRST)
     world.advance(world.settings.lease_s + 1.0)
     mover_of(second).copy()
     mover_of(second).finish()
@@ -210,7 +210,7 @@ def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
     world = world_of()
     first, second = two_users(world)
     (source,) = sources_of(world, 1)
-    shares = first.host.node.peers._learnt_bytes
+    shares = first.host.node.peers._learnt_bytes_share
     shares.add(FIRST, shares.limit)
     shares.limit += shares.limit // 10  # so that the last eighth has room, for who holds little
     world.hold_network = True
@@ -241,7 +241,7 @@ def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() 
     failed = second.ended(long)
     assert isinstance(failed, wk.Failed)
     assert failed.code is Code.TRANSFER_UNKNOWN  # the engine was learnt
-    assert first.host.node.peers._learning.held == first.host.node.peers._unanswered.held == 0
+    assert first.host.node.peers._learning_share.held == first.host.node.peers._open_request_share.held == 0
 
 
 def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
@@ -256,13 +256,15 @@ def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
     ]
     node, num_refused = first.host.node, 0
     for _ in range(8):
-        for request, asked in list(node.questions._asked.items()):
-            if isinstance(asked.question, FetchEngine):
+        for request, asked in list(node.peer_requests._open.items()):
+            if isinstance(asked.message, FetchEngine):
                 num_refused += 1
                 refused = PeerRefused(request=request, code=Code.ENGINE_INCOMPLETE, message="no")
-                world.feed(first.host, ev.PeerSaid(asked.to, refused))
-            elif isinstance(asked.question, Greet):
-                world.feed(first.host, ev.PeerSaid(asked.to, Greeting(request=request, version=2, boot="b")))
+                world.feed(first.host, ev.PeerReply(asked.address, refused))
+            elif isinstance(asked.message, PeerHello):
+                world.feed(
+                    first.host, ev.PeerReply(asked.address, PeerWelcome(request=request, version=2, boot="b"))
+                )
     assert num_refused == 2
     ended = [sink.ended(ticket) for sink, ticket in zip((first, second, first), tickets, strict=True)]
     assert [e.code for e in ended if isinstance(e, wk.Failed)] == [Code.ENGINE_INCOMPLETE] * 3

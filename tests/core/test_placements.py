@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from world import Worker, World, mover_of, spec_of
 
-from kvxferd.core.events import LanesSeen, MoverSaid
-from kvxferd.core.lanes import Lanes
-from kvxferd.core.snapshot import LanesRecord, PlacementRecord, RankSnapshot
+from kvxferd.core.events import MoverMessage, TransportsSeen
+from kvxferd.core.lanes import TransportsUsed
+from kvxferd.core.snapshot import PlacementRecord, RankSnapshot, TransportsRecord
 from kvxferd.wire.common import Placement
-from kvxferd.wire.mover import Proved
+from kvxferd.wire.mover import ProbeResult
 
-ITSELF = Lanes("itself", ("tcp/lo", "cma/memory"))
+ITSELF = TransportsUsed("itself", ("tcp/lo", "cma/memory"))
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def rank(worker: Worker) -> RankSnapshot:
 
 
 def prove(worker: Worker, placement: Placement) -> None:
-    worker.world.feed(worker.host, MoverSaid(mover_of(worker).mover, Proved(placement=placement)))
+    worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, ProbeResult(placement=placement)))
 
 
-def connect(worker: Worker, lanes: Lanes) -> None:
-    worker.world.feed(worker.host, LanesSeen(mover_of(worker).mover, lanes))
+def connect(worker: Worker, lanes: TransportsUsed) -> None:
+    worker.world.feed(worker.host, TransportsSeen(mover_of(worker).mover, lanes))
 
 
 def records(worker: Worker, kind: type) -> list:
@@ -68,10 +68,10 @@ def test_memory_that_was_read_wrongly_says_why(worker):
 
 def test_tcp_to_a_process_of_this_node_is_slow_where_the_mover_could_do_better(worker):
     connect(worker, ITSELF)
-    connect(worker, Lanes("network", ("tcp/eth0",)))
-    connect(worker, Lanes("node", ("tcp/lo", "cma/memory")))
-    connect(worker, Lanes("node", ("tcp/lo", "tcp/eth0")))
-    assert [(r.reach, r.lanes, r.slow) for r in records(worker, LanesRecord)] == [
+    connect(worker, TransportsUsed("network", ("tcp/eth0",)))
+    connect(worker, TransportsUsed("node", ("tcp/lo", "cma/memory")))
+    connect(worker, TransportsUsed("node", ("tcp/lo", "tcp/eth0")))
+    assert [(r.reach, r.lanes, r.slow) for r in records(worker, TransportsRecord)] == [
         ("network", "tcp", False),
         ("node", "cma", False),
         ("node", "tcp", True),
@@ -93,7 +93,9 @@ def test_what_a_dead_mover_found_is_void(worker):
     number = mover_of(worker).mover
     mover_of(worker).die()
     worker.world.settle()
-    worker.world.feed(worker.host, MoverSaid(number, Proved(placement=Placement(gigabytes_per_s=9.0))))
-    worker.world.feed(worker.host, LanesSeen(number, ITSELF))
+    worker.world.feed(
+        worker.host, MoverMessage(number, ProbeResult(placement=Placement(gigabytes_per_s=9.0)))
+    )
+    worker.world.feed(worker.host, TransportsSeen(number, ITSELF))
     assert rank(worker).lanes == ()
     assert records(worker, PlacementRecord) == []

@@ -7,23 +7,23 @@ import itertools
 import pytest
 from world import IDS, SINK_IDS, TOKENS, mover_of
 
-from kvxferd.core.pull import MOVES, Phase, Signal
+from kvxferd.core.pull import TRANSITIONS, PullPhase, PullTrigger
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 
 
 def test_blocks_are_free_only_where_nothing_can_write():
-    unsafe = set(Phase) - {Phase.DELIVERED, Phase.FAILED, Phase.QUIET}
-    assert unsafe == {Phase.HOLDING, Phase.POSTED, Phase.STOPPING, Phase.IN_DOUBT}
+    unsafe = set(PullPhase) - {PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED}
+    assert unsafe == {PullPhase.WAITING, PullPhase.POSTED, PullPhase.STOPPING, PullPhase.IN_DOUBT}
     # Once posted, only the mover's word (or its death) frees the blocks.
-    for (phase, signal), target in MOVES.items():
-        if phase in unsafe - {Phase.HOLDING} and target not in unsafe:
-            assert signal in (Signal.DELIVER, Signal.FINISH)
+    for (phase, signal), target in TRANSITIONS.items():
+        if phase in unsafe - {PullPhase.WAITING} and target not in unsafe:
+            assert signal in (PullTrigger.DELIVER, PullTrigger.FINISH)
 
 
 def test_terminal_phases_have_no_way_out():
-    ends = {Phase.DELIVERED, Phase.FAILED, Phase.QUIET}
-    assert not [pair for pair in itertools.product(ends, Signal) if pair in MOVES]
+    ends = {PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED}
+    assert not [pair for pair in itertools.product(ends, PullTrigger) if pair in TRANSITIONS]
 
 
 def test_cancel_before_the_grant_is_free_at_once(world, source, sink):
@@ -172,13 +172,13 @@ def test_an_unreachable_peer_is_said_to_be_and_is_asked_again_later(world, sourc
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_runs(world, source, sink):
-    from kvxferd.core.events import DrainAsked
+    from kvxferd.core.events import DrainRequested
 
     mover = mover_of(sink)
     mover.hold = True
     ref = source.publish("t1", IDS, TOKENS)
     running = sink.pull(ref, SINK_IDS, TOKENS)
-    world.feed(sink.host, DrainAsked())
+    world.feed(sink.host, DrainRequested())
     assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.DRAINING
     assert not sink.host.node.is_idle
     mover.copy()

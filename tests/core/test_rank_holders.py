@@ -13,7 +13,7 @@ from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.limits import RETRY_LATER_S
-from kvxferd.core.moment import Moment
+from kvxferd.core.moment import NodeContext
 from kvxferd.core.rank_holders import RankHolders, holder_of_user
 from kvxferd.core.registry import MemberRank
 from kvxferd.core.settings import Settings
@@ -60,7 +60,7 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
 
 def as_holder_of(world: World, home: Host, key: str, message: Message) -> Message:
     route = b"from " + key.encode()
-    effects = home.node.feed(ev.RouteSaid(route, message, key), world.now)
+    effects = home.node.feed(ev.PeerRequest(route, message, key), world.now)
     home.node.check_integrity()
     said = [effect.message for effect in effects if getattr(effect, "route", None) == route]
     (answer,) = [message for message in said if isinstance(message, Done | PeerRefused)]
@@ -73,9 +73,9 @@ def changed(spec: EngineSpec, **changes: object) -> EngineSpec:
 
 def restarted(world: World, name: str) -> Host:
     """The next daemon of that node, with what the last one had kept."""
-    kept = world.hosts[name].node.ownerships.kept()
+    kept = world.hosts[name].node.ownerships.saved_state()
     host = world.host(name)
-    world.feed(host, ev.OwnershipsRead(*kept))
+    world.feed(host, ev.OwnershipsLoaded(*kept))
     return host
 
 
@@ -203,7 +203,7 @@ def test_an_operator_gives_a_rank_of_a_lost_node_back(world):
     comes_back(world, stages[0], home)
     assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
-    world.feed(home, ev.DisownAsked(KEY.engine_id))
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), Done)
     assert not home.node.disownable(KEY.engine_id)
 
@@ -212,12 +212,12 @@ def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_hea
     stages = stages_of(world)
     home = stages[0].host
     assert not home.node.disownable(KEY.engine_id)
-    world.feed(home, ev.DisownAsked(KEY.engine_id))
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
     assert home.node.registry.get(KEY).is_complete
     del world.hosts["p1"]
     world.advance(world.settings.member_silent_after_s + 1)
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
-    world.feed(home, ev.DisownAsked(KEY.engine_id))
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), Done)
 
 
@@ -229,7 +229,7 @@ def test_a_member_that_leaves_after_the_homes_restart_keeps_its_rank_for_seconds
     stages[1].close()
     world.cut.clear()
     world.advance(2 * world.settings.resend_s + world.settings.member_silent_after_s)
-    assert home.node.ownerships.ranks.absent_holder(KEY, SECOND) is None
+    assert home.node.ownerships.rank_holders.absent_holder(KEY, SECOND) is None
 
 
 def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
@@ -274,9 +274,9 @@ def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
         agent="a",
     )
     assert isinstance(as_holder_of(world, home, "", leave), Done)
-    assert home.node.ownerships.ranks.num_absent(KEY.engine_id) == 0
+    assert home.node.ownerships.rank_holders.num_absent(KEY.engine_id) == 0
     world.advance(world.settings.ownership_s + 1)
-    assert home.node.ownerships.ranks.holder_of(KEY, spec.rank) == holder_of_user(0)
+    assert home.node.ownerships.rank_holders.holder_of(KEY, spec.rank) == holder_of_user(0)
 
 
 def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
@@ -285,7 +285,7 @@ def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
     home = restarted(world, "p0")
     anew = changed(stages[0].spec, generation=Generation("g2"))
     assert world.register(home, anew).heard(wk.Registered)
-    assert not home.node.ownerships.ranks.num_absent(KEY.engine_id)
+    assert not home.node.ownerships.rank_holders.num_absent(KEY.engine_id)
     moved = world.register(world.host("p2"), second(anew))
     assert moved.heard(wk.Registered)
 
@@ -295,7 +295,7 @@ def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
 
 def holders() -> RankHolders:
     endpoint = Endpoint("tcp://a:1")
-    return RankHolders(Moment(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+    return RankHolders(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
 
 
 def key_of(number: int) -> EngineKey:
@@ -306,51 +306,53 @@ A, B, USER = MemberIdentity("0a").holder, MemberIdentity("0b").holder, holder_of
 FIRST = Rank(0, 0)
 
 
-@pytest.mark.parametrize(("holder", "bound"), [(A, "MAX_KEPT_OF_PEER"), (USER, "MAX_KEPT_OF_USER")])
+@pytest.mark.parametrize(
+    ("holder", "bound"), [(A, "MAX_HELD_RANKS_PER_PEER"), (USER, "MAX_HELD_RANKS_PER_USER")]
+)
 def test_the_bound_of_one_costs_it_its_own_oldest_absent_rank(monkeypatch, holder, bound):
     monkeypatch.setattr(rank_holders, bound, 3)
     kept = holders()
-    kept.take(key_of(9), FIRST, B)
+    kept.set_holder(key_of(9), FIRST, B)
     for number in range(4):
-        kept.take(key_of(number), FIRST, holder)
+        kept.set_holder(key_of(number), FIRST, holder)
         if number:
-            kept.leave(key_of(number), FIRST)
+            kept.rank_left(key_of(number), FIRST)
     assert [kept.holder_of(key_of(n), FIRST) for n in (9, 0, 1, 2, 3)] == [B, holder, None, holder, holder]
     for number in (2, 3):
-        kept.take(key_of(number), FIRST, holder)
-    kept.take(key_of(5), FIRST, holder)  # all are present: what is more is not kept
+        kept.set_holder(key_of(number), FIRST, holder)
+    kept.set_holder(key_of(5), FIRST, holder)  # all are present: what is more is not kept
     assert kept.holder_of(key_of(5), FIRST) is None
     assert len(kept) == 4
 
 
 def test_the_nodes_bound_costs_whoever_comes(monkeypatch):
-    monkeypatch.setattr(rank_holders, "MAX_KEPT", 2)
+    monkeypatch.setattr(rank_holders, "MAX_HELD_RANKS", 2)
     kept = holders()
     kept.restore(tuple((f"e{n}", "g", 0, 0, A) for n in range(3)))
-    kept.take(key_of(7), FIRST, B)
-    kept.take(key_of(0), FIRST, A)
-    assert [(of, holder) for of, *_, holder in kept.listed()] == [("e0", A), ("e1", A)]
+    kept.set_holder(key_of(7), FIRST, B)
+    kept.set_holder(key_of(0), FIRST, A)
+    assert [(of, holder) for of, *_, holder in kept.saved_ranks()] == [("e0", A), ("e1", A)]
 
 
 def test_the_books_are_empty_when_all_is_forgotten():
     kept = holders()
     secret = MemberIdentity(secret="s").holder
     for number, holder in enumerate((A, B, USER, secret, A)):
-        kept.take(key_of(number), FIRST, holder)
-        kept.leave(key_of(number), FIRST)
-        kept.take(key_of(number), FIRST, holder)
-        kept.leave(key_of(number), FIRST)
-    while kept._moment.timers.run_next(1e9):
+        kept.set_holder(key_of(number), FIRST, holder)
+        kept.rank_left(key_of(number), FIRST)
+        kept.set_holder(key_of(number), FIRST, holder)
+        kept.rank_left(key_of(number), FIRST)
+    while kept._context.timers.run_next(1e9):
         pass
     assert not any(
         (
             len(kept),
             kept._held,
-            kept._num_of,
-            kept._absent,
-            kept._absent_of,
+            kept._num_by_holder,
+            kept._num_absent_by_engine,
+            kept._absent_by_holder,
             kept._local_left_at,
-            kept.listed(),
+            kept.saved_ranks(),
         )
     )
 
@@ -363,7 +365,7 @@ def test_no_secret_is_written_down():
 
 
 def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 2)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
     monkeypatch.setattr(core_home, "MAX_MEMBERS", 4)
     world = World()
     home = world.host("p0")
@@ -379,7 +381,7 @@ def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
     leave = LeaveRank(
         request=9, boot="evil", engine_id="e5", generation="g1", rank=FIRST, agent="agent-5", secret="another"
     )
-    home.node.feed(ev.RouteSaid(b"from 0c", leave, "0c"), world.now)
+    home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)
     assert isinstance(as_holder_of(world, home, "0d", joins(6)), Done)
     outline = PEER_OUTLINES.decode(encode(joins(7)))
     refused = home.node.refusal_of_join(b"from 0e", outline, "0e")  # before a layout is decoded
@@ -391,7 +393,7 @@ def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
     """Two that have joined, or said ready, as often as each may would else refuse all others for minutes."""
     for module, name in ((core_home, "MAX_MEMBERS"), (counted_ready, "MAX_COUNTED")):
         monkeypatch.setattr(module, name, 16)
-        monkeypatch.setattr(module, f"{name}_OF_ONE", 8)
+        monkeypatch.setattr(module, f"{name}_PER_PEER", 8)
     world = World()
     home = world.host("p0")
 
@@ -416,13 +418,13 @@ def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
     home, secret = stages[0].host, stages[1].host.node.member._secret
     record = home.node.registry.get(KEY).ranks[SECOND]
     again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
-    home.node.feed(ev.RouteSaid(b"anew", again, world.keys.get("p1", "")), world.now)
+    home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     home.node.check_integrity()
-    assert sum(home.node.home._num_of.values()) == 1
+    assert sum(home.node.home._num_of_peer.values()) == 1
 
 
 def test_a_member_that_found_its_home_busy_asks_again(world, monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_OF_ONE", 1)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 1)
     stages = stages_of(world)
     other = world.register(
         world.hosts["p1"], changed(stages[1].spec, engine_id="other", pp_size=1, pp_rank=0, num_layers=2)
@@ -440,7 +442,7 @@ def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
     home, member = stages[0].host, stages[1].host
     stages[0].publish("t1", IDS, TOKENS)
     stages[0].say(wk.Unpublish(transfer_id="t1"))
-    num_timers = len(home.node.moment.timers._live)
+    num_timers = len(home.node.context.timers._live)
     for number in range(500):
         ready = RankReady(
             request=1000 + number,
@@ -451,9 +453,9 @@ def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
             incarnation="first",
             secret=member.node.member._secret,
         )
-        world.feed(home, ev.RouteSaid(b"p1", ready, world.keys.get("p1", "")))
-    assert len(home.node.moment.timers._live) == num_timers
-    assert not home.node.source.transfers.early_ready
+        world.feed(home, ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")))
+    assert len(home.node.context.timers._live) == num_timers
+    assert not home.node.published.table.early_ready
 
 
 def test_open_questions_follow_a_member_without_being_sent_at_once(world):
@@ -466,7 +468,7 @@ def test_open_questions_follow_a_member_without_being_sent_at_once(world):
     record = home.node.registry.get(KEY).ranks[SECOND]
     secret = stages[1].host.node.member._secret
     again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
-    effects = home.node.feed(ev.RouteSaid(b"anew", again, world.keys.get("p1", "")), world.now)
+    effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [Done]
     effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
     assert len([e for e in effects if e.route == b"anew"]) == 20
@@ -494,6 +496,6 @@ def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
     assert isinstance(as_stranger(world, home, join(second(spec))), Done)
     assert world.register(home, spec).heard(wk.Registered)
     world.advance(world.settings.member_silent_after_s + 1)
-    world.feed(home, ev.DisownAsked(KEY.engine_id))
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
     late = world.register(world.host("p1"), second(spec))
     assert late.heard(wk.Registered)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from test_shares import FIRST, SECOND, register
 from world import World
 
-from kvxferd.core.rates import Rate
+from kvxferd.core.rates import RateLimiter
 from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 
 
 def test_a_burst_then_so_many_a_second_of_each_user() -> None:
-    rate = Rate(burst=3, per_s=2.0)
-    assert [rate.take(FIRST, 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-    assert rate.take(SECOND, 10.0) == 0.0
-    assert rate.take(FIRST, 10.5) == 0.0
-    assert rate.take(FIRST, 10.5) == 0.5
+    rate = RateLimiter(burst=3, per_s=2.0)
+    assert [rate.acquire(FIRST, 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rate.acquire(SECOND, 10.0) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.5
     for uid in range(100):
-        rate.take(uid, 11.0)
-    rate.take(FIRST, 100.0)
+        rate.acquire(uid, 11.0)
+    rate.acquire(FIRST, 100.0)
     assert len(rate._buckets) == 1
 
 

@@ -18,7 +18,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import BlockIds, Refusal, Versions
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
@@ -146,7 +146,7 @@ def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
     export = wk.RegionExport(layout.regions[0].region, layout.regions[0].size_bytes, 0)
     said = wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i")
     world.feed(
-        worker.host, ev.WorkerSaid(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it"))
+        worker.host, ev.WorkerMessage(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it"))
     )
     assert refusal(worker) == wk.Refused(request=1, code=Code.REGION_UNSEALED, message="cannot use it")
 
@@ -177,7 +177,7 @@ def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
     stranger = world.connect(host)
     fresh = type(stranger)(world, host, 999)
     host.workers[999] = fresh
-    world.feed(host, ev.WorkerOpened(999, 1, 0))
+    world.feed(host, ev.WorkerConnected(999, 1, 0))
     fresh.say(wk.Ready(transfer_id="t"))
     assert [m.code for m in fresh.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
     assert 999 not in host.node.sessions
@@ -189,7 +189,7 @@ def test_a_client_of_another_version_is_told_which_are_spoken(world):
     worker = world.connect(host)
     fresh = type(worker)(world, host, 999)
     host.workers[999] = fresh
-    world.feed(host, ev.WorkerOpened(999, 1, 0))
+    world.feed(host, ev.WorkerConnected(999, 1, 0))
     fresh.say(wk.Hello(versions=Versions(5, 6), client="future"))
     (farewell,) = fresh.heard(wk.Farewell)
     assert farewell.code is Code.BAD_VERSION
@@ -249,8 +249,8 @@ def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     (mover,) = host.movers.values()
     rank = host.node.sessions[worker.session].rank
     bound = mv.Bound(regions=rank.addresses, metadata=b"")
-    effects = host.node.feed(ev.WorkerSaid(worker.session, wk.Suspend()), world.now)
-    effects += host.node.feed(ev.MoverSaid(mover.mover, bound), world.now)  # it was on its way
+    effects = host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
+    effects += host.node.feed(ev.MoverMessage(mover.mover, bound), world.now)  # it was on its way
     assert [e for e in effects if isinstance(e, fx.KillMover)]
     mover.die()
     assert worker.heard(wk.Suspended)
@@ -262,8 +262,8 @@ def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
     (old,) = host.movers.values()
-    host.node.feed(ev.WorkerSaid(worker.session, wk.Suspend()), world.now)
-    world.feed(host, ev.MoverSaid(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
+    host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
+    world.feed(host, ev.MoverMessage(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
     assert not worker.heard(wk.Farewell)
     old.die()
     resume(worker)
@@ -365,20 +365,20 @@ def test_what_arrives_in_parts_has_a_share_of_each_user(world):
     codes = [m.code for s in schedulers for m in s.heard(wk.PublishRefused)]
     assert codes[1:] == [Code.BUSY, Code.BUSY]
     assert all(s.connected for s in schedulers)
-    assert host.node.arriving._without.held == 0
+    assert host.node.reassembly_memory._other_users.held == 0
 
 
 def test_what_a_session_had_put_together_is_given_back_when_it_ends(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
     worker.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
-    assert host.node.arriving._with_rank.held == 1 << 20
+    assert host.node.reassembly_memory._users_with_rank.held == 1 << 20
     worker.close()
-    assert host.node.arriving._with_rank.held == 0
+    assert host.node.reassembly_memory._users_with_rank.held == 0
 
 
 def test_a_list_as_long_as_may_be_can_be_sent_again():
-    assembly, part = IdsAssembly(), bytes(1 << 20)
+    assembly, part = BlockIdAssembly(), bytes(1 << 20)
     for _ in range(2):  # the message that completes it was lost the first time
         for number in range(MAX_REQUEST_IDS_BYTES >> 20):
             assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
@@ -402,18 +402,20 @@ def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(worl
 def test_room_goes_back_to_the_share_that_it_was_taken_from(world, had_rank):
     """Though the user's last rank goes while ids arrive, or the first one comes."""
     host = world.host("p")
-    arriving = host.node.arriving
+    arriving = host.node.reassembly_memory
     rank = world.register(host, spec_of("e")) if had_rank else None
     scheduler = world.connect(host)
     scheduler.say(wk.Attach(request=1, engine_id="e", generation="g1"))
     scheduler.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
-    assert (arriving._with_rank.held, arriving._without.held) == ((1 << 20, 0) if had_rank else (0, 1 << 20))
+    assert (arriving._users_with_rank.held, arriving._other_users.held) == (
+        (1 << 20, 0) if had_rank else (0, 1 << 20)
+    )
     if rank is None:
         world.register(host, spec_of("e"))
     else:
         rank.close()
     scheduler.close()
-    assert (arriving._with_rank.held, arriving._without.held) == (0, 0)
+    assert (arriving._users_with_rank.held, arriving._other_users.held) == (0, 0)
 
 
 def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
@@ -425,10 +427,10 @@ def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
     (mover,) = host.movers
 
     def say(message):
-        return node.feed(ev.WorkerSaid(session, message, None, b""), world.now)
+        return node.feed(ev.WorkerMessage(session, message, None, b""), world.now)
 
     def num_needed(effects):
-        return sum(isinstance(effect, fx.NeedMover) for effect in effects)
+        return sum(isinstance(effect, fx.RequestMover) for effect in effects)
 
     say(wk.Suspend())
     node.feed(ev.MoverDied(mover), world.now)
@@ -438,7 +440,7 @@ def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
         say(wk.Suspend())
     assert needed == 1
     say(wk.Resume(request=2, regions=exports, incarnation="last"))
-    effects = node.feed(ev.MoverTaken(session, MoverId(99), AgentName("a/99"), "nixl"), world.now)
+    effects = node.feed(ev.MoverAssigned(session, MoverId(99), AgentName("a/99"), "nixl"), world.now)
     assert [type(getattr(e, "message", e)) for e in effects] == [wk.MoverOffered], effects
     say(wk.Suspend())
     node.feed(ev.MoverDied(MoverId(99)), world.now)
@@ -447,8 +449,8 @@ def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
 
 def test_resuming_counts_as_registering_does(world):
     worker = world.register(world.host("p"), spec_of("e"))
-    registrations = worker.host.node.ranks._checks._started_movers
-    while registrations.take(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
+    registrations = worker.host.node.local_ranks._checks._started_movers
+    while registrations.acquire(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
         pass
     worker.say(wk.Suspend())
     assert worker.heard(wk.Suspended)

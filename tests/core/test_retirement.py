@@ -9,10 +9,10 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Mover, Worker, World, mover_of, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.holds import HoldState
+from kvxferd.core.holds import GrantState
 from kvxferd.core.movers import RETIRED_S
 from kvxferd.core.pulls import MAX_MOVERS_LOST
-from kvxferd.core.stalls import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, Stalls
+from kvxferd.core.stalls import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
@@ -115,7 +115,7 @@ def _held_mover(world: World, worker: Worker) -> None:
     """Give the rank a mover that holds what it gets."""
     mover = world.mover(worker.host, worker)
     mover.hold = True
-    world.feed(worker.host, ev.MoverTaken(worker.session, mover.mover, mover.agent, "simulated"))
+    world.feed(worker.host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated"))
 
 
 def test_a_pull_whose_time_is_up_is_not_read_again(world, source, sink):
@@ -176,7 +176,7 @@ def test_whoever_reads_from_a_retired_mover_goes_on(world, source, sink):
     finish(mover_of(reader))
     assert isinstance(reader.ended(reading), wk.Delivered)
     assert reader.num_wrong(SINK_IDS, TOKENS, seed=9) == 0
-    world.advance(world.settings.attend_linger_s + 0.1)
+    world.advance(world.settings.polling_linger_s + 0.1)
     assert not old.alive
     assert len(sink.heard(wk.Quiesced)) == 1
 
@@ -304,7 +304,7 @@ def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, sourc
     source.say(wk.Unpublish(transfer_id="t1"))
     world.advance(world.settings.lease_s)
     (pull,) = sink.host.node.pulls.running()
-    assert pull.hold.state is HoldState.ENDED
+    assert pull.held_grant.state is GrantState.ENDED
     answer(*asked[0])
     world.advance(1)
     failed = sink.ended(ticket)
@@ -382,19 +382,19 @@ def test_short_deadlines_are_no_stalls(world, source, sink):
 
 
 def test_stalls_are_counted_for_a_while_and_for_so_many_sources(world):
-    moment = world.host("d").node.moment
-    stalls = Stalls(moment)
+    moment = world.host("d").node.context
+    stalls = SourceBreaker(moment)
     refs = [TransferRef(f"tcp://{n}:1", "e", "g", "t", "n") for n in range(MAX_SOURCES + 10)]
     for ref in refs:
         for _ in range(MAX_STALLS):
-            stalls.note(1000, ref)
+            stalls.record_stall(1000, ref)
     assert len(stalls) == MAX_SOURCES
     stalls.check(1000, refs[0], "")  # forgotten for the sake of later ones
     with pytest.raises(EngineError, match="did not end"):
         stalls.check(1000, refs[-1], "cannot pull")
     stalls.check(1001, refs[-1], "")  # another user's readers are not refused
     moment.now += WINDOW_S + 1
-    stalls.note(1000, refs[0])
+    stalls.record_stall(1000, refs[0])
     assert len(stalls) == 1
 
 

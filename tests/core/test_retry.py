@@ -34,7 +34,7 @@ def test_a_source_whose_mover_was_replaced_is_read_through_the_new_one(world, so
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
     assert [r.retried for r in records(sink)] == [True]
-    assert not any(sink.host.node.holds.num_grants().values())
+    assert not any(sink.host.node.grant_client.num_grants().values())
 
 
 def test_the_second_failure_is_told(world, source, sink):
@@ -46,7 +46,7 @@ def test_the_second_failure_is_told(world, source, sink):
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.TRANSPORT, True)
     assert not mover_of(sink).started
-    assert not any(sink.host.node.holds.num_grants().values())
+    assert not any(sink.host.node.grant_client.num_grants().values())
 
 
 def test_what_may_still_be_written_is_not_read_again(world, source, sink):

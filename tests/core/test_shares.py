@@ -6,8 +6,8 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
 from kvxferd.core import Settings, requests
-from kvxferd.core.limits import Limits, Load
-from kvxferd.core.shares import Shares
+from kvxferd.core.limits import Limits, PullAdmission
+from kvxferd.core.shares import FairShare
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.layout.presets import attention_layout
@@ -18,17 +18,17 @@ FIRST, SECOND = 1000, 2000
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
-    shares = Shares(128)
-    assert sum(shares.take(FIRST) for _ in range(200)) == 112
-    assert sum(shares.take(SECOND) for _ in range(200)) == 8
-    shares.give_back(FIRST, 50)
-    assert sum(shares.take(SECOND) for _ in range(200)) == 42
+    shares = FairShare(128)
+    assert sum(shares.acquire(FIRST) for _ in range(200)) == 112
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 8
+    shares.release(FIRST, 50)
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 42
     assert shares.held == 112
 
 
 def test_a_small_limit_is_nobodys_reserve() -> None:
-    shares = Shares(2)
-    assert [shares.take(FIRST) for _ in range(3)] == [True, True, False]
+    shares = FairShare(2)
+    assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
 
 
 def register(world: World, host: Host, name: str, uid: int) -> Worker:
@@ -58,7 +58,7 @@ def test_ranks_have_a_share_of_each_user() -> None:
 
 
 def test_bytes_in_flight_have_a_share_of_each_user() -> None:
-    load = Load(Limits(max_inflight_bytes=1600))
+    load = PullAdmission(Limits(max_inflight_bytes=1600))
     session = SessionId(1)
     load.check(session, FIRST, 1400, "pull")
     load.add(session, FIRST, 1400)
@@ -75,7 +75,7 @@ def test_pulls_are_counted_for_the_ranks_user() -> None:
     (sink,) = world.engine(world.host("b"), "decode")
     mover_of(sink).hold = True
     sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert sink.host.node.pulls._load.inflight_bytes > 0
+    assert sink.host.node.pulls._admission.inflight_bytes > 0
     mover_of(sink).die()
 
 
@@ -104,14 +104,14 @@ def test_made_up_references_leave_peers_for_others() -> None:
     assert failed[-1].code is Code.BUSY
     assert failed_of(second, second.pull(ref_to("other"), SINK_IDS, TOKENS)) is None
     world.advance(30.0)
-    assert first.host.node.peers._share.held == 0
-    assert first.host.node.peers._learning.held == 0
+    assert first.host.node.peers._peer_share.held == 0
+    assert first.host.node.peers._learning_share.held == 0
 
 
 def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
     world = World()
     first, second = two_users(world)
-    first.host.node.peers._learning.limit = 16
+    first.host.node.peers._learning_share.limit = 16
     for n in range(14):
         first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
     failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
@@ -123,19 +123,19 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
 def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "MAX_PREPARED_HERE", 16)
+    monkeypatch.setattr(requests, "MAX_PREPARED_PER_NODE", 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.requests._prepared_of.held_by(FIRST) == 14
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 14
     second.say(wk.Prepare(ref=ref_to("p")))
     assert len(node.sessions[second.session].prepared) == 1
     first.close()
     world.advance(25.0)
-    assert node.requests._prepared_of.held_by(FIRST) == 0
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 0
 
 
 def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
@@ -148,33 +148,33 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Prepare(ref=ref))
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED] * 8
-    assert sink.host.node.requests._prepared_of.held_by(FIRST) == 0
-    assert sink.host.node.sessions[sink.session].num_left == 0
+    assert sink.host.node.worker_requests._prepared_share.held_by(FIRST) == 0
+    assert sink.host.node.sessions[sink.session].num_discarded == 0
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "MAX_ABANDONING_HERE", 16)
+    monkeypatch.setattr(requests, "MAX_ABANDONING_PER_NODE", 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for _ in range(3):
         first.say(wk.Abandon(ref=ref_to("p")))
-    assert node.requests._abandoning_of.held == 1
+    assert node.worker_requests._abandoning_share.held == 1
     for n in range(20):
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.requests._abandoning_of.held_by(FIRST) == 14
+    assert node.worker_requests._abandoning_share.held_by(FIRST) == 14
     second.say(wk.Abandon(ref=ref_to("p")))
-    assert node.requests._abandoning_of.held_by(SECOND) == 1
+    assert node.worker_requests._abandoning_share.held_by(SECOND) == 1
     world.advance(130.0)
-    assert node.requests._abandoning_of.held == 0
+    assert node.worker_requests._abandoning_share.held == 0
     assert not node.sessions[first.session].abandoning
 
 
 def test_a_small_limit_has_a_place_for_a_second_user_too():
-    shares = Shares(8)
-    assert all(shares.take(1000) for _ in range(7))
-    assert not shares.take(1000)
-    assert shares.take(1001)
-    assert not shares.take(1002)
+    shares = FairShare(8)
+    assert all(shares.acquire(1000) for _ in range(7))
+    assert not shares.acquire(1000)
+    assert shares.acquire(1001)
+    assert not shares.acquire(1002)

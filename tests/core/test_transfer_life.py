@@ -219,7 +219,7 @@ def test_a_given_back_ask_is_answered_and_not_asked_again(world):
     ticket = sink.pull(ranks[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     sink.say(wk.Cancel(ticket=ticket))
     assert sink.ended(ticket).code is Code.CANCELLED
-    assert len(sink.host.node.questions) == 0
+    assert len(sink.host.node.peer_requests) == 0
 
 
 @pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
@@ -249,7 +249,7 @@ def test_another_ranks_death_voids_the_transfer_for_the_publisher_too(world):
 def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(world):
     source, sink, old = published(world)
     source.say(wk.Unpublish(transfer_id="t1"))
-    world.advance(source.host.node.moment.settings.tombstone_s + 1)
+    world.advance(source.host.node.context.settings.tombstone_s + 1)
     new = source.publish("t1", IDS, TOKENS)
     assert sink.ended(sink.pull(old, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
     assert isinstance(sink.ended(sink.pull(new, SINK_IDS, TOKENS)), wk.Delivered)

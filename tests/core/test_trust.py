@@ -9,28 +9,32 @@ import pytest
 from world import World, spec_of
 
 from kvxferd.core import Settings
-from kvxferd.core.trust import Trust
+from kvxferd.core.trust import PeerAllowlist
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
 from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
 
 OWN, FRIEND, STRANGER = "0a" * 32, "0b" * 32, "0c" * 32
-KEYS = Trust(key=OWN, allowed_keys=frozenset([FRIEND]))
-LAN = Trust(networks=(ip_network("10.1.0.0/16"), ip_network("fd00::/8")))
+KEYS = PeerAllowlist(own_key=OWN, allowed_keys=frozenset([FRIEND]))
+LAN = PeerAllowlist(networks=(ip_network("10.1.0.0/16"), ip_network("fd00::/8")))
 
 
 @pytest.mark.parametrize(
     ("trust", "endpoint", "problem"),
     [
-        (Trust(), "tcp://node-7:1", ""),
-        (Trust(), f"tcp://node-7:1#{FRIEND}", "peer.curve_secret_key_file"),  # never in the clear instead
+        (PeerAllowlist(), "tcp://node-7:1", ""),
+        (
+            PeerAllowlist(),
+            f"tcp://node-7:1#{FRIEND}",
+            "peer.curve_secret_key_file",
+        ),  # never in the clear instead
         (KEYS, f"tcp://node-7:1#{FRIEND}", ""),
         (KEYS, f"tcp://node-7:1#{OWN}", ""),
         (KEYS, f"tcp://node-7:1#{STRANGER}", "peer.curve_allowed_keys"),
         (KEYS, "tcp://node-7:1", "no public key"),
-        (Trust(key=OWN, allowed_keys=None), f"tcp://node-7:1#{STRANGER}", ""),
-        (Trust(key=OWN, allowed_keys=None), "tcp://node-7:1", "no public key"),
+        (PeerAllowlist(own_key=OWN, allowed_keys=None), f"tcp://node-7:1#{STRANGER}", ""),
+        (PeerAllowlist(own_key=OWN, allowed_keys=None), "tcp://node-7:1", "no public key"),
         (LAN, "tcp://10.1.2.3:1", ""),
         (LAN, "tcp://10.2.2.3:1", "peer.allowed_addresses"),
         (LAN, "tcp://[fd00::1]:1", ""),
@@ -39,7 +43,7 @@ LAN = Trust(networks=(ip_network("10.1.0.0/16"), ip_network("fd00::/8")))
         (LAN, "tcp://node-7:1", "peer.allowed_addresses"),  # who knows what that resolves to
     ],
 )
-def test_whom_it_asks(trust: Trust, endpoint: str, problem: str) -> None:
+def test_whom_it_asks(trust: PeerAllowlist, endpoint: str, problem: str) -> None:
     if not problem:
         trust.check(Endpoint(endpoint))
         return
@@ -66,7 +70,7 @@ def test_half_a_key_is_no_endpoint(tail: str) -> None:
 
 
 def test_a_reference_that_is_not_allowed_fails_its_pull_and_asks_nobody() -> None:
-    world = World(settings=Settings(trust=LAN))
+    world = World(settings=Settings(allowlist=LAN))
     sink = world.engine(world.host("d"), "decode")[0]
     source = world.engine(world.host("p"), "prefill")[0]
     ref = source.publish("t1", [3, 1, 2], 11)
@@ -80,7 +84,7 @@ def test_a_reference_that_is_not_allowed_fails_its_pull_and_asks_nobody() -> Non
 
 
 def test_a_home_that_is_not_allowed_refuses_the_registration() -> None:
-    world = World(settings=Settings(trust=LAN))
+    world = World(settings=Settings(allowlist=LAN))
     host = world.host("p")
     worker = world.register(host, spec_of("spread", pp=2, home="tcp://elsewhere:9441"))
     (refused,) = worker.heard(wk.Refused)
@@ -89,7 +93,7 @@ def test_a_home_that_is_not_allowed_refuses_the_registration() -> None:
 
 
 def test_its_own_engines_are_always_read() -> None:
-    world = World(settings=Settings(trust=LAN))
+    world = World(settings=Settings(allowlist=LAN))
     host = world.host("node")
     source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
     ticket = sink.pull(source.publish("t1", [3, 1, 2], 11), [7, 9, 4], 11)

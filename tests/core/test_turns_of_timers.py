@@ -40,7 +40,7 @@ def fed(world: World, host: Host, event: ev.Event) -> int:
     host.node.check_integrity()
     for effect in effects:
         world._do(host, effect)
-    return sum(isinstance(e, fx.ToWorker) and isinstance(e.message, wk.Failed) for e in effects)
+    return sum(isinstance(e, fx.SendToWorker) and isinstance(e.message, wk.Failed) for e in effects)
 
 
 def ended_in_turns(world: World, host: Host, event: ev.Event) -> list[int]:
@@ -67,20 +67,20 @@ def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink:
     sink.say(wk.Prepare(ref=refs_to(source.host, "other")[0]))  # the peer is greeted
     world.hold_network = True
     tickets = [sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60.0) for ref in refs_to(source.host)]
-    open_before = len(node.questions)
+    open_before = len(node.peer_requests)
     if event == "unreachable":
         counts = ended_in_turns(world, sink.host, ev.PeerUnreachable(endpoint, "gone"))
     elif event == "dropped":
-        counts = ended_in_turns(world, sink.host, ev.PeerDropAsked(endpoint))
+        counts = ended_in_turns(world, sink.host, ev.PeerDropRequested(endpoint))
     else:
-        node.peers.broke_protocol(endpoint, ProtocolError("nonsense"))
-        assert not node.questions.are_open(endpoint)  # an answer is taken no more
+        node.peers.protocol_broken(endpoint, ProtocolError("nonsense"))
+        assert not node.peer_requests.has_open(endpoint)  # an answer is taken no more
         counts = ended_in_turns(world, sink.host, ev.Tick())
     assert open_before >= 1
     assert sum(counts) == NUM
     assert max(counts) <= 3 * CALLS_PER_TURN  # a turn's own, and what falls due in it
     assert all(isinstance(sink.ended(ticket), wk.Failed) for ticket in tickets)
-    assert node.peers._unanswered.held == 0
+    assert node.peers._open_request_share.held == 0
 
 
 def test_who_waits_for_a_greeting_is_served_whole(world: World, source: Worker, sink: Worker) -> None:
@@ -90,7 +90,7 @@ def test_who_waits_for_a_greeting_is_served_whole(world: World, source: Worker, 
     world.deliver()
     world.advance(3.0)
     assert {sink.ended(ticket).code for ticket in tickets} == {Code.TRANSFER_UNKNOWN}
-    assert sink.host.node.peers._unanswered.held == 0
+    assert sink.host.node.peers._open_request_share.held == 0
 
 
 def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
@@ -99,10 +99,10 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     """Those that a turn has no room for are not asked of a peer that was dropped meanwhile."""
     node, endpoint = sink.host.node, source.host.endpoint
     answers: list[object] = []
-    peer = node.peers._admitted(endpoint, 0)
+    peer = node.peers._admit(endpoint, 0)
     peer.boot = "boot"
     waiting = [(lambda request: pytest.fail("it was asked"), 1.0, answers.append)]
     node.peers.drop(endpoint)
     for wanted in waiting:
-        node.peers._ask_as_known(peer, *wanted)
+        node.peers._send_after_welcome(peer, *wanted)
     assert [answer.code for answer in answers] == [Code.PEER_UNREACHABLE]

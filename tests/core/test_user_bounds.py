@@ -19,8 +19,8 @@ from kvxferd.wire.peer import (
     Done,
     FetchEngine,
     Granted,
-    Greeting,
     PeerRefused,
+    PeerWelcome,
 )
 
 FIRST, SECOND = 1000, 2000
@@ -52,27 +52,27 @@ def fake_peer(world: World, worker: Worker, name: str) -> Endpoint:
     endpoint = Endpoint(f"tcp://{name}:9441")
     host = worker.host
     worker.pull(TransferRef(endpoint, "e", "g", "t", "n"), SINK_IDS, TOKENS)
-    (greet,) = host.node.questions._asked_there[endpoint]
-    world.feed(host, ev.PeerSaid(endpoint, Greeting(request=greet, version=2, boot="b")))
+    (greet,) = host.node.peer_requests._open_by_address[endpoint]
+    world.feed(host, ev.PeerReply(endpoint, PeerWelcome(request=greet, version=2, boot="b")))
     return endpoint
 
 
 def test_ids_that_peers_send_are_bounded_by_who_asks_them(monkeypatch) -> None:
-    monkeypatch.setattr(peers, "MAX_ARRIVING_BYTES", 1024)
+    monkeypatch.setattr(peers, "MAX_REASSEMBLY_BYTES", 1024)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     endpoints = [fake_peer(world, first, f"fake-{n}") for n in range(8)]
     for endpoint in endpoints:
         part = BlockIds(stream=1, group="full", offset=0, ids=bytes(256))
-        world.feed(first.host, ev.PeerSaid(endpoint, part))
-    assert node.peers._arriving.held == node.peers._arriving.held_by(FIRST) == 768
+        world.feed(first.host, ev.PeerReply(endpoint, part))
+    assert node.peers._reassembly_share.held == node.peers._reassembly_share.held_by(FIRST) == 768
     other = fake_peer(world, second, "other")
-    world.feed(first.host, ev.PeerSaid(other, BlockIds(stream=1, group="full", offset=0, ids=bytes(64))))
-    assert node.peers._arriving.held_by(SECOND) == 64
+    world.feed(first.host, ev.PeerReply(other, BlockIds(stream=1, group="full", offset=0, ids=bytes(64))))
+    assert node.peers._reassembly_share.held_by(SECOND) == 64
     # A grant whose ids had no room fails with `busy`; the others' room comes back with their questions.
     world.advance(60.0)
-    assert node.peers._arriving.held == 0
+    assert node.peers._reassembly_share.held == 0
 
 
 def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -> None:
@@ -80,35 +80,35 @@ def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -
     (source,) = world.engine(world.host("a"), "prefill")
     first, second = two_users(world)
     assert delivers(source, first, "t0")
-    shares = first.host.node.peers._arriving
+    shares = first.host.node.peers._reassembly_share
     shares.add(FIRST, shares.limit - shares.limit // 8)
     world.hold_network = True
     ticket = second.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     part = BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))
-    world.feed(second.host, ev.PeerSaid(source.host.endpoint, part))
+    world.feed(second.host, ev.PeerReply(source.host.endpoint, part))
     assert shares.held_by(SECOND) == 1024
     world.deliver()
     assert isinstance(second.ended(ticket), wk.Delivered)
-    world.feed(second.host, ev.PeerDropAsked(source.host.endpoint))
+    world.feed(second.host, ev.PeerDropRequested(source.host.endpoint))
     assert shares.held_by(SECOND) == 0
     assert shares.held_by(FIRST) == shares.held
 
 
 def test_a_grant_whose_ids_had_no_room_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(peers, "MAX_ARRIVING_BYTES", 16)
+    monkeypatch.setattr(peers, "MAX_REASSEMBLY_BYTES", 16)
     world = World()
     (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
     assert delivers(source, sink, "t0")
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    (request,) = sink.host.node.questions._asked
+    (request,) = sink.host.node.peer_requests._open
     there = source.host.endpoint
-    world.feed(sink.host, ev.PeerSaid(there, BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))))
+    world.feed(sink.host, ev.PeerReply(there, BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))))
     granted = Granted(
         request=request, grant="g", blocks={}, num_tokens=TOKENS, lease_s=30.0, fence_agent="a",
         fence_address=1, fence_word=bytes(16), fence_metadata=b"", stream=7,
     )  # fmt: skip
-    world.feed(sink.host, ev.PeerSaid(there, granted))
+    world.feed(sink.host, ev.PeerReply(there, granted))
     failed = sink.ended(ticket)
     assert isinstance(failed, wk.Failed)
     assert failed.code is Code.BUSY
@@ -119,8 +119,8 @@ def test_ids_that_nobody_waits_for_are_not_kept() -> None:
     (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
     assert delivers(source, sink, "t0")
     part = BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))
-    world.feed(sink.host, ev.PeerSaid(source.host.endpoint, part))
-    assert sink.host.node.peers._arriving.held == 0
+    world.feed(sink.host, ev.PeerReply(source.host.endpoint, part))
+    assert sink.host.node.peers._reassembly_share.held == 0
 
 
 # --- what is ready before its publish
@@ -130,16 +130,16 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
     monkeypatch.setattr(transfers, "MAX_EARLY_READY", 16)
     world = World()
     first, second = two_users(world)
-    early = first.host.node.source.transfers
+    early = first.host.node.published.table
     for number in range(40):
         first.say(wk.Ready(transfer_id=f"never-{number}"))
     second.say(wk.Ready(transfer_id="soon"))
-    assert early._early.held_by(FIRST) == 14
-    assert early._early.held_by(SECOND) == 1
+    assert early._early_share.held_by(FIRST) == 14
+    assert early._early_share.held_by(SECOND) == 1
     (sink,) = world.engine(world.host("s"), "decode")
     assert delivers(second, sink, "soon")
     world.advance(60.0)
-    assert early._early.held == 0
+    assert early._early_share.held == 0
 
 
 # --- who has read
@@ -148,8 +148,8 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
 def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key: str) -> None:
     consumer = Consumer(f"c{number // 8}", "g", Rank(0, number % 8), 4096)
     question = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer)
-    effects = worker.host.node.feed(ev.RouteSaid(b"route", question, key), world.now)
-    assert [e.message for e in effects if isinstance(e, fx.ToRoute)] == [Done(request=number)]
+    effects = worker.host.node.feed(ev.PeerRequest(b"route", question, key), world.now)
+    assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [Done(request=number)]
 
 
 def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
@@ -161,16 +161,16 @@ def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
     for ref in refs:
         for number in range(200):
             acknowledge(world, source, ref, number, "loud")
-    assert 270 <= node.source.transfers._acknowledged.held <= 280
+    assert 270 <= node.published.table._reader_share.held <= 280
     for ref in refs:
         for number in range(200):
             acknowledge(world, source, ref, number, "loud")  # again: counted once
-    assert node.source.transfers._acknowledged.held_by("loud") <= 280
+    assert node.published.table._reader_share.held_by("loud") <= 280
     assert delivers(source, sink, "quiet")
     assert [m.transfer_id for m in source.heard(wk.Released)] == ["quiet"]
     for ref in refs:
         source.say(wk.Unpublish(transfer_id=ref.transfer_id))
-    assert node.source.transfers._acknowledged.held == 0
+    assert node.published.table._reader_share.held == 0
 
 
 # --- what has a mover started
@@ -236,9 +236,11 @@ def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
     wanted = [
         effect
         for _ in range(10)
-        for effect in first.host.node.feed(ev.WorkerSaid(first.session, wk.NewMover(), None, b""), world.now)
+        for effect in first.host.node.feed(
+            ev.WorkerMessage(first.session, wk.NewMover(), None, b""), world.now
+        )
     ]
-    assert wanted == [fx.NeedMover(first.session, True)]
+    assert wanted == [fx.RequestMover(first.session, True)]
 
 
 # --- what peers have wait here
@@ -250,11 +252,11 @@ def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
 
     def is_refused(key: str, number: int) -> bool:
         question = FetchEngine(request=number, engine_id="later", generation="g", wait_s=5.0)
-        effects = host.node.feed(ev.RouteSaid(key.encode(), question, key), world.now)
-        return any(isinstance(e, fx.ToRoute) and isinstance(e.message, PeerRefused) for e in effects)
+        effects = host.node.feed(ev.PeerRequest(key.encode(), question, key), world.now)
+        return any(isinstance(e, fx.ReplyToPeer) and isinstance(e.message, PeerRefused) for e in effects)
 
     for key in ("one", "two", "three"):
         for number in range(16):
             is_refused(key, number)
-    assert host.node.handshakes._num_of_asker == {"one": 16, "two": 12, "three": 2}
+    assert host.node.handshake_server._num_pending_of_peer == {"one": 16, "two": 12, "three": 2}
     assert not is_refused("quiet", 0)

@@ -6,8 +6,8 @@ import pytest
 from world import IDS, TOKENS, Worker, World, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.granting import ASKS_PER_TURN, Granting
-from kvxferd.core.handshake import FETCHES_PER_TURN, Handshakes
+from kvxferd.core.granting import REQUESTS_PER_TURN, GrantServer
+from kvxferd.core.handshake import FETCHES_PER_TURN, HandshakeServer
 from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -20,7 +20,7 @@ from kvxferd.wire.peer import AskGrant, Consumer, EngineManifest, FetchEngine, G
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is considered: asks and fetches."""
     seen: list[object] = []
-    for kind in (Granting, Handshakes):
+    for kind in (GrantServer, HandshakeServer):
 
         def consider(self, waiting, original=kind._consider):  # type: ignore[no-untyped-def]
             seen.append(waiting)
@@ -36,7 +36,7 @@ def ask(world: World, source: Worker, ref: TransferRef, number: int, agent: str 
     question = AskGrant(
         request=number, grant=f"g{number}", ref=ref, consumer=consumer, reads=reads, wait_s=9.0
     )
-    world.feed(source.host, ev.RouteSaid(b"d", question, ""))  # type: ignore[arg-type]
+    world.feed(source.host, ev.PeerRequest(b"d", question, ""))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def waiting() -> tuple[World, Worker]:
     for number in range(20):
         ask(world, source, ref, number)
         fetch = FetchEngine(request=100 + number, engine_id="prefill", generation="g1", wait_s=9.0)
-        world.feed(source.host, ev.RouteSaid(b"d", fetch, ""))
+        world.feed(source.host, ev.PeerRequest(b"d", fetch, ""))
     return world, source
 
 
@@ -78,13 +78,13 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     source.close()
     assert len(looked_at) >= 40
     world.advance(20.0)
-    granting, handshakes = source.host.node.granting, source.host.node.handshakes
-    assert not granting._asks
-    assert not granting._asks_on
-    assert not granting._num_of_asker
-    assert not handshakes._fetches
-    assert not handshakes._fetches_of
-    assert not handshakes._num_of_asker
+    granting, handshakes = source.host.node.grant_server, source.host.node.handshake_server
+    assert not granting._pending
+    assert not granting._pending_by_engine
+    assert not granting._num_pending_of_peer
+    assert not handshakes._pending
+    assert not handshakes._pending_by_engine
+    assert not handshakes._num_pending_of_peer
 
 
 def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> None:
@@ -96,7 +96,7 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
     assert rank is not None
     assert rank.agent is not None
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
-    num = 2 * ASKS_PER_TURN + 10
+    num = 2 * REQUESTS_PER_TURN + 10
     for number in range(num):
         # Past the world, which checks the books after each event.
         question = AskGrant(
@@ -107,14 +107,14 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
             reads=((Rank(0, 0), rank.agent),),
             wait_s=9.0,
         )
-        node.feed(ev.RouteSaid(b"d", question, ""), world.now)
+        node.feed(ev.PeerRequest(b"d", question, ""), world.now)
     looked_at.clear()
     source.publish("t", IDS, TOKENS, nonce="n")
-    assert len(looked_at) <= 3 * ASKS_PER_TURN  # each at most by the publish, its mover, and one turn
+    assert len(looked_at) <= 3 * REQUESTS_PER_TURN  # each at most by the publish, its mover, and one turn
     world.advance(0.1)
     granted = [m for e in world.network if isinstance(m := decoded(e.payload), Granted)]
     assert len(granted) == num
-    assert not node.granting._due
+    assert not node.grant_server._due
 
 
 def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
@@ -124,7 +124,7 @@ def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
     node, num = source.host.node, 3 * FETCHES_PER_TURN
     for number in range(num):
         fetch = FetchEngine(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
-        node.feed(ev.RouteSaid(b"d", fetch, ""), world.now)
+        node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
     looked_at.clear()
     world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
     assert len(looked_at) <= 2 * FETCHES_PER_TURN
@@ -140,7 +140,7 @@ def test_a_mover_that_repeats_itself_makes_nobody_look(
     looked_at.clear()
     for _ in range(10):
         mover.say(mv.FenceMapped(session=source.session, address=1 << 20, metadata=b"m"))
-        mover.say(mv.Attending(token=1))
+        mover.say(mv.Polling(token=1))
     assert not looked_at
 
 

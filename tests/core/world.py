@@ -39,7 +39,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef, Versions
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 
 BLOCK_TOKENS = 4
@@ -87,7 +87,7 @@ class Worker:
                 message = msgspec.structs.replace(message, incarnations=self.known)
             case wk.Ready(incarnation="") if not as_is and self.versions.newest > 1:
                 message = msgspec.structs.replace(message, incarnation=self.incarnation)
-        self.world.feed(self.host, ev.WorkerSaid(self.session, message, None, word))
+        self.world.feed(self.host, ev.WorkerMessage(self.session, message, None, word))
 
     def heard(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
@@ -137,7 +137,7 @@ class Worker:
 
     def close(self) -> None:
         self.connected = False
-        self.world.feed(self.host, ev.WorkerClosed(self.session))
+        self.world.feed(self.host, ev.WorkerDisconnected(self.session))
 
     def fill(self, ids: list[int], num_tokens: int, seed: int) -> None:
         """Write a request's content: a function of seed and global coordinates alone."""
@@ -188,11 +188,11 @@ class Mover:
     started: deque[mv.StartPull] = field(default_factory=deque)
     copied: deque[mv.StartPull] = field(default_factory=deque)
     aborted: set[int] = field(default_factory=set)
-    assembly: IdsAssembly = field(default_factory=IdsAssembly)
+    assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
 
     def say(self, message: Message) -> None:
         if self.alive and not self.mute:
-            self.world.feed(self.host, ev.MoverSaid(self.mover, message))
+            self.world.feed(self.host, ev.MoverMessage(self.mover, message))
 
     def hear(self, message: Message) -> None:
         match message:
@@ -208,10 +208,10 @@ class Mover:
                     return
                 address = self.world.map(self, owner.fence)
                 self.say(mv.FenceMapped(session=message.session, address=address, metadata=b"fence"))
-            case mv.Attend():
+            case mv.SetPolling():
                 self.attended = message.on
                 if message.on:
-                    self.say(mv.Attending(token=message.token))
+                    self.say(mv.Polling(token=message.token))
             case mv.LoadPlan():
                 self.plans[message.digest] = Expander(decode_plan(message.encoded))
             case mv.LoadRemote():
@@ -366,7 +366,7 @@ class World:
         session = SessionId(next(self._numbers))
         worker = Worker(self, host, session, notices=self.notices, versions=self.versions)
         host.workers[worker.session] = worker
-        self.feed(host, ev.WorkerOpened(worker.session, 1, 0))
+        self.feed(host, ev.WorkerConnected(worker.session, 1, 0))
         worker.say(wk.Hello(versions=self.versions, client="test", notices=self.notices))
         return worker
 
@@ -437,9 +437,9 @@ class World:
 
     def _do(self, host: Host, effect: fx.Effect) -> None:
         match effect:
-            case fx.ToWorker() if effect.pidfd_of is not None and host.name in self.without_descriptors:
+            case fx.SendToWorker() if effect.pidfd_of is not None and host.name in self.without_descriptors:
                 self._later(host, ev.PidfdNotSent(effect.session, effect.pidfd_of))
-            case fx.ToWorker():
+            case fx.SendToWorker():
                 if (worker := host.workers.get(effect.session)) and worker.connected:
                     worker.inbox.append(effect.message)
                     if effect.pidfd_of is not None:
@@ -450,51 +450,51 @@ class World:
                     if isinstance(effect.message, wk.PullsInterrupted):
                         number, tickets = effect.message.number, effect.message.tickets
                         self._run_later(lambda: worker.resume_pulls(number, tickets))
-            case fx.CloseWorker():
-                self._later(host, ev.WorkerClosed(effect.session))
+            case fx.CloseWorkerConnection():
+                self._later(host, ev.WorkerDisconnected(effect.session))
                 host.workers[effect.session].connected = False
-            case fx.OverwriteFence():
+            case fx.OverwriteFenceWord():
                 page = host.workers[effect.session].fence
                 page[effect.slot * 16 : effect.slot * 16 + 16] = self.rng.randbytes(16)
-            case fx.NeedMover():
+            case fx.RequestMover():
                 self._give_mover(host, effect.session)
             case fx.KillMover():
                 self._run_later(host.movers[effect.mover].die)
-            case fx.ToMover() | fx.BindMover():
+            case fx.SendToMover() | fx.BindMover():
                 mover = host.movers[effect.mover]
                 self._run_later(
                     lambda: mover.hear(effect.message) if mover.alive and not mover.mute else None
                 )
-            case fx.ShareFence():
+            case fx.ShareFencePage():
                 mover = host.movers[effect.mover]
                 share = mv.MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
                 self._run_later(lambda: mover.hear(share) if mover.alive else None)
-            case fx.ToPeer():
+            case fx.SendToPeer():
                 target = effect.endpoint.removeprefix("tcp://").removesuffix(":9441")
                 route = host.name.encode()
                 key = self.keys.get(host.name, "")
-                self._post(host.name, target, lambda m: ev.RouteSaid(route, m, key), effect.message)
-            case fx.ToRoute():
+                self._post(host.name, target, lambda m: ev.PeerRequest(route, m, key), effect.message)
+            case fx.ReplyToPeer():
                 endpoint = host.endpoint
                 self._post(
-                    host.name, effect.route.decode(), lambda m: ev.PeerSaid(endpoint, m), effect.message
+                    host.name, effect.route.decode(), lambda m: ev.PeerReply(endpoint, m), effect.message
                 )
-            case fx.Observed():
+            case fx.EmitRecord():
                 host.records.append(effect.record)
-            case fx.ForgetPeer():
+            case fx.ClosePeerConnection():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
-            case fx.AdoptRegions() | fx.MakeFence() | fx.SaveOwnerships():
+            case fx.CommitRegionFds() | fx.CreateFencePage() | fx.SaveOwnerships():
                 pass
 
     def _give_mover(self, host: Host, session: SessionId) -> None:
         if host.give_movers:
             mover = self.mover(host, host.workers[session])
-            self._later(host, ev.MoverTaken(session, mover.mover, mover.agent, "simulated"))
+            self._later(host, ev.MoverAssigned(session, mover.mover, mover.agent, "simulated"))
 
     def mover(self, host: Host, worker: Worker) -> Mover:
         """A mover that the host's node has not been told of."""
         number = MoverId(next(self._numbers))
-        agent = AgentName(f"{host.node.moment.boot}/{number}")
+        agent = AgentName(f"{host.node.context.boot}/{number}")
         host.movers[number] = Mover(self, host, number, agent, worker)
         return host.movers[number]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rank_process import RankProcess, ranks_of
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 
@@ -55,7 +55,7 @@ class DaemonUnderTest:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        self.control = Daemon(str(self.directory / "control.sock"))
+        self.control = ControlClient(str(self.directory / "control.sock"))
 
     @property
     def worker_socket(self) -> str:
@@ -65,7 +65,7 @@ class DaemonUnderTest:
     def is_ready(self) -> bool:
         assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()[-2000:]}"
         with suppress(KvxferdError):
-            return self.control.ask("GET", "/readyz")[0] == 200
+            return self.control.request("GET", "/readyz")[0] == 200
         return False
 
     def status(self) -> dict[str, Any]:

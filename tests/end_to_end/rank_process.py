@@ -28,7 +28,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.drivers import open_driver
-from kvxferd.polling import readable_of
+from kvxferd.polling import wait_readable
 
 GROUP = "full"
 OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most
@@ -160,7 +160,9 @@ class Agent:
         return time.monotonic() - started
 
     def write(self, request: int, ids: list[int], num_tokens: int) -> None:
-        content.write(self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens))
+        content.write(
+            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), num_tokens)
+        )
         self.store.save()
 
     def publish(self, name: str, ids: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Agent:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            readable_of([self.rank.fileno()], left)
+            wait_readable([self.rank.fileno()], left)
             self.unread = list(self.rank.poll())
         event = self.unread.pop(0)
         fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
@@ -206,7 +208,7 @@ class Agent:
     def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
         self.store.load()
         found = content.check(
-            self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), num_tokens)
+            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), num_tokens)
         )
         assert found.checked_items > 0
         return found.wrong_items
@@ -244,10 +246,10 @@ class Agent:
     def close(self) -> bool:
         """Return whether the memory may still be touched."""
         self.client.close()
-        return self.rank.may_be_touched
+        return self.rank.memory_in_use
 
     def may_be_touched(self) -> bool:
-        return self.rank.may_be_touched
+        return self.rank.memory_in_use
 
     def open_files(self, number: int) -> None:
         """What is opened from here on has a number above that."""

@@ -19,7 +19,7 @@ from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import Incarnation
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import Link
+from kvxferd.link import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode
@@ -69,7 +69,7 @@ class Raw:
     def __init__(self, path: str, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(path)
-        self.link = Link(self.socket.dup())
+        self.link = FrameSocket(self.socket.dup())
         self.fence = SealedMemory.create(FENCE_PAGE_BYTES, "fence")
         self.heard: list[Message] = []
         self.ended = False
@@ -338,7 +338,7 @@ def test_an_oversized_peer_message_costs_its_sender_the_connection(node: Node, d
 
 
 def test_a_wrong_peer_version_is_told_the_right_ones(dealer):
-    dealer.send(encode(peer.Greet(request=3, versions=Versions(9, 9), boot="b", endpoint="tcp://x:1")))
+    dealer.send(encode(peer.PeerHello(request=3, versions=Versions(9, 9), boot="b", endpoint="tcp://x:1")))
     refused = PEER_MESSAGES.decode(dealer.recv())
     assert (refused.request, refused.code) == (3, Code.BAD_VERSION)
 

@@ -119,7 +119,7 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
             rank.register(daemon.worker_socket, spec_of("prefill"), **FACTS)
         assert raised.value.code == "nixl-unavailable"
         assert "blocked for a test" in raised.value.message
-        status, answer = daemon.control.ask("GET", "/readyz")
+        status, answer = daemon.control.request("GET", "/readyz")
         assert status == 503
         assert "nixl" in " ".join(answer["reasons"])
     finally:
@@ -194,8 +194,8 @@ def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
     daemon = DaemonUnderTest(tmp_path / "bare", {}, ("--mover-library", "rixl"))
     try:
         wait_until(lambda: Path(daemon.control.socket_path).exists(), "listening", 30)
-        wait_until(lambda: "rixl" in str(daemon.control.ask("GET", "/readyz")[1]), "the reason is told")
-        status, answer = daemon.control.ask("GET", "/readyz")
+        wait_until(lambda: "rixl" in str(daemon.control.request("GET", "/readyz")[1]), "the reason is told")
+        status, answer = daemon.control.request("GET", "/readyz")
         assert status == 503
         assert "nixl:" not in " ".join(answer["reasons"])
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fleet import DaemonUnderTest, Fleet, wait_until
 from test_transfers import publish, pull_and_check, spec_of
 
-from kvxferd.control.descriptor_budget import RESERVED
+from kvxferd.control.descriptor_budget import RESERVED_FDS
 
 DESCRIPTORS = 300
 
@@ -59,6 +59,6 @@ def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
         limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
         (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
         soft, hard = line.split()[3:5]
-        assert int(soft) == int(hard) - RESERVED  # kept for the daemon's own end
+        assert int(soft) == int(hard) - RESERVED_FDS  # kept for the daemon's own end
     finally:
         assert daemon.stop() == 0

@@ -30,11 +30,11 @@ def test_peers_transfers_and_a_drain(fleet: Fleet):
     (sink,) = fleet.engine(decode, spec_of("decode"))
     pull_and_check([sink], publish([source], 1), 1)
 
-    status, ready = prefill.control.ask("GET", "/readyz")
+    status, ready = prefill.control.request("GET", "/readyz")
     assert (status, ready["reasons"]) == (200, [])
     assert "without keys" in ready["warnings"][0]
     assert "without keys" in prefill.log.read_text()
-    assert decode.control.ask("GET", "/readyz")[1]["warnings"] == []
+    assert decode.control.request("GET", "/readyz")[1]["warnings"] == []
 
     (peer,) = decode.status()["peers"]
     code, said = kvxferd(decode, "drop-peer", peer["endpoint"])

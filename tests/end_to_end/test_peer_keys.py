@@ -14,7 +14,7 @@ from zmq.utils import z85
 from kvxferd.control.keys import make_key
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.endpoint import address_of, key_of
-from kvxferd.wire.peer import PEER_VERSIONS, Greet, Greeting
+from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
 
@@ -115,10 +115,12 @@ def greets(daemon: DaemonUnderTest, server_key: str = "", key: tuple[bytes, byte
             dealer.curve_serverkey = bytes.fromhex(server_key)
             dealer.curve_publickey, dealer.curve_secretkey = key
         dealer.connect(address_of(daemon.endpoint))
-        dealer.send(encode(Greet(request=1, versions=PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")))
+        dealer.send(
+            encode(PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1"))
+        )
         if not dealer.poll(REFUSED_MS):
             return False
-        return isinstance(PEER_MESSAGES.decode(dealer.recv()), Greeting)
+        return isinstance(PEER_MESSAGES.decode(dealer.recv()), PeerWelcome)
     finally:
         dealer.close(linger=0)
         context.term()

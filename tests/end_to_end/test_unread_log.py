@@ -12,7 +12,7 @@ import pytest
 from fleet import DaemonUnderTest, Fleet, wait_until
 from test_transfers import publish, pull_and_check, spec_of
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 
 
 class Unread(DaemonUnderTest):
@@ -23,12 +23,12 @@ class Unread(DaemonUnderTest):
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
         self.process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
         os.close(writing)
-        self.control = Daemon(str(self.directory / "control.sock"))
+        self.control = ControlClient(str(self.directory / "control.sock"))
 
     @property
     def is_ready(self) -> bool:
         assert self.process.poll() is None
-        return Path(self.control.socket_path).exists() and self.control.ask("GET", "/readyz")[0] == 200
+        return Path(self.control.socket_path).exists() and self.control.request("GET", "/readyz")[0] == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -25,15 +25,15 @@ from kvxferd.cli.bench import verb as bench
 from kvxferd.cli.bench.results import Result
 from kvxferd.cli.demo import verb as demo
 from kvxferd.cli.demo.shape import DemoShape, EngineShape
-from kvxferd.cli.demo.tally import Tally
+from kvxferd.cli.demo.tally import DemoResults
 from kvxferd.cli.doctor import report
-from kvxferd.cli.doctor.finding import no, ok, warn
-from kvxferd.cli.doctor.placements import Tried
+from kvxferd.cli.doctor.finding import fail, ok, warn
+from kvxferd.cli.doctor.placements import PlacementResult
 from kvxferd.cli.doctor.verb import CHECKS
 from kvxferd.cli.root import VERBS, root
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
-KINDS = {kind.__name__ for kind in (ok, warn, no)}
+KINDS = {kind.__name__ for kind in (ok, warn, fail)}
 OUTPUT = "OUTPUT"  # in the arguments: a file that is not there
 
 # Against the sample node. With --json where the verb has it, so that the shape is seen too.
@@ -91,10 +91,10 @@ def surface() -> dict[str, Any]:
         },
         "runs": asyncio.run(_runs()),
         "exits that take long to see": {
-            "demo, a byte is wrong": demo.WRONG,
-            "demo, interrupted": demo.INTERRUPTED,
-            "bench, something failed": bench.FAILED,
-            "bench, interrupted": bench.INTERRUPTED,
+            "demo, a byte is wrong": demo.EXIT_WRONG_BYTES,
+            "demo, interrupted": demo.EXIT_INTERRUPTED,
+            "bench, something failed": bench.EXIT_FAILED,
+            "bench, interrupted": bench.EXIT_INTERRUPTED,
         },
         "demo --json": shape_of(_demo()),
         "bench --json": struct_of(Result) if issubclass(Result, msgspec.Struct) else shape_of(Result),
@@ -171,7 +171,7 @@ def _demo() -> dict[str, Any]:
         tokens=16,
     )
     record = pull_record()
-    return Tally(
+    return DemoResults(
         shape,
         failures=Counter({"deadline": 1}),
         releases=Counter({"completed": 1}),
@@ -183,17 +183,19 @@ def _doctor() -> dict[str, Any]:
     findings = [
         ok("a", "is well", number=1),
         warn("b", "is slow", "do"),
-        no("c", "is not", "do", essential=True),
+        fail("c", "is not", "do", essential=True),
     ]
     return {
-        "shape": shape_of(report.as_json(findings, [Tried(placement="direct")])),
+        "shape": shape_of(report.as_json(findings, [PlacementResult(placement="direct")])),
         "finding": struct_of(type(findings[0])),
-        "placement": struct_of(Tried),
+        "placement": struct_of(PlacementResult),
         "exits": {
-            "all is well": report.status(findings[:2], None),
-            "something needed is not": report.status(findings, None),
-            "no GPU": report.status(findings[:2], ()),
-            "a placement refuses": report.status([], [Tried(placement="direct", refusal="no")]),
+            "all is well": report.exit_status(findings[:2], None),
+            "something needed is not": report.exit_status(findings, None),
+            "no GPU": report.exit_status(findings[:2], ()),
+            "a placement refuses": report.exit_status(
+                [], [PlacementResult(placement="direct", refusal="no")]
+            ),
         },
     }
 

@@ -21,7 +21,7 @@ from frozen.real_node import real_node
 from frozen.serving import Served, serving
 from frozen.shapes import example_of, shape_of, struct_of
 from kvxferd.control.routes import ROUTES
-from kvxferd.control.view import Reloaded
+from kvxferd.control.view import ReloadResult
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.observe.history import kind_of
@@ -55,7 +55,7 @@ class Failing(StillNode):
         """Fail by an error of the daemon's."""
         raise ValueError("of the daemon's own")
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Refuse."""
         raise KvxferdError("cannot reload", Code.CONFIG_INVALID)
 
@@ -67,13 +67,13 @@ def surface() -> dict[str, Any]:
             {
                 "name": f"{route.method} {route.path}",
                 "access": route.access.value,
-                "shared": route.shared,
+                "shared": route.is_cached,
             }
             for route in ROUTES
         ],
         **asyncio.run(_replies()),
         "node": struct_of(NodeSnapshot),
-        "reloaded": struct_of(Reloaded),
+        "reloaded": struct_of(ReloadResult),
         "history": _history(),
     }
 

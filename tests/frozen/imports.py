@@ -46,7 +46,7 @@ def surface() -> dict[str, Any]:
     return {
         "modules": {name: _module(name) for name in PUBLIC},
         "of vLLM": {f"{module}:{name}": _of_vllm(module, name) for module, name in OF_VLLM.items()},
-        "kv_transfer_params": requests.answer(_reference()),
+        "kv_transfer_params": requests.params_for_decode(_reference()),
         "figures of vLLM's log": stats.summary(_figures()),
         "scripts": project["scripts"],
         "entry points": project["entry-points"],

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from kvxferd.config import Config
-from kvxferd.control.desk import Desk
-from kvxferd.control.view import Reloaded
+from kvxferd.control.desk import NodeAdmin
+from kvxferd.control.view import ReloadResult
 from kvxferd.mover.pool import PoolStatus
 from kvxferd.observe.history import History
 
@@ -20,7 +20,7 @@ SIMULATION = Path(__file__).parents[1] / "core" / "world.py"
 class _Pool:
     """Of a mover pool what readiness asks for."""
 
-    def describe(self) -> PoolStatus:
+    def status(self) -> PoolStatus:
         """Ready, with movers of a library."""
         return PoolStatus(1, 0, 1, "simulated", "")
 
@@ -50,14 +50,14 @@ def real_node() -> Any:
     history = History()
     for record in host.records:
         history.add(record)
-    return Desk(
+    return NodeAdmin(
         Config(),
         host.node,
         _Pool(),  # type: ignore[arg-type]
         history,
         lambda event: world.feed(host, event),
         lambda: None,
-        lambda: Reloaded(changed=[], ignored=[], dropped_peers=[], closed_sessions=0),
+        lambda: ReloadResult(changed=[], ignored=[], dropped_peers=[], closed_sessions=0),
     )
 
 

@@ -16,7 +16,7 @@ from frozen.shapes import example_of, struct_of, type_of
 from frozen.tree import ROOT
 from kvxferd.config import CONFIG_PATH_VARIABLE, RELOADABLE, SETTINGS, flag_name, load_config
 from kvxferd.control.ownership_file import OwnershipFile
-from kvxferd.core.rank_holders import KeptRank
+from kvxferd.core.rank_holders import SavedRank
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.options import Options
 from kvxferd.rundir import RunDirectory
@@ -52,9 +52,9 @@ def _run_directory() -> dict[str, Any]:
         sockets = load_config(None, {}, {"node.run_dir": str(place)})
         run_directory = RunDirectory(place, sockets.worker.socket)
         try:
-            kept = example_of(types.type_info(KeptRank), "rank")
+            kept = example_of(types.type_info(SavedRank), "rank")
             listed = (((EngineId("prefill-0"), 1000),), (kept,))
-            ownerships = OwnershipFile(run_directory.owners, lambda: listed)
+            ownerships = OwnershipFile(run_directory.ownership_path, lambda: listed)
             asyncio.run(_write(ownerships))
             paths = sorted(place.rglob("*"))
             return {
@@ -62,8 +62,8 @@ def _run_directory() -> dict[str, Any]:
                 "control.socket": str(Path(sockets.control.socket).relative_to(place)),
                 "files": {p.relative_to(place).as_posix(): stat.filemode(p.lstat().st_mode) for p in paths},
                 "owners": {
-                    "path": run_directory.owners.relative_to(place).as_posix(),
-                    "text": run_directory.owners.read_text(),
+                    "path": run_directory.ownership_path.relative_to(place).as_posix(),
+                    "text": run_directory.ownership_path.read_text(),
                 },
             }
         finally:

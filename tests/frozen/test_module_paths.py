@@ -241,7 +241,7 @@ def test_every_verb_s_module_has_its_verb() -> None:
 
 def test_every_check_of_doctor_has_its_module() -> None:
     verb = importlib.import_module("kvxferd.cli.doctor.verb")
-    assert [name for name, check in verb._chosen(()) if callable(check)] == list(verb.CHECKS)
+    assert [name for name, check in verb.select_checks(()) if callable(check)] == list(verb.CHECKS)
 
 
 def test_what_is_started_starts() -> None:

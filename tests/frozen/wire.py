@@ -28,7 +28,7 @@ from kvxferd.wire import limits, mover, notes, peer, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.framing import HEADER, encode_frame
-from kvxferd.wire.versions import NEW_FIELDS, STAND_INS
+from kvxferd.wire.versions import FIELDS_SINCE_VERSION_2, VERSION_1_CODES
 
 PROTOCOLS: dict[str, Any] = {
     "client to daemon": worker.ClientMessage,
@@ -36,9 +36,12 @@ PROTOCOLS: dict[str, Any] = {
     "daemon to daemon": peer.PeerMessage,
     "daemon to mover": mover.ToMover,
     "mover to daemon": mover.FromMover,
-    "mover to mover": notes.Note,
+    "mover to mover": notes.StagingMessage,
     "daemon to forkserver": control.Fork,
-    "forkserver to daemon": control.Ready | control.Unavailable | control.Forked | control.ForkFailed,
+    "forkserver to daemon": control.LibraryLoaded
+    | control.LibraryUnavailable
+    | control.Forked
+    | control.ForkFailed,
 }
 
 
@@ -57,9 +60,10 @@ def surface() -> dict[str, Any]:
         "versions": {
             "worker": list(msgspec.to_builtins(worker.WORKER_VERSIONS)),
             "peer": list(msgspec.to_builtins(peer.PEER_VERSIONS)),
-            "codes that version 1 gets instead": {str(new): str(old) for new, old in STAND_INS.items()},
+            "codes that version 1 gets instead": {str(new): str(old) for new, old in VERSION_1_CODES.items()},
             "fields that version 1 is not sent": {
-                str(message.__struct_config__.tag): fields for message, fields in NEW_FIELDS.items()
+                str(message.__struct_config__.tag): fields
+                for message, fields in FIELDS_SINCE_VERSION_2.items()
             },
         },
         "header": HEADER.format,

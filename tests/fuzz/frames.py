@@ -9,7 +9,7 @@ from kvxferd.errors import ProtocolError
 from kvxferd.wire.codec import CLIENT_MESSAGES, DAEMON_MESSAGES, FROM_MOVER, PEER_MESSAGES, TO_MOVER, Decoder
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.framing import HEADER, FrameDecoder
-from kvxferd.wire.ids_stream import IdsAssembly
+from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_OPEN_ASSEMBLIES
 
 DECODERS: list[Decoder[object]] = [CLIENT_MESSAGES, DAEMON_MESSAGES, FROM_MOVER, TO_MOVER, PEER_MESSAGES]
@@ -22,7 +22,7 @@ def try_frames(source: bytes) -> None:
     """No exception but ProtocolError, nothing held beyond the limits, no descriptor out of nowhere."""
     draw = Draw(source)
     decoder = FrameDecoder(SMALL_PAYLOAD)
-    assembly = IdsAssembly()
+    assembly = BlockIdAssembly()
     messages = draw.pick(DECODERS)
     taken: set[int] = set()
     given = 0
@@ -36,7 +36,7 @@ def try_frames(source: bytes) -> None:
                 message = messages.decode(frame.payload)
                 if isinstance(message, BlockIds):
                     assembly.add(message)
-        decoder.end()
+        decoder.check_complete()
     except ProtocolError:
         pass
     assert taken <= set(range(given))

@@ -19,10 +19,10 @@ from kvxferd.wire.limits import MAX_FRAME_BYTES
 MAX_EFFECTS = 10_000  # of one event: a message never sets off more than the node has transfers and ranks
 MAX_TICKS = 20_000
 BODIES: dict[type, Decoder[Any]] = {
-    ev.WorkerSaid: CLIENT_MESSAGES,
-    ev.MoverSaid: FROM_MOVER,
-    ev.PeerSaid: PEER_MESSAGES,
-    ev.RouteSaid: PEER_MESSAGES,
+    ev.WorkerMessage: CLIENT_MESSAGES,
+    ev.MoverMessage: FROM_MOVER,
+    ev.PeerReply: PEER_MESSAGES,
+    ev.PeerRequest: PEER_MESSAGES,
 }
 
 
@@ -41,11 +41,11 @@ class Replay:
     def feed(self, event: ev.Event) -> None:
         """Feed one event, as a shell would: never what it could not have heard."""
         match event:
-            case ev.WorkerOpened():
+            case ev.WorkerConnected():
                 if event.session in self.sessions:
                     return  # the shell never gives a number twice
                 self.sessions.add(event.session)
-            case ev.MoverTaken():
+            case ev.MoverAssigned():
                 if event.mover in self.movers:
                     return
                 self.movers.add(event.mover)
@@ -53,14 +53,14 @@ class Replay:
         assert len(effects) < MAX_EFFECTS
         self.node.check_integrity()
         for effect in effects:
-            if isinstance(effect, fx.ToWorker | fx.ToMover | fx.BindMover):
+            if isinstance(effect, fx.SendToWorker | fx.SendToMover | fx.BindMover):
                 assert len(encode(effect.message)) <= MAX_FRAME_BYTES
 
     def end(self) -> None:
         """Everybody goes and nobody answers; what the node still remembers is too much."""
         self.node.snapshot()
         for session in self.sessions:
-            self.feed(ev.WorkerClosed(session))
+            self.feed(ev.WorkerDisconnected(session))
         for mover in self.movers:
             self.feed(ev.MoverDied(mover))
         for _ in range(MAX_TICKS):
@@ -80,14 +80,14 @@ class Replay:
             "sessions": node.sessions,
             "engines": list(node.registry),
             "pulls": node.pulls,
-            "questions": node.questions,
-            "transfers": node.source.transfers.live,
-            "tombstones": node.source.transfers.tombstones,
-            "grants": node.source.transfers.granted,
-            "asks": node.granting._asks,
-            "fetches": node.handshakes._fetches,
-            "attendants": node.attendance._attendants,
-            "holds": node.holds.num_grants(),
+            "questions": node.peer_requests,
+            "transfers": node.published.table.live,
+            "tombstones": node.published.table.tombstones,
+            "grants": node.published.table.by_grant,
+            "asks": node.grant_server._pending,
+            "fetches": node.handshake_server._pending,
+            "attendants": node.poll_requests._states,
+            "holds": node.grant_client.num_grants(),
         }
         return [f"{len(entries)} {name}" for name, entries in found.items() if len(entries)]
 
@@ -127,7 +127,7 @@ def _feed_mutated(replay: Replay, draw: Draw, event: ev.Event) -> None:
     if decoder is None:
         replay.feed(event)
         return
-    assert isinstance(event, ev.WorkerSaid | ev.MoverSaid | ev.PeerSaid | ev.RouteSaid)
+    assert isinstance(event, ev.WorkerMessage | ev.MoverMessage | ev.PeerReply | ev.PeerRequest)
     tree = msgspec.msgpack.decode(encode(event.message))
     for _ in range(1 + draw.below(3)):
         tree = draw.mutated(tree)
@@ -136,11 +136,11 @@ def _feed_mutated(replay: Replay, draw: Draw, event: ev.Event) -> None:
     except (ProtocolError, OverflowError):  # what msgpack cannot say never comes over a wire
         return
     match event:
-        case ev.WorkerSaid():
-            replay.feed(ev.WorkerSaid(event.session, message, event.problem, event.fence_word))
-        case ev.MoverSaid():
-            replay.feed(ev.MoverSaid(event.mover, message))
-        case ev.PeerSaid():
-            replay.feed(ev.PeerSaid(event.endpoint, message))
-        case ev.RouteSaid():
-            replay.feed(ev.RouteSaid(event.route, message))
+        case ev.WorkerMessage():
+            replay.feed(ev.WorkerMessage(event.session, message, event.problem, event.fence_word))
+        case ev.MoverMessage():
+            replay.feed(ev.MoverMessage(event.mover, message))
+        case ev.PeerReply():
+            replay.feed(ev.PeerReply(event.endpoint, message))
+        case ev.PeerRequest():
+            replay.feed(ev.PeerRequest(event.route, message))

@@ -37,13 +37,13 @@ class _Recording(World):
     def host(self, name: str) -> Host:
         host = super().host(name)
         drawn = self.tokens.setdefault(name, [])
-        new_token = host.node.moment.new_token
+        new_token = host.node.context.new_token
 
         def noted() -> str:
             drawn.append(new_token())
             return drawn[-1]
 
-        host.node.moment.new_token = noted
+        host.node.context.new_token = noted
         return host
 
     def feed(self, host: Host, event: ev.Event) -> None:
@@ -52,7 +52,7 @@ class _Recording(World):
 
     def tapes(self) -> list[Tape]:
         return [
-            Tape(host.node.moment.boot, host.endpoint, tuple(self.heard[name]), tuple(self.tokens[name]))
+            Tape(host.node.context.boot, host.endpoint, tuple(self.heard[name]), tuple(self.tokens[name]))
             for name, host in self.hosts.items()
         ]
 

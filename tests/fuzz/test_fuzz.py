@@ -16,7 +16,7 @@ from fuzz.layouts import pairs, try_layouts
 from fuzz.sessions import try_session
 from fuzz.tape import tapes
 from kvxferd.errors import ProtocolError
-from kvxferd.link import Link, close_all
+from kvxferd.link import FrameSocket, close_fds
 from kvxferd.wire.framing import HEADER
 
 sources = st.binary(max_size=400)
@@ -78,16 +78,16 @@ def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
     """Headers that lie about lengths and descriptors; frames taken, dropped half-way, or cut off."""
     before = open_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    link = Link(ours)
+    link = FrameSocket(ours)
     try:
         for payload, num_sent, num_said in chunks:
             said = HEADER.pack(len(payload) + (num_said == 4), num_said % 4, 0) + payload
             passed = [os.dup(0) for _ in range(num_sent)]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))] if passed else []
             theirs.sendmsg([said], rights)
-            close_all(passed)
+            close_fds(passed)
             for frame in link.receive() or []:
-                close_all(frame.fds)
+                close_fds(frame.fds)
     except ProtocolError:
         pass
     finally:
@@ -100,7 +100,7 @@ def test_descriptors_of_a_frame_before_a_bad_one_are_closed():
     """Both come in one chunk: the good frame is never handed on."""
     before = open_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    link = Link(ours)
+    link = FrameSocket(ours)
     passed = os.dup(0)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [passed]))]
     theirs.sendmsg([HEADER.pack(0, 1, 0) + HEADER.pack(0, 0, 7)], rights)

@@ -14,11 +14,11 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvxferd.control.keys import PeerKey
+from kvxferd.control.keys import CurveKeyPair
 from kvxferd.errors import ProtocolError
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import Link
+from kvxferd.link import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode
@@ -26,7 +26,7 @@ from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.peer import Greet
+from kvxferd.wire.peer import PeerHello
 
 WAIT_S = 8.0
 FIRST = Versions(1, 1)
@@ -55,7 +55,7 @@ class WorkerByHand:
         self, path: str, hello: bool = True, page: int | None = None, versions: Versions = FIRST
     ) -> None:
         self.socket = connected(path)
-        self._link = Link(self.socket.dup())  # which makes both non-blocking: each waits by itself
+        self._link = FrameSocket(self.socket.dup())  # which makes both non-blocking: each waits by itself
         self._heard: list[Message] = []
         self.fds: list[int] = []  # that came along
         self.ended = False
@@ -160,7 +160,7 @@ class PeerByHand:
     """A DEALER to a daemon's peer socket."""
 
     def __init__(
-        self, endpoint: str, key: PeerKey | None, greet: bool = True, versions: Versions = FIRST
+        self, endpoint: str, key: CurveKeyPair | None, greet: bool = True, versions: Versions = FIRST
     ) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -177,8 +177,10 @@ class PeerByHand:
             self.next()
 
     @staticmethod
-    def greeting(request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = FIRST) -> Greet:
-        return Greet(request=request, versions=versions, boot="by-hand", endpoint=endpoint)
+    def greeting(
+        request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = FIRST
+    ) -> PeerHello:
+        return PeerHello(request=request, versions=versions, boot="by-hand", endpoint=endpoint)
 
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))
@@ -203,7 +205,7 @@ class PeerByHand:
         self.context.term()
 
 
-def stranger_key() -> PeerKey:
+def stranger_key() -> CurveKeyPair:
     """One that nobody admits."""
     public, secret = zmq.curve_keypair()
-    return PeerKey(z85.decode(public).hex(), z85.decode(secret))
+    return CurveKeyPair(z85.decode(public).hex(), z85.decode(secret))

@@ -74,7 +74,9 @@ class Engine:
         if len(self.free) < NUM_BLOCKS:
             return None
         ids, self.free = self.free[:NUM_BLOCKS], self.free[NUM_BLOCKS:]
-        content.write(self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), TOKENS))
+        content.write(
+            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
+        )
         self.published[name] = ids
         try:
             return self.rank.publish(name, _blocks(ids), TOKENS, lease_s=30.0, **more).to_dict()
@@ -86,13 +88,13 @@ class Engine:
         """The blocks hold something else from now on."""
         ids = self.published.pop(name, [])
         for number in ids:
-            held = content.Held(JUNK, np.array([number], np.int32), 16)
+            held = content.RequestBlocks(JUNK, np.array([number], np.int32), 16)
             content.write(self.bytes, self.layout, held)
         self.free += ids
 
     def num_wrong(self, request: int, ids: list[int]) -> int:
         return content.check(
-            self.bytes, self.layout, content.Held(request, np.array(ids, np.int32), TOKENS)
+            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
         ).wrong_items
 
 
@@ -256,7 +258,9 @@ class Pair:
         """The second stage writes and says so."""
         first, second = self._stages[name, 0], self._stages[name, 1]
         ids = first.published[transfer]
-        content.write(second.bytes, second.layout, content.Held(request, np.array(ids, np.int32), TOKENS))
+        content.write(
+            second.bytes, second.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
+        )
         second.rank.ready(transfer)
         self._say(answer=number, outcome="done")
 
@@ -310,7 +314,7 @@ def _warm() -> None:
     """What is imported late is imported now."""
     layout = attention_layout(spec=spec_of("warm"), **FACTS | {"num_blocks": 1})
     memory = np.zeros(layout.regions[0].size_bytes, np.uint8)
-    content.write(memory, layout, content.Held(1, np.array([0], np.int32), 16))
+    content.write(memory, layout, content.RequestBlocks(1, np.array([0], np.int32), 16))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from chaos.processes import children, lives, num_fds
 from hostile.registry import Setup
 from hostile.users import User
 from hostile.watched import Meter
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 
 ANSWER_S = 5.0
@@ -86,7 +86,7 @@ class Node:
             )
             if self._setup.stderr_unread:
                 os.close(error)
-        self.control = Daemon(str(self.run_directory / "control.sock"), timeout_s=ANSWER_S)
+        self.control = ControlClient(str(self.run_directory / "control.sock"), timeout_s=ANSWER_S)
 
     def _in_own_mounts(self) -> list[str]:
         """With a resolver configuration of its own that names a server which never answers."""
@@ -118,7 +118,7 @@ class Node:
     @property
     def is_ready(self) -> bool:
         with suppress(KvxferdError):
-            return self.control.ask("GET", "/readyz")[0] == 200
+            return self.control.request("GET", "/readyz")[0] == 200
         return False
 
     def family(self) -> list[int]:

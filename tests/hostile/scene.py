@@ -17,7 +17,7 @@ from hostile.by_hand import PeerByHand, WorkerByHand
 from hostile.registry import Attack
 from hostile.stage import Stage
 from hostile.users import HOSTILE, STRANGER, die_with_parent
-from kvxferd.control.keys import PeerKey
+from kvxferd.control.keys import CurveKeyPair
 from kvxferd.errors import KvxferdError
 
 USERS = {"stranger": STRANGER, "peer": STRANGER, "router": STRANGER, "operator": STRANGER}
@@ -41,7 +41,7 @@ class Scene:
     """In the attacker's process."""
 
     places: dict[str, Place]
-    key: PeerKey | None
+    key: CurveKeyPair | None
     pipe: Connection
     until: float
     seed: int
@@ -74,7 +74,7 @@ class Scene:
         self.opened.append(made)
         return made
 
-    def peer(self, place: Place | None = None, key: PeerKey | None = None, **more: Any) -> PeerByHand:
+    def peer(self, place: Place | None = None, key: CurveKeyPair | None = None, **more: Any) -> PeerByHand:
         """A connection to a peer socket; with the admitted key where there are keys and none is given."""
         made = PeerByHand((place or self.a).endpoint, key or self.key, **more)
         self.opened.append(made)

@@ -21,7 +21,7 @@ from chaos.processes import maps
 from hostile.nodes import Node
 from hostile.registry import Setup
 from hostile.users import DAEMON, GROUP, ROOT, can_start
-from kvxferd.control.keys import PeerKey, make_key
+from kvxferd.control.keys import CurveKeyPair, make_key
 
 START_S = 90.0
 SMALL_S = 0.02
@@ -108,7 +108,7 @@ class Stage:
         self._keep = keep
         self.nodes: dict[str, Node] = {}
         self.honest: Honest | None = None
-        self.key: PeerKey | None = None  # of a peer that both daemons admit
+        self.key: CurveKeyPair | None = None  # of a peer that both daemons admit
         self.problems: list[str] = []  # found when it was taken down
         self.birth_mb = 0.0
 
@@ -149,7 +149,7 @@ class Stage:
         self.pump(0.5)
         self.birth_mb = max(node.rss_mb() for node in self.nodes.values())
 
-    def _key(self, name: str) -> PeerKey:
+    def _key(self, name: str) -> CurveKeyPair:
         path = self.directory / f"{name}.key"
         made = make_key(path)
         os.chown(path, self.daemon_user.uid, self.daemon_user.gid)

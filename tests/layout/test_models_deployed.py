@@ -7,7 +7,7 @@ from plan import brute_force
 
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, pack_ids
-from kvxferd.layout.presets import MODELS, Choices, deployed
+from kvxferd.layout.presets import MODELS, DeploymentOptions, deployed
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_engine, check_request, make_plan
 
@@ -17,7 +17,7 @@ NUM_BLOCKS, NUM_TOKENS = 14, 21
 DRAFT = MODELS["tiny-quantised"]
 
 
-def engine(name: str, choices: Choices) -> Engine:
+def engine(name: str, choices: DeploymentOptions) -> Engine:
     """Return every rank, valid and complete."""
     ranks = deployed(MODELS[name], choices)
     for spec, layout in ranks.values():
@@ -62,9 +62,9 @@ def check_every_byte(sink: Engine, source: Engine) -> None:
         )
 
 
-def choices(**chosen: object) -> Choices:
+def choices(**chosen: object) -> DeploymentOptions:
     """Return small blocks unless told otherwise."""
-    return Choices(**({"block_tokens": 4, "num_blocks": NUM_BLOCKS} | chosen))  # type: ignore[arg-type]
+    return DeploymentOptions(**({"block_tokens": 4, "num_blocks": NUM_BLOCKS} | chosen))  # type: ignore[arg-type]
 
 
 PAIRS = [
@@ -81,7 +81,9 @@ PAIRS = [
 @pytest.mark.parametrize(
     "name", ["tiny-dense", "tiny-mla", "tiny-sliding", "tiny-mamba2", "tiny-mamba1", "tiny-gdn"]
 )
-def test_every_choice_between_unlike_deployments(name: str, pair: tuple[Choices, Choices]) -> None:
+def test_every_choice_between_unlike_deployments(
+    name: str, pair: tuple[DeploymentOptions, DeploymentOptions]
+) -> None:
     """All ranks of the reader."""
     sink, source = (engine(name, chosen) for chosen in pair)
     check_every_byte(sink, source)

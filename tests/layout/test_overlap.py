@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxferd.layout.overlap import MAX_PLACES, Places, StridedSet, find_overlap
+from kvxferd.layout.overlap import MAX_OVERLAP_WORK, OverlapBudget, StridedSet, find_overlap
 
 
 def written_out(one: StridedSet) -> list[int]:
@@ -78,7 +78,7 @@ def test_sets_worked_by_hand(sets: list[StridedSet], want: tuple[int, int] | Non
 
 def test_what_cannot_be_told_apart_counts_as_overlapping() -> None:
     """Two long axes of unlike strides inside one another: refused rather than believed."""
-    long = MAX_PLACES
+    long = MAX_OVERLAP_WORK
     assert find_overlap([(0, 1, [(long, 7)]), (3, 1, [(long, 14)])]) == (0, 1)
 
 
@@ -86,12 +86,12 @@ def test_layouts_that_come_together_share_their_places() -> None:
     """One is told apart; the fourth is one too many."""
     unlike = [(0, 1, [(5_000, 6)]), (3, 1, [(5_000, 12)])]
     assert find_overlap(unlike) is None
-    places = Places()
+    places = OverlapBudget()
     assert [find_overlap(unlike, places) for _ in range(2)] == [None, (0, 1)]
 
 
 def test_comparing_costs_places_too() -> None:
     """Sets that share bytes of one stride and never an index of it: every pair is looked at."""
     crowd = [(2 * turn * 4096 + turn % 2 * 2048, 512, [(4, 4096)]) for turn in range(600)]
-    assert find_overlap(crowd, Places(100_000)) is None
+    assert find_overlap(crowd, OverlapBudget(100_000)) is None
     assert find_overlap(crowd) is not None

@@ -94,7 +94,7 @@ def test_torch_allocates_what_can_be_exported_on_the_pools_device(driver: FakeDr
     thread.join()
     memory = DeviceMemory(got[0], GRANULARITY + 1, driver)
     assert memory.device == second.uuid
-    assert memory.stretches == ((got[0], 2 * GRANULARITY),)
+    assert memory.allocations == ((got[0], 2 * GRANULARITY),)
     assert pool.num_bytes == 2 * GRANULARITY
     torchs.functions[1](got[0], GRANULARITY + 1, second.ordinal, None)
     assert pool.num_bytes == 0
@@ -136,7 +136,7 @@ def test_closing_gives_torchs_cache_back_and_leaves_its_tensors(driver: FakeDriv
     assert pool.num_bytes == GRANULARITY
     assert read(driver, tensor, 4) == b"kept"
     with pytest.raises(DeviceError):
-        driver.stretch(own.address)
+        driver.allocation_range(own.address)
     free(tensor, GRANULARITY, 0, None)
     assert pool.num_bytes == 0
 
@@ -148,8 +148,8 @@ def test_torch_may_free_when_the_pool_is_long_gone(driver: FakeDriver) -> None:
     torchs.cached.append(address)
     del pool
     gc.collect()
-    assert driver.stretch(address).size_bytes == GRANULARITY
+    assert driver.allocation_range(address).size_bytes == GRANULARITY
     del torchs  # calls back
     with pytest.raises(DeviceError) as raised:
-        driver.stretch(address)
+        driver.allocation_range(address)
     assert raised.value.code is Code.DEVICE_ERROR

@@ -58,24 +58,24 @@ def test_the_allocations_under_a_range_are_found(driver: Driver, uuid: str, unit
     with Segment(driver, uuid, [unit, 2 * unit, unit]) as segment:
         memory = DeviceMemory(segment.address + unit + 512, 2 * unit, driver)
         assert memory.device == uuid
-        assert [(s.base - segment.address, s.size_bytes) for s in memory.stretches] == [
+        assert [(s.base - segment.address, s.size_bytes) for s in memory.allocations] == [
             (unit, 2 * unit),
             (3 * unit, unit),
         ]
-        assert driver.stretch(segment.address).size_bytes == unit
+        assert driver.allocation_range(segment.address).size_bytes == unit
 
 
 def test_exported_memory_is_the_same_memory(driver: Driver, uuid: str, unit: int) -> None:
     sizes = [unit, 3 * unit, unit]
     with Segment(driver, uuid, sizes) as segment:
         memory = DeviceMemory(segment.address, segment.size_bytes, driver)
-        fds = [memory.export(stretch) for stretch in memory.stretches]
+        fds = [memory.export(stretch) for stretch in memory.allocations]
         mapping = DeviceMapping.map(driver, uuid, list(zip(fds, sizes, strict=True)))
         for fd in fds:
             os.close(fd)
-        base = mapping.handles[0].address
+        base = mapping.allocations[0].address
         assert base != segment.address
-        assert [(h.address - base, h.size_bytes) for h in mapping.handles] == [
+        assert [(h.address - base, h.size_bytes) for h in mapping.allocations] == [
             (0, unit),
             (unit, 3 * unit),
             (4 * unit, unit),
@@ -95,11 +95,11 @@ def test_memory_lives_until_the_last_mapping_goes(driver: Driver, uuid: str, uni
     segment = Segment(driver, uuid, [size])
     segment.write(b"kept")
     memory = DeviceMemory(segment.address, size, driver)
-    fd = memory.export(memory.stretches[0])
+    fd = memory.export(memory.allocations[0])
     mapping = DeviceMapping.map(driver, uuid, [(fd, size)])
     os.close(fd)
     segment.close()
-    assert read(driver, mapping.handles[0].address, 4) == b"kept"
+    assert read(driver, mapping.allocations[0].address, 4) == b"kept"
     assert driver.used_bytes(uuid) >= before + size
     mapping.unmap()
     assert driver.used_bytes(uuid) < before + size
@@ -129,13 +129,13 @@ def test_what_is_no_device_memory_is_refused(driver: Driver, uuid: str, unit: in
         DeviceMapping.map(driver, uuid, [(null, unit)])
     os.close(null)
     with pytest.raises(DeviceError):
-        driver.stretch(0x1000)
+        driver.allocation_range(0x1000)
 
 
 def test_a_size_that_is_a_lie_maps_nothing(driver: Driver, uuid: str, unit: int) -> None:
     with Segment(driver, uuid, [unit]) as segment:
         memory = DeviceMemory(segment.address, unit, driver)
-        fd = memory.export(memory.stretches[0])
+        fd = memory.export(memory.allocations[0])
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(DeviceError):
             DeviceMapping.map(driver, uuid, [(fd, unit), (fd, 64 * unit)])
@@ -168,7 +168,7 @@ def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, uni
     assert pool.num_bytes == 6 * unit
     for block in blocks:
         memory = DeviceMemory(block.address, block.size_bytes, driver)
-        assert memory.stretches == ((block.address, block.size_bytes),)
+        assert memory.allocations == ((block.address, block.size_bytes),)
     pool.free(blocks[0].address)
     assert pool.num_bytes == 5 * unit
     pool.close()

@@ -168,7 +168,7 @@ def made_page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, fl
 def test_a_fence_page_that_is_none_is_refused(page: dict[str, int], code: Code) -> None:
     fd = made_page(**page)
     with pytest.raises(EngineError) as raised:
-        UnmappedFencePage.adopt(fd)
+        UnmappedFencePage.from_fd(fd)
     assert raised.value.code is code
     os.close(fd)
 
@@ -177,7 +177,7 @@ def test_huge_pages_are_refused_by_what_they_are() -> None:
     """Not by their size alone: a pool that is exhausted is SIGBUS for whoever touches one."""
     fd = made_page(2 << 20, flags=os.MFD_HUGETLB)
     with pytest.raises(EngineError, match="MFD_HUGETLB"):
-        UnmappedFencePage.adopt(fd)
+        UnmappedFencePage.from_fd(fd)
     os.close(fd)
 
 
@@ -198,7 +198,7 @@ def test_a_page_to_hand_out_has_its_memory_and_can_be_sealed_no_further() -> Non
 
 def test_a_page_that_its_client_seals_later_is_an_error_and_no_signal() -> None:
     fd = made_page()
-    page = UnmappedFencePage.adopt(fd)
+    page = UnmappedFencePage.from_fd(fd)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
     with pytest.raises(PermissionError):
         page.overwrite(0)

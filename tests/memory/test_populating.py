@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxferd.memory.mapping import Mapping, map_memfd
-from kvxferd.memory.populating import STEP_BYTES, populate
+from kvxferd.memory.populating import STEP_BYTES, prefault
 
 PAGE = mmap.PAGESIZE
 SIZE = 2 * STEP_BYTES + PAGE
@@ -47,7 +47,7 @@ def test_what_was_written_is_at_hand(fd: int, mapping: Mapping) -> None:
     os.pwrite(fd, bytes(SIZE), 0)
     assert num_mapped(mapping) == 0
     steps = 0
-    for _ in populate(mapping):
+    for _ in prefault(mapping):
         steps += 1
         assert num_mapped(mapping) == min(SIZE, steps * STEP_BYTES) // PAGE
     assert steps == 3
@@ -59,13 +59,13 @@ def test_what_nobody_wrote_is_not_made(fd: int, mapping: Mapping) -> None:
     os.pwrite(fd, b"x", SIZE - 1)
     made = num_made(fd)
     assert made == 3
-    assert sum(1 for _ in populate(mapping)) == 3
+    assert sum(1 for _ in prefault(mapping)) == 3
     assert num_mapped(mapping) == made
     assert num_made(fd) == made
 
 
 def test_what_is_not_mapped_is_left_alone() -> None:
-    assert list(populate(Mapping(0x1000, SIZE))) == [None] * 3
+    assert list(prefault(Mapping(0x1000, SIZE))) == [None] * 3
 
 
 def test_it_ends_where_the_kernel_refuses(fd: int) -> None:
@@ -73,4 +73,4 @@ def test_it_ends_where_the_kernel_refuses(fd: int) -> None:
     with mmap.mmap(fd, SIZE, prot=mmap.PROT_READ):
         lines = Path("/proc/self/maps").read_text().splitlines()
         (start,) = (int(line.split("-")[0], 16) for line in lines if "memfd:kvxferd-populating" in line)
-        assert list(populate(Mapping(start, SIZE))) == []
+        assert list(prefault(Mapping(start, SIZE))) == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.client import events as ce
-from kvxferd.client.enrolment import Tenancy
-from kvxferd.client.standing import FINAL
+from kvxferd.client.enrolment import MemoryState
+from kvxferd.client.standing import PERMANENT_REFUSALS
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -144,13 +144,13 @@ class ClientHost(Host):
             yield from self._publishes(process)
         elif process.name == "sink-0":
             yield from self._pulls(process)
-        elif client.enrolment.tenancy is Tenancy.HELD:
+        elif client.registration.memory_state is MemoryState.SHARED:
             if self.scenario.ready and "ready 1" not in process.said:
                 yield "ready", process.number, 1
             may_sleep = process.num_sleeps < self.scenario.sleeps and self._is_sleeper(process)
-            if may_sleep and client.enrolment.done_before:
+            if may_sleep and client.registration.was_registered:
                 yield "suspend", process.number
-        elif client.enrolment.tenancy is Tenancy.GONE:
+        elif client.registration.memory_state is MemoryState.SUSPENDED:
             yield "resume", process.number
 
     def _is_sleeper(self, process: Process) -> bool:
@@ -159,7 +159,7 @@ class ClientHost(Host):
 
     def _publishes(self, scheduler: Process) -> Iterator[Step]:
         ranks = [p for p in self.processes if p is not scheduler]
-        are_awake = all(p.client.enrolment.tenancy is Tenancy.HELD for p in ranks)
+        are_awake = all(p.client.registration.memory_state is MemoryState.SHARED for p in ranks)
         for number in range(1, self.scenario.transfers + 1):
             if f"publish {number}" not in scheduler.said:
                 if (number == 1 or number - 1 in scheduler.released) and are_awake:
@@ -218,8 +218,8 @@ class ClientHost(Host):
         process = self.processes[number]
         process.session = next(self.numbers)
         self.workers[process.session] = process
-        process.client.connected(self.now)
-        self._feed(ev.WorkerOpened(process.session, 1, 0))
+        process.client.connection_made(self.now)
+        self._feed(ev.WorkerConnected(process.session, 1, 0))
 
     def _do_send(self, number: int) -> None:
         process = self.processes[number]
@@ -315,7 +315,7 @@ class ClientHost(Host):
                 self._read(process)
                 return True
             if process.session in self.workers:  # else it talks to a daemon that is dead
-                if (outgoing := process.client.next_outgoing(self.now)) is not None:
+                if (outgoing := process.client.pop_outgoing(self.now)) is not None:
                     process.up.append(outgoing.message)
                     return True
                 if process.up and not lags:
@@ -329,7 +329,7 @@ class ClientHost(Host):
             word = b""
             if isinstance(message, wk.Publish):
                 word = self.fences[process.session].read(message.fence_slot)
-            self._feed(ev.WorkerSaid(process.session, message, None, word))
+            self._feed(ev.WorkerMessage(process.session, message, None, word))
 
     def _read(self, process: Process) -> None:
         """A frame arrives at the client, or the end of its connection."""
@@ -338,13 +338,13 @@ class ClientHost(Host):
             self._lose(process, KvxferdError("the daemon closed the connection", Code.DAEMON_LOST))
             return
         message, page, pidfd_of = entry
-        if page is not None and process.client.brings_fence(message):
-            process.client.offer_fence(page)
+        if page is not None and process.client.carries_fence_page(message):
+            process.client.offer_fence_page(page)
         if pidfd_of in self.movers and self.movers[pidfd_of].alive:
             process.watched.setdefault(process.client.epoch, set()).add(pidfd_of)
             self.watched.add(pidfd_of)
         try:
-            process.client.feed(message, self.now)
+            process.client.handle(message, self.now)
         except KvxferdError as error:
             self._drop(process, error)
 
@@ -355,14 +355,14 @@ class ClientHost(Host):
         process.down.clear()
         self._lose(process, error)
         if session is not None and self.is_up:
-            self._feed(ev.WorkerClosed(session))
+            self._feed(ev.WorkerDisconnected(session))
             self.workers.pop(session, None)
 
     def _lose(self, process: Process, error: KvxferdError) -> None:
         process.session = None
         process.retry_at = self.now + (0.0 if error.code is Code.DAEMON_LOST else RETRY_S)
-        process.client.lose(self.now, error.code, error.message)
-        assert error.code not in FINAL, f"the session of {process.name} ended: {error}"
+        process.client.connection_lost(self.now, error.code, error.message)
+        assert error.code not in PERMANENT_REFUSALS, f"the session of {process.name} ended: {error}"
         process.lost.add(process.client.epoch)
         process.judge()
 
@@ -374,20 +374,20 @@ class ClientHost(Host):
 
     def _act(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.ToWorker():
+            case fx.SendToWorker():
                 if process := self.workers.get(effect.session):
-                    page = self.fences[effect.session] if effect.with_fence else None
+                    page = self.fences[effect.session] if effect.with_fence_page else None
                     process.down.append((effect.message, page, effect.pidfd_of))
-            case fx.MakeFence():
+            case fx.CreateFencePage():
                 self.fences.setdefault(effect.session, self.workers[effect.session].new_page())
-            case fx.OverwriteFence():
+            case fx.OverwriteFenceWord():
                 self.fences[effect.session].overwrite(effect.slot)
-            case fx.CloseWorker():
+            case fx.CloseWorkerConnection():
                 if process := self.workers.pop(effect.session, None):
                     process.up.clear()
                     process.down.append(None)
-                self._local.append(ev.WorkerClosed(effect.session))
-            case fx.ShareFence():
+                self._local.append(ev.WorkerDisconnected(effect.session))
+            case fx.ShareFencePage():
                 address = PAGE + PAGE_BYTES * effect.session
                 self.pages.setdefault(effect.mover, {})[address] = self.fences[effect.session]
                 mapped = mv.FenceMapped(session=effect.session, address=address, metadata=b"")
@@ -461,4 +461,4 @@ class ClientHost(Host):
             rank.memory = [0] * len(rank.memory)
 
     def _notice(self, worker: Process, ticket: int) -> None:
-        worker.client.noticed(wk.Delivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
+        worker.client.handle_delivered_by_mover(wk.Delivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))

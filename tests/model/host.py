@@ -59,7 +59,7 @@ class Job:
     pull: int
     ticket: int
     pairs: list[tuple[int, str, int]]  # local block, remote agent, remote block
-    fence: mv.FencePlace
+    fence: mv.FenceLocation
     read: int = 0  # of the pairs
     stopped: bool = False
     doubted: bool = False
@@ -128,7 +128,7 @@ class Host:
         self.workers[worker.session] = worker
         region = layout.regions[0]
         exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
-        self._feed(ev.WorkerOpened(worker.session, 1, 0))
+        self._feed(ev.WorkerConnected(worker.session, 1, 0))
         hello = wk.Hello(versions=wk.WORKER_VERSIONS, client="", notices=self.scenario.notices)
         self._say(worker, hello)
         self._say(
@@ -156,7 +156,7 @@ class Host:
 
     def deadlines(self) -> list[float]:
         """Seconds until each moment at which a timer is set, soonest first."""
-        timers = self.node.moment.timers
+        timers = self.node.context.timers
         at = {at for at, order, name in timers._heap if timers._live.get(name, (None,))[0] == order}
         return sorted(moment - self.now for moment in at if moment > self.now)
 
@@ -172,13 +172,13 @@ class Host:
         node = self.node
         kept = {
             "pulls": node.pulls,
-            "transfers": node.source.transfers.live,
-            "grants": node.source.transfers.granted,
-            "holds": node.holds.num_grants(),
-            "questions": node.questions,
-            "asks": node.granting._asks,
-            "fetches": node.handshakes._fetches,
-            "attendants": node.attendance._attendants,
+            "transfers": node.published.table.live,
+            "grants": node.published.table.by_grant,
+            "holds": node.grant_client.num_grants(),
+            "questions": node.peer_requests,
+            "asks": node.grant_server._pending,
+            "fetches": node.handshake_server._pending,
+            "attendants": node.poll_requests._states,
         }
         return [f"{self.name}: {len(found)} {name}" for name, found in kept.items() if len(found)]
 
@@ -200,9 +200,9 @@ class Host:
         message = PEER_MESSAGES.decode(payload[2:])
         other = "sink" if self.name == "source" else "source"
         if payload[:1] == THEIRS:
-            self._feed(ev.RouteSaid(b"%s/%d" % (other.encode(), payload[1]), message))
+            self._feed(ev.PeerRequest(b"%s/%d" % (other.encode(), payload[1]), message))
         elif payload[1] == self.era:
-            self._feed(ev.PeerSaid(endpoint_of(other), message))
+            self._feed(ev.PeerReply(endpoint_of(other), message))
 
     def _do_clock(self, seconds: float) -> None:
         self.now += seconds
@@ -223,7 +223,7 @@ class Host:
             fence_slot=0,
             incarnations=((worker.spec.rank, "first"),),
         )
-        self._feed(ev.WorkerSaid(worker.session, publish, None, worker.words[0]))
+        self._feed(ev.WorkerMessage(worker.session, publish, None, worker.words[0]))
 
     def _do_unpublish(self, number: int) -> None:
         worker = self.workers[1]
@@ -246,9 +246,9 @@ class Host:
     def _do_close(self, session: int) -> None:
         worker = self.workers[session]
         if told := [ticket for ticket in worker.noticed if worker.ended[ticket] == "delivered"]:
-            self._say(worker, wk.Noticed(tickets=tuple(sorted(told))))
+            self._say(worker, wk.DeliveredByMover(tickets=tuple(sorted(told))))
         worker.alive = False
-        self._feed(ev.WorkerClosed(session))
+        self._feed(ev.WorkerDisconnected(session))
 
     # --- movers
 
@@ -297,17 +297,17 @@ class Host:
         job = mover.jobs[pull]
         job.doubted = True
         outcome = mv.PullOutcome(delivered=False, finished=False, code=Code.TRANSPORT, message="not known")
-        mover.reports.append(ev.MoverSaid(number, mv.PullDone(pull=pull, outcome=outcome)))
+        mover.reports.append(ev.MoverMessage(number, mv.PullDone(pull=pull, outcome=outcome)))
 
     def _do_quiet(self, number: int, pull: int) -> None:
         mover = self.movers[number]
         del mover.jobs[pull]
-        mover.reports.append(ev.MoverSaid(number, mv.PullQuiet(pull=pull)))
+        mover.reports.append(ev.MoverMessage(number, mv.PullQuiesced(pull=pull)))
 
     def _report(self, mover: Mover, job: Job, **outcome: Any) -> None:
         del mover.jobs[job.pull]
         done = mv.PullDone(pull=job.pull, outcome=mv.PullOutcome(**outcome))
-        mover.reports.append(ev.MoverSaid(mover.mover, done))
+        mover.reports.append(ev.MoverMessage(mover.mover, done))
 
     def _do_hear(self, number: int) -> None:
         mover = self.movers[number]
@@ -329,7 +329,7 @@ class Host:
     # --- the node
 
     def _say(self, worker: Worker, message: Message) -> None:
-        self._feed(ev.WorkerSaid(worker.session, message))
+        self._feed(ev.WorkerMessage(worker.session, message))
 
     def _feed(self, event: ev.Event) -> None:
         for effect in self.node.feed(event, self.now):
@@ -338,26 +338,26 @@ class Host:
 
     def _act(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.ToWorker() if isinstance(effect.message, wk.MoverOffered):
+            case fx.SendToWorker() if isinstance(effect.message, wk.MoverOffered):
                 assert effect.pidfd_of is not None
                 self.watched.add(effect.pidfd_of)
                 watched = wk.MoverAcknowledged(number=effect.message.number)
-                self._local.append(ev.WorkerSaid(effect.session, watched))
-            case fx.ToWorker() if isinstance(effect.message, wk.PullsInterrupted):
+                self._local.append(ev.WorkerMessage(effect.session, watched))
+            case fx.SendToWorker() if isinstance(effect.message, wk.PullsInterrupted):
                 worker = self.workers[effect.session]
                 if worker.alive:
-                    self._local.append(ev.WorkerSaid(effect.session, resumed(worker, effect.message)))
-            case fx.ToWorker():
+                    self._local.append(ev.WorkerMessage(effect.session, resumed(worker, effect.message)))
+            case fx.SendToWorker():
                 self._heard(self.workers[effect.session], effect.message)
-            case fx.CloseWorker():
+            case fx.CloseWorkerConnection():
                 raise AssertionError("a correct worker was expelled")
-            case fx.OverwriteFence():
+            case fx.OverwriteFenceWord():
                 self.workers[effect.session].words[effect.slot] = OVERWRITTEN
-            case fx.NeedMover():
+            case fx.RequestMover():
                 number = next(self.numbers)
                 mover = Mover(number, f"{self.name}/{number}", self.workers[effect.session])
                 self.movers[number] = mover
-                self._local.append(ev.MoverTaken(effect.session, number, mover.agent, "model"))
+                self._local.append(ev.MoverAssigned(effect.session, number, mover.agent, "model"))
             case fx.KillMover():
                 self._kill(self.movers[effect.mover])
             case fx.BindMover():
@@ -365,34 +365,40 @@ class Host:
                 region = self.workers[effect.session].layout.regions[0]
                 address = RegionAddress(region.region, 4096, region.size_bytes)
                 self._answer(effect.mover, mv.Bound(regions=(address,), metadata=b""))
-            case fx.ShareFence():
+            case fx.ShareFencePage():
                 self._answer(effect.mover, mv.FenceMapped(session=effect.session, address=PAGE, metadata=b""))
-            case fx.ToMover():
+            case fx.SendToMover():
                 if effect.mover in self.movers and self.movers[effect.mover].alive:
                     self._to_mover(self.movers[effect.mover], effect.message)
-            case fx.ToPeer():
+            case fx.SendToPeer():
                 self._sent.append(THEIRS + bytes([self.era]) + encode(effect.message))
-            case fx.ToRoute():
+            case fx.ReplyToPeer():
                 era = int(effect.route.rpartition(b"/")[2])
                 self._sent.append(OURS + bytes([era]) + encode(effect.message))
-            case fx.AdoptRegions() | fx.MakeFence() | fx.SaveOwnerships() | fx.ForgetPeer() | fx.Observed():
+            case (
+                fx.CommitRegionFds()
+                | fx.CreateFencePage()
+                | fx.SaveOwnerships()
+                | fx.ClosePeerConnection()
+                | fx.EmitRecord()
+            ):
                 pass
 
     def _answer(self, mover: int, message: mv.FromMover) -> None:
         if mover in self.movers and self.movers[mover].alive:
-            self._local.append(ev.MoverSaid(mover, message))
+            self._local.append(ev.MoverMessage(mover, message))
 
     def _to_mover(self, mover: Mover, message: Message) -> None:
         match message:
-            case mv.Attend():
+            case mv.SetPolling():
                 if message.on:
-                    self._answer(mover.mover, mv.Attending(token=message.token))
+                    self._answer(mover.mover, mv.Polling(token=message.token))
             case mv.LoadRemote():
                 mover.remotes.add(message.agent)
             case mv.DropRemote():
                 mover.remotes.discard(message.agent)
             case mv.StartPull():
-                assert self.node.movers.works(mover.mover), "a mover that is to end got a pull"
+                assert self.node.movers.accepts_pulls(mover.mover), "a mover that is to end got a pull"
                 agent = message.sources[0].agent
                 local, remote = (unpack_ids(side["full"].ids) for side in (message.local, message.remote))
                 pairs = [(mine, agent, theirs) for mine, theirs in zip(local, remote, strict=True)]

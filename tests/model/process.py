@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxferd.client.events import Event
-from kvxferd.client.exports import Exports
+from kvxferd.client.exports import MemoryExport
 from kvxferd.client.fence import FenceSlots
-from kvxferd.client.membership import Member, PublisherMember, RankMember
-from kvxferd.client.session import Session
+from kvxferd.client.membership import PublisherRole, RankRole, SessionRole
+from kvxferd.client.session import ClientSession
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.common import Message
 from kvxferd.wire.worker import RegionExport
@@ -58,7 +58,7 @@ class Process:
         self._words = itertools.count(1)
         self.fence = FenceSlots(self.new_page(), NUM_SLOTS)
         self.events: deque[Event] = deque()
-        self.client = Session(name, self.fence, (0, 1), self.events.append)
+        self.client = ClientSession(name, self.fence, (0, 1), self.events.append)
         self.said: set[str] = set()  # what it does once only
         self.num_sleeps = 0
         self.released: set[int] = set()
@@ -79,16 +79,16 @@ class Process:
     def join_as(self, spec: EngineSpec, layout: RankLayout | None) -> None:
         """Become a rank, or a publisher where there is no layout."""
         self.layout = layout
-        member: Member = PublisherMember(spec.engine_id, spec.generation)
+        member: SessionRole = PublisherRole(spec.engine_id, spec.generation)
         if layout is not None:
-            member = RankMember(spec, layout, self.exports())
-        self.client.join(member)
+            member = RankRole(spec, layout, self.exports())
+        self.client.register(member)
 
-    def exports(self) -> Exports:
+    def exports(self) -> MemoryExport:
         """Its memory in a new mapping."""
         assert self.layout is not None
         region = self.layout.regions[0]
-        exports = Exports((RegionExport(region.region, region.size_bytes, 0),), ())
+        exports = MemoryExport((RegionExport(region.region, region.size_bytes, 0),), ())
         self.num_mappings += 1
         exports.incarnation = f"{self.name}.{self.num_mappings}"  # a replay must make the same one
         return exports
@@ -105,4 +105,4 @@ class Process:
             if not self.watched.get(epoch):
                 self.watched.pop(epoch, None)
                 self.lost.discard(epoch)
-                self.client.quiet(epoch)
+                self.client.movers_exited(epoch)

@@ -16,7 +16,7 @@ SETTINGS = Settings(
     silent_after_s=4.0,
     acknowledge_for_s=8.0,
     quiesce_s=2.0,
-    attend_linger_s=1.0,
+    polling_linger_s=1.0,
     tombstone_s=16.0,
     member_heartbeat_s=4.0,
 )

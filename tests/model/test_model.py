@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvxferd.client.enrolment import Enrolment
+from kvxferd.client.enrolment import Registration
 from kvxferd.client.fence import FenceSlots
 from kvxferd.core import effects as fx
-from kvxferd.core.pull import MOVES, Phase, Pull, Signal
+from kvxferd.core.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine
 from kvxferd.core.sessions import Session
-from kvxferd.core.source import Source
-from kvxferd.core.transfers import Transfer, Transfers
+from kvxferd.core.source import PublishedTransfers
+from kvxferd.core.transfers import Transfer, TransferTable
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire.worker import Publish
@@ -38,16 +38,16 @@ def test_no_order_of_events_breaks_a_promise(scenario):
 def test_every_move_of_a_pull_is_made(monkeypatch):
     """All but one: a pull without blocks is over before it begins, and says nothing of leases."""
     made = set()
-    move = Pull.move
+    move = Pull.transition
 
-    def noted(pull: Pull, signal: Signal) -> Phase:
+    def noted(pull: Pull, signal: PullTrigger) -> PullPhase:
         made.add((pull.phase, signal))
         return move(pull, signal)
 
     monkeypatch.setattr(Pull, "move", noted)
     Search(Scenario(doubt=True, clocks=(0, 1))).run()
     Search(Scenario(deaths=1, drops=1, cancel=False)).run()
-    assert MOVES.keys() - made == {(Phase.HOLDING, Signal.DELIVER)}
+    assert TRANSITIONS.keys() - made == {(PullPhase.WAITING, PullTrigger.DELIVER)}
 
 
 def test_without_the_fence_wrong_bytes_are_delivered():
@@ -68,18 +68,22 @@ SLEEPS = {
 def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
     """Not of the memory that its session knew when it was called."""
 
-    def present(source: Source, session: Session, engine: LocalEngine, said: Publish) -> dict[Rank, str]:
+    def present(
+        source: PublishedTransfers, session: Session, engine: LocalEngine, said: Publish
+    ) -> dict[Rank, str]:
         return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
-    monkeypatch.setattr(Source, "_bound_to", present)
+    monkeypatch.setattr(PublishedTransfers, "_incarnations_of", present)
     with pytest.raises(Broken, match="was delivered"):
         Search(SLEEPS[when]).run()
 
 
 def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
-    ready = Source.ready
-    monkeypatch.setattr(Source, "ready", lambda source, rank, _, name: ready(source, rank, "", name))
-    monkeypatch.setattr(Transfers, "end_early_ready", lambda *_: None)
+    ready = PublishedTransfers.rank_ready
+    monkeypatch.setattr(
+        PublishedTransfers, "ready", lambda source, rank, _, name: ready(source, rank, "", name)
+    )
+    monkeypatch.setattr(TransferTable, "end_early_ready", lambda *_: None)
     with pytest.raises(Broken, match="was delivered"):
         Search(Scenario(clients=True, ready=True, sleeps=1, cancel=False)).run()
 
@@ -92,7 +96,7 @@ def test_a_transfer_that_is_released_and_published_again_is_found(monkeypatch):
 
 
 def test_memory_that_is_suspended_and_mapped_is_found(monkeypatch):
-    monkeypatch.setattr(Enrolment, "proven_gone", True)
+    monkeypatch.setattr(Registration, "proven_gone", True)
     with pytest.raises(Broken, match="is suspended and mapped"):
         Search(Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False)).run()
 
@@ -115,7 +119,7 @@ def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):
     act = Host._act
 
     def forgetful(host: Host, effect: fx.Effect) -> None:
-        if not isinstance(effect, fx.OverwriteFence):
+        if not isinstance(effect, fx.OverwriteFenceWord):
             act(host, effect)
 
     monkeypatch.setattr(Host, "_act", forgetful)
@@ -124,11 +128,11 @@ def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):
 
 
 def test_a_lease_that_never_ends_is_found(monkeypatch):
-    def put_off(source: Source, transfer: Transfer) -> None:
+    def put_off(source: PublishedTransfers, transfer: Transfer) -> None:
         key = (transfer.engine, transfer.transfer_id)
-        source._moment.after(("lease", key), 64.0, lambda: put_off(source, transfer))
+        source._context.after(("lease", key), 64.0, lambda: put_off(source, transfer))
 
-    monkeypatch.setattr(Source, "_lease_due", put_off)
+    monkeypatch.setattr(PublishedTransfers, "_check_lease", put_off)
     with pytest.raises(Broken, match="kept for ever"):
         Search(Scenario(unpublish=False)).run()
 
@@ -140,12 +144,12 @@ def test_a_quarantine_that_never_ends_is_found(monkeypatch):
 
 
 def test_a_release_that_is_told_twice_is_found(monkeypatch):
-    tell = Source._tell_owners
+    tell = PublishedTransfers._notify_owners
 
-    def tell_twice(source: Source, transfer: Transfer, why: Code) -> None:
+    def tell_twice(source: PublishedTransfers, transfer: Transfer, why: Code) -> None:
         tell(source, transfer, why)
         tell(source, transfer, why)
 
-    monkeypatch.setattr(Source, "_tell_owners", tell_twice)
+    monkeypatch.setattr(PublishedTransfers, "_notify_owners", tell_twice)
     with pytest.raises(Broken, match="released twice"):
         Search(Scenario()).run()

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rig import Node, Served, Worker, bind, serve, sink, worker
 
 from kvxferd.mover.handle import MoverHandle
-from kvxferd.wire.mover import Attend, Attending
+from kvxferd.wire.mover import Polling, SetPolling
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -45,7 +45,7 @@ async def registrations() -> None:
         rank = worker("E")
         await bind(node, rank)
         print(f"registration, nothing started yet: {1e3 * (time.perf_counter() - began):.0f} ms")
-        while node.pool.describe().num_warm < 7:  # noqa: ASYNC110
+        while node.pool.status().num_warm < 7:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         times = []
         movers = []
@@ -55,14 +55,14 @@ async def registrations() -> None:
             movers.append((await bind(node, one))[0])
             times.append(1e3 * (time.perf_counter() - began))
         print("registration, warm:", ", ".join(f"{t:.2f}" for t in times), "ms")
-        while node.pool.describe().num_warm < 8:  # noqa: ASYNC110
+        while node.pool.status().num_warm < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         print(
             f"8 bound and 8 warm movers, idle: {await cpu_share(movers, 5):.3f} % of a core (the bound ones)"
         )
         print("memory of one, KiB:", private_kib(movers[0].pid))
-        movers[0].send(Attend(on=True, token=1))
-        await node.heard(movers[0], Attending)
+        movers[0].send(SetPolling(on=True, token=1))
+        await node.heard(movers[0], Polling)
         print(f"one attended and not read, first second: {await cpu_share(movers[:1], 1):.1f} % of a core")
         print(f"one attended and not read, later: {await cpu_share(movers[:1], 10):.2f} % of a core")
         for one in (rank, *ranks):

@@ -39,7 +39,7 @@ def main() -> None:
                 to = transport.load_remote(bytes.fromhex(command["metadata"]))
                 transport.notify(to, bytes.fromhex(command["note"]))
             case "heard":
-                answer = [(agent, note.hex()) for agent, note in transport.take_notes()]
+                answer = [(agent, note.hex()) for agent, note in transport.receive_notifications()]
             case "write":
                 _, mapping = kept[command["address"]]
                 content = bytes.fromhex(command["content"])

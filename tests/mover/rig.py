@@ -32,22 +32,22 @@ from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.mover.handle import MoverHandle
 from kvxferd.mover.pool import MoverPool
 from kvxferd.plan import Plan, encode_plan, make_plan
-from kvxferd.wire.ids_stream import split_ids
+from kvxferd.wire.ids_stream import split_block_ids
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
-    Attend,
-    Attending,
     Bind,
     Bound,
+    FenceLocation,
     FenceMapped,
-    FencePlace,
     FromMover,
     LoadPlan,
     LoadRemote,
     MapFence,
+    Polling,
     PullDone,
     PullOutcome,
-    Source,
+    SetPolling,
+    SourceRank,
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
@@ -202,7 +202,7 @@ def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:
 
 async def bind(node: Node, rank: Worker, notices: int | None = None) -> tuple[MoverHandle, Bound]:
     """Take a mover and give it the rank's memory, and the socket for its notices."""
-    mover = await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+    mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
     more = () if notices is None else (notices,)
     bind = Bind(regions=rank.export(), notices=notices is not None)
     mover.send(bind, (rank.memory.fd, *more, rank.pidfd))
@@ -223,8 +223,8 @@ class Served:
     def close(self) -> None:
         self.page.close()
 
-    def place(self, slot: int, word: bytes) -> FencePlace:
-        return FencePlace(self.mover.agent, self.fence.address + slot * FENCE_WORD_BYTES, word)
+    def place(self, slot: int, word: bytes) -> FenceLocation:
+        return FenceLocation(self.mover.agent, self.fence.address + slot * FENCE_WORD_BYTES, word)
 
 
 async def serve(node: Node, rank: Worker) -> Served:
@@ -233,8 +233,8 @@ async def serve(node: Node, rank: Worker) -> Served:
     page = FencePage.create()
     mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
     fence = await node.heard(mover, FenceMapped)
-    mover.send(Attend(on=True, token=5))
-    assert (await node.heard(mover, Attending)).token == 5
+    mover.send(SetPolling(on=True, token=5))
+    assert (await node.heard(mover, Polling)).token == 5
     return Served(rank, node, mover, bound, page, fence)
 
 
@@ -254,21 +254,23 @@ class Sink:
     def start(
         self,
         sources: list[Served],
-        fence: FencePlace,
+        fence: FenceLocation,
         ours: list[int] | range,
         theirs: list[int] | range,
         tokens: int = 0,
     ) -> PullId:
         number = PullId(next(_NUMBERS))
-        local_parts, local = split_ids(packed(ours), 2 * number)
-        remote_parts, remote = split_ids(packed(theirs), 2 * number + 1)
+        local_parts, local = split_block_ids(packed(ours), 2 * number)
+        remote_parts, remote = split_block_ids(packed(theirs), 2 * number + 1)
         for part in (*local_parts, *remote_parts):
             self.mover.send(part)
         self.mover.send(
             StartPull(
                 pull=number,
                 plan=self.plan.digest,
-                sources=tuple(Source(s.worker.spec.rank, s.mover.agent, s.bound.regions) for s in sources),
+                sources=tuple(
+                    SourceRank(s.worker.spec.rank, s.mover.agent, s.bound.regions) for s in sources
+                ),
                 local=local,
                 remote=remote,
                 num_tokens=tokens or 16 * len(ours),

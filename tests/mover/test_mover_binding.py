@@ -57,7 +57,7 @@ def maps_of(pid: int, name: str) -> int:
 async def test_regions_that_cannot_be_mapped(
     node: Node, pidfd: int, region: RegionExport, code: Code
 ) -> None:
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     with SealedMemory.create(SIZE, "kvxferd-binding") as memory:
         good = RegionExport(region=RegionId("other"), size_bytes=SIZE, fd_index=0)
         mover.send(Bind(regions=(good, region)), (memory.fd, pidfd))
@@ -69,7 +69,7 @@ async def test_regions_that_cannot_be_mapped(
 
 
 async def test_memory_that_could_shrink(node: Node, pidfd: int) -> None:
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
     mover.send(Bind(regions=(export(),)), (fd, pidfd))
@@ -81,7 +81,7 @@ async def test_memory_that_could_shrink(node: Node, pidfd: int) -> None:
 
 
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, pidfd: int) -> None:
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     mover.send(Bind(regions=()), (pidfd,))
     assert (await node.heard(mover, BindRefused)).code is Code.REGION_INVALID
     mover.send(Bind(regions=(export(),)))
@@ -97,7 +97,7 @@ async def test_a_second_bind_is_refused_and_the_first_stays(node: Node, make_wor
 
 
 async def test_several_regions_of_one_descriptor(node: Node, pidfd: int) -> None:
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     with SealedMemory.create(3 * SIZE, "kvxferd-binding") as memory:
         regions = tuple(
             RegionExport(region=RegionId(f"r{n}"), size_bytes=SIZE, fd_index=0, fd_offset=n * SIZE)
@@ -115,7 +115,7 @@ async def test_several_regions_of_one_descriptor(node: Node, pidfd: int) -> None
 
 async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serves_others(node: Node) -> None:
     """Its owner may seal it against writing after the daemon has looked at it."""
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     with SealedMemory.create(SIZE) as bad, SealedMemory.create(SIZE) as good:
         fcntl.fcntl(bad.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
         mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (bad.fd,))
@@ -127,7 +127,7 @@ async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serve
 
 async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node) -> None:
     """Its page's address stays taken for ever; neighbours are one mapping."""
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
 
     async def serve_pages(first: int, count: int) -> None:
         """Sessions that come and go, eight at a time."""

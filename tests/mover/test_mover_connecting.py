@@ -10,11 +10,11 @@ import pytest
 from rig import Node, serve, sink, worker
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.connecting import PATIENCE_S, Connecting
-from kvxferd.mover.disconnects import Disconnects
+from kvxferd.mover.connecting import WARMUP_TIMEOUT_S, ConnectionWarmup
+from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.remotes import Remotes
-from kvxferd.mover.scratch import Scratch
+from kvxferd.mover.remotes import RemoteAgents
+from kvxferd.mover.scratch import WordSlots
 from kvxferd.mover.transport import Span, TransportError
 from kvxferd.wire.mover import LoadRemote
 
@@ -35,10 +35,12 @@ class Rig:
         there.register(Span(self.address, 4096))
         self.metadata = there.metadata([Span(self.address, 4096)])
         here = MemoryTransport(self.fabric, AgentName("here"))
-        self.remotes = Remotes(here)
+        self.remotes = RemoteAgents(here)
         self.remotes.load(THERE, self.metadata)
-        self.scratch = Scratch(here)
-        self.connecting = Connecting(here, self.remotes, self.scratch, Disconnects(), lambda: self.now)
+        self.scratch = WordSlots(here)
+        self.connecting = ConnectionWarmup(
+            here, self.remotes, self.scratch, DisconnectRequests(), lambda: self.now
+        )
 
     @property
     def num_reads(self) -> int:
@@ -51,35 +53,35 @@ def rig() -> Rig:
 
 
 def test_each_agent_is_met_once(rig: Rig) -> None:
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     assert rig.connecting.is_busy
     assert rig.connecting.poll()
     assert not rig.connecting.is_busy
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     assert rig.num_reads == 1
     rig.connecting.forget(THERE)
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     assert rig.num_reads == 2
 
 
 def test_an_agent_that_is_not_known_is_left_to_the_pull(rig: Rig) -> None:
-    rig.connecting.connect(AgentName("nobody"), rig.address)
+    rig.connecting.start(AgentName("nobody"), rig.address)
     assert not rig.connecting.is_busy
     assert rig.num_reads == 0
 
 
 def test_what_cannot_be_posted_is_left_to_the_pull(rig: Rig) -> None:
-    rig.connecting.connect(THERE, rig.address + 4096)
+    rig.connecting.start(THERE, rig.address + 4096)
     assert not rig.connecting.is_busy
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     assert rig.num_reads == 1
 
 
 def test_nobody_stays_awake_for_one_that_hangs(rig: Rig) -> None:
     rig.fabric.stalled.add(THERE)
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     assert not rig.connecting.poll()
-    rig.now = PATIENCE_S
+    rig.now = WARMUP_TIMEOUT_S
     assert not rig.connecting.is_busy
     rig.fabric.stalled.clear()
     assert rig.connecting.poll()  # whenever it is looked at again
@@ -88,23 +90,23 @@ def test_nobody_stays_awake_for_one_that_hangs(rig: Rig) -> None:
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_slot_comes_back_unless_something_may_still_land_there(rig: Rig, settled: bool) -> None:
     rig.fabric.stalled.add(THERE)
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     rig.fabric.stalled.clear()
-    slots = list(iter(rig.scratch.take, None))
-    rig.fabric.faults[THERE] = TransportError("broken", settled=settled)
+    slots = list(iter(rig.scratch.acquire, None))
+    rig.fabric.errors[THERE] = TransportError("broken", settled=settled)
     assert rig.connecting.poll()
-    assert (rig.scratch.take() is not None) == settled
+    assert (rig.scratch.acquire() is not None) == settled
     assert len(slots) == 1023
 
 
 def test_a_lost_agent_is_loaded_anew_by_the_next_pull(rig: Rig) -> None:
     rig.fabric.stalled.add(THERE)
-    rig.connecting.connect(THERE, rig.address)
+    rig.connecting.start(THERE, rig.address)
     rig.fabric.stalled.clear()
-    rig.fabric.faults[THERE] = TransportError("gone", settled=True, lost=True)
+    rig.fabric.errors[THERE] = TransportError("gone", settled=True, lost=True)
     rig.connecting.poll()
-    assert rig.remotes.prepare(THERE) == ""
-    rig.connecting.connect(THERE, rig.address)
+    assert rig.remotes.ensure_loaded(THERE) == ""
+    rig.connecting.start(THERE, rig.address)
     assert rig.connecting.poll()
 
 

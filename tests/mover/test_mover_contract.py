@@ -21,7 +21,7 @@ from rig import DEADLINE_S, MARK, marked_processes
 from kvxferd.ids import AgentName
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.transport import HOST, Kinds, Place, Span, Transport, TransportError
+from kvxferd.mover.transport import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
 from kvxferd.plan import Runs
 
 PAGE = 1 << 16
@@ -64,7 +64,7 @@ class MemoryPeer:
         self._transport.notify(self._transport.load_remote(metadata), note)
 
     def heard(self) -> list[tuple[str, bytes]]:
-        return list(self._transport.take_notes())
+        return list(self._transport.receive_notifications())
 
     def kill(self) -> None:
         self._transport.close()
@@ -148,7 +148,7 @@ class World:
         self._peers.remove(peer)
         peer.kill()
 
-    def read(self, agent: AgentName, *runs: tuple[int, int, int], kinds: Kinds = HOST) -> None:
+    def read(self, agent: AgentName, *runs: tuple[int, int, int], kinds: ReadKinds = HOST) -> None:
         """Read (local offset, remote address, length) to the end."""
         columns = np.array(runs, dtype=np.uint64).reshape(-1, 3).T
         handle = self.transport.post(
@@ -248,7 +248,7 @@ def test_memory_is_named_by_its_device(world: World) -> None:
     there = peer.allocate(PAGE, device=3)
     peer.write(there, 0, b"third")
     world.transport.load_remote(peer.describe(there))
-    world.read(peer.agent, (0, there.address, 5), kinds=Kinds(remote=Place("DRAM", 3)))
+    world.read(peer.agent, (0, there.address, 5), kinds=ReadKinds(remote=MemoryKind("DRAM", 3)))
     assert world.bytes[:5] == b"third"
     with pytest.raises(TransportError):
         world.read(peer.agent, (0, there.address, 5))
@@ -273,7 +273,7 @@ def test_agents_tell_each_other_things(world: World) -> None:
     answers: list[tuple[AgentName, bytes]] = []
     while not answers:
         assert time.monotonic() < deadline, "no answer came"
-        answers += world.transport.take_notes()
+        answers += world.transport.receive_notifications()
     assert answers == [(peer.agent, b"answer")]
 
 
@@ -415,4 +415,4 @@ def test_there_is_no_metadata_of_nothing(world: World) -> None:
 def test_progress_needs_no_reader(world: World) -> None:
     for _ in range(3):
         world.transport.progress()
-    assert world.transport.take_notes() == []
+    assert world.transport.receive_notifications() == []

@@ -30,11 +30,11 @@ def has_exited(pidfd: int, deadline_s: float = DEADLINE_S) -> bool:
 async def take_again(node: Node) -> MoverHandle:
     """Take a mover as a client registers: again, when it is told that the last one was lost."""
     async with asyncio.timeout(DEADLINE_S):
-        while node.pool.describe().library or node.pool.describe().num_warm:  # noqa: ASYNC110
+        while node.pool.status().library or node.pool.status().num_warm:  # noqa: ASYNC110
             await asyncio.sleep(0)  # the death of the old parent has not been noticed yet
         while True:
             try:
-                return await node.pool.take()
+                return await node.pool.acquire()
             except MoverError:
                 continue
 
@@ -71,7 +71,7 @@ async def test_a_mover_dies_with_its_worker_in_the_middle_of_a_read(
 
 async def test_a_worker_that_is_dead_already(node: Node, make_worker: Make) -> None:
     rank = make_worker("E")
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     rank.process.kill()
     mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
     await node.gone(mover)
@@ -151,7 +151,7 @@ async def main():
     fcntl.flock(lock, fcntl.LOCK_EX)
     pool = MoverPool(boot="b", size=2, on_message=print, on_exit=print, lock_fds=(lock.fileno(),))
     await pool.start()
-    movers = [await pool.take() for _ in range(3)]
+    movers = [await pool.acquire() for _ in range(3)]
     print(*(m.pid for m in movers), flush=True)
     await asyncio.Event().wait()
 
@@ -195,19 +195,19 @@ async def test_without_a_library_the_reason_is_told(tmp_path: Path, broken: str)
     async with Node("here", environment=environment) as node:
         for _ in range(2):
             with pytest.raises(MoverError) as raised:
-                await asyncio.wait_for(node.pool.take(), DEADLINE_S)
+                await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
             assert raised.value.code is Code.NIXL_UNAVAILABLE
             if broken == "import":
                 assert "no nixl on this node" in raised.value.message
                 assert "no rixl on this node" in raised.value.message
-        assert node.pool.describe().reason == raised.value.message
+        assert node.pool.status().reason == raised.value.message
 
 
 async def test_a_parent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     python = sys.executable
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     async with Node("here", size=0) as node:
-        taking = asyncio.ensure_future(node.pool.take())
+        taking = asyncio.ensure_future(node.pool.acquire())
         with pytest.raises(MoverError) as raised:
             await asyncio.wait_for(taking, DEADLINE_S)
         assert raised.value.code is Code.MOVER_LOST
@@ -223,7 +223,7 @@ async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> N
 
 
 async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
-    mover = await node.pool.take()
+    mover = await node.pool.acquire()
     mover._stream.send(b"\xc1 not a message")
     mover._flush()
     await node.gone(mover)
@@ -233,13 +233,13 @@ async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
 async def test_stopping_while_movers_start(make_worker: Make) -> None:
     node = Node("here", size=3)
     await node.pool.start()
-    taking = asyncio.ensure_future(node.pool.take())
+    taking = asyncio.ensure_future(node.pool.acquire())
     await asyncio.sleep(0)
     await asyncio.wait_for(node.pool.stop(), DEADLINE_S)
     with pytest.raises(MoverError):
         await taking
     with pytest.raises(MoverError):
-        await node.pool.take()
+        await node.pool.acquire()
 
 
 ON_UVLOOP = """
@@ -271,32 +271,32 @@ def test_a_pool_works_on_uvloop() -> None:
 async def test_movers_are_kept_ready_but_not_made_while_busy() -> None:
     async with Node("here", size=2) as node:
         pool = node.pool
-        await pool.take()
+        await pool.acquire()
 
         async def warm(num: int) -> None:
-            await wait_until(lambda: pool.describe().num_warm == num, f"{num} are warm")
+            await wait_until(lambda: pool.status().num_warm == num, f"{num} are warm")
 
         await warm(2)
         pool.set_busy(True)
-        taken = [await pool.take() for _ in range(3)]  # the third is made for whoever waits
+        taken = [await pool.acquire() for _ in range(3)]  # the third is made for whoever waits
         assert len({mover.pid for mover in taken}) == 3
         await asyncio.sleep(0.4)  # longer than the refill's delay
-        assert pool.describe().num_warm == 0
+        assert pool.status().num_warm == 0
         pool.set_busy(False)
         await warm(2)
-        status = pool.describe()
-        assert (status.num_taken, status.reason) == (4, "")
+        status = pool.status()
+        assert (status.num_assigned, status.reason) == (4, "")
         assert status.library.startswith("nixl")
 
 
 async def test_a_taker_that_gives_up_leaves_its_mover_to_others() -> None:
     async with Node("here", size=0) as node:
-        taking = asyncio.ensure_future(node.pool.take())
+        taking = asyncio.ensure_future(node.pool.acquire())
         await asyncio.sleep(0)
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        assert (await asyncio.wait_for(node.pool.take(), DEADLINE_S)).is_alive
+        assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
 
 
 def test_the_daemon_side_imports_neither_torch_nor_nixl() -> None:

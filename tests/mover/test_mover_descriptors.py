@@ -13,17 +13,17 @@ import pytest
 
 from kvxferd.errors import ProtocolError
 from kvxferd.ids import AgentName, MoverId, RegionId
-from kvxferd.link import Link, duplicates
+from kvxferd.link import FrameSocket, dup_fds
 from kvxferd.memory import SealedMemory
 from kvxferd.mover.handle import MoverHandle
-from kvxferd.mover.loop import Mover
+from kvxferd.mover.loop import MoverLoop
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.pacing import Pacer
+from kvxferd.mover.pacing import PollBackoff
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Descriptors
+from kvxferd.wire.common import FdBatch
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
-from kvxferd.wire.mover import Attending, Bind
+from kvxferd.wire.mover import Bind, Polling
 from kvxferd.wire.worker import RegionExport
 
 
@@ -35,16 +35,16 @@ def test_a_mover_that_reads_nonsense_closes_all_that_came() -> None:
     """Before it, with it and behind it: a resident mover's process goes on."""
     before = open_fds()
     ours, theirs = socket.socketpair()
-    daemon, stream = Link(ours), Link(theirs)
+    daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     for first, count in ((0, 2), (5, 2), (2, 3)):  # the second leaves a gap
-        daemon.send(encode(Descriptors(first=first)), duplicates([ours.fileno()] * count))
+        daemon.send(encode(FdBatch(first=first)), dup_fds([ours.fileno()] * count))
     daemon.flush()
     transport = MemoryTransport(Fabric(), AgentName("a"))
-    mover = Mover(stream, transport, Pacer(lambda: False), os.close)
+    mover = MoverLoop(stream, transport, PollBackoff(lambda: False), os.close)
     with pytest.raises(ProtocolError):
         mover.serve()
     transport.close()
-    mover.unmap()
+    mover.close()
     stream.close()
     daemon.close()
     assert open_fds() == before
@@ -61,9 +61,9 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
     before = open_fds()
     ours, theirs = socket.socketpair()
     handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
-    link = Link(theirs)
-    for payload in (encode(Attending(token=1)), b"nonsense", encode(Attending(token=2))):
-        link.send(payload, duplicates([theirs.fileno()] * 3))
+    link = FrameSocket(theirs)
+    for payload in (encode(Polling(token=1)), b"nonsense", encode(Polling(token=2))):
+        link.send(payload, dup_fds([theirs.fileno()] * 3))
     link.flush()
     handle.attach(process.pid, os.pidfd_open(process.pid))
     await asyncio.wait_for(ended.wait(), 10)
@@ -81,7 +81,7 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part(
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + MAX_FDS_PER_FRAME + 20, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            handle.send(Attending(token=1), [theirs.fileno()] * (MAX_FDS_PER_FRAME + 100))
+            handle.send(Polling(token=1), [theirs.fileno()] * (MAX_FDS_PER_FRAME + 100))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (handle.num_queued_bytes, open_fds()) == (0, before)
@@ -91,10 +91,10 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part(
 
 def test_a_frame_that_cannot_be_sent_has_its_descriptors_closed() -> None:
     ours, theirs = socket.socketpair()
-    link = Link(ours)
+    link = FrameSocket(ours)
     before = open_fds()
     with pytest.raises(ProtocolError):
-        link.send(bytes(MAX_FRAME_BYTES + 1), duplicates([theirs.fileno()]))
+        link.send(bytes(MAX_FRAME_BYTES + 1), dup_fds([theirs.fileno()]))
     assert open_fds() == before
     link.close()
     theirs.close()
@@ -104,9 +104,9 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
     """What watches the worker comes first: memory must not be bound in a mover that outlives its worker."""
     before = open_fds()
     ours, theirs = socket.socketpair()
-    daemon, stream = Link(ours), Link(theirs)
+    daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
-    mover = Mover(stream, transport, Pacer(lambda: False), watched.append)
+    mover = MoverLoop(stream, transport, PollBackoff(lambda: False), watched.append)
     answers: list[str] = []
     with SealedMemory.create(4096) as memory, socket.socket() as notices:
         bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),), notices=True)
@@ -117,16 +117,16 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free() + 1, limits[1]))
         try:
             mover._handle(frame)
-            mover._answer_bind()
+            mover._send_bind_reply()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (answers, watched) == (["BindRefused"], [])
         mover._handle(frame)
-        mover._answer_bind()
+        mover._send_bind_reply()
         assert answers[1] == "Bound"
         os.close(frame.fds[2])
     transport.close()
-    mover.unmap()
+    mover.close()
     stream.close()
     daemon.close()
     os.close(*watched)

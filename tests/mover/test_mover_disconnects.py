@@ -10,11 +10,11 @@ import pytest
 from rig import Node, Worker, serve, sink
 from test_mover_pulls import Bench, scattered
 
-from kvxferd.core.lanes import Lanes, is_about_lanes, parse_lanes
+from kvxferd.core.lanes import TransportsUsed, is_about_connection, parse_transports
 from kvxferd.errors import Code
 from kvxferd.mover import pulls
-from kvxferd.mover.complaints import Complaints
-from kvxferd.mover.disconnects import PROVES_OVER, lanes_prove_over, setting_proves_over
+from kvxferd.mover.complaints import StderrReader
+from kvxferd.mover.disconnects import NO_WRITES_AFTER_DISCONNECT, transports_prove_over, ucx_tls_proves_over
 from kvxferd.mover.transport import TransportError
 from kvxferd.wire.mover import DisconnectSeen
 
@@ -22,8 +22,8 @@ WORD = bytes(range(16))
 LINE = "a %s cfg#1 %s"
 
 
-def lanes(groups: str, reach: str = "intra-node") -> Lanes:
-    found = parse_lanes(LINE % (reach, groups))
+def lanes(groups: str, reach: str = "intra-node") -> TransportsUsed:
+    found = parse_transports(LINE % (reach, groups))
     assert found is not None
     return found
 
@@ -47,7 +47,7 @@ def lanes(groups: str, reach: str = "intra-node") -> Lanes:
     ],
 )
 def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: bool) -> None:
-    assert lanes_prove_over([lanes(groups) for groups in known]) is is_over
+    assert transports_prove_over([lanes(groups) for groups in known]) is is_over
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: 
     ],
 )
 def test_a_setting_proves_it_where_it_leaves_nothing_else(setting: str, is_over: bool) -> None:
-    assert setting_proves_over(setting) is is_over
+    assert ucx_tls_proves_over(setting) is is_over
 
 
 def test_what_is_in_the_table_has_a_reason() -> None:
-    assert set(PROVES_OVER) == {"cma", "tcp", "self"}
-    assert all(PROVES_OVER.values())
-    assert is_about_lanes("a new-reach cfg#9 am(tcp/lo)")
+    assert set(NO_WRITES_AFTER_DISCONNECT) == {"cma", "tcp", "self"}
+    assert all(NO_WRITES_AFTER_DISCONNECT.values())
+    assert is_about_connection("a new-reach cfg#9 am(tcp/lo)")
 
 
 # --- in the pull engine
@@ -82,7 +82,7 @@ def test_what_is_in_the_table_has_a_reason() -> None:
 def lose(bench: Bench) -> None:
     """The next read from the second agent loses its connection, and what that proves is not known here."""
     bench.fabric.polls_per_read = 2
-    bench.fabric.faults[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
 
 
 def asked(bench: Bench) -> list[int]:
@@ -95,7 +95,7 @@ def test_a_pull_waits_for_the_answer_and_then_is_finished(bench: Bench) -> None:
     bench.run()
     assert not bench.outcomes()
     (question,) = asked(bench)
-    bench.disconnects.judged(question, True)
+    bench.disconnects.handle_reply(question, True)
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.finished, outcome.code, outcome.agent) == (True, Code.TRANSPORT, bench.agents[1])
@@ -106,7 +106,7 @@ def test_what_is_not_proved_is_in_doubt_until_the_mover_is_dead(bench: Bench) ->
     number = bench.start(scattered(8))
     bench.run()
     (question,) = asked(bench)
-    bench.disconnects.judged(question, False)
+    bench.disconnects.handle_reply(question, False)
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.finished, outcome.quiet_follows) == (False, False)
@@ -120,14 +120,14 @@ def test_an_answer_that_takes_long_ends_the_doubt(bench: Bench) -> None:
     lose(bench)
     number = bench.start(scattered(8))
     bench.run()
-    bench.now += pulls.SETTLE_S
+    bench.now += pulls.FAILED_PULL_WAIT_S
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.finished, outcome.quiet_follows) == (False, True)
     (question,) = asked(bench)
-    bench.disconnects.judged(question, True)
-    bench.disconnects.judged(question, False)  # a second answer says nothing
-    bench.disconnects.judged(99, False)
+    bench.disconnects.handle_reply(question, True)
+    bench.disconnects.handle_reply(question, False)  # a second answer says nothing
+    bench.disconnects.handle_reply(99, False)
     bench.run()
     assert bench.quiet() == [number]
 
@@ -144,14 +144,14 @@ async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
     losses: list[int] = []
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    complaints = Complaints(reading, lambda line: None, lambda: losses.append(1))
+    complaints = StderrReader(reading, lambda line: None, lambda: losses.append(1))
     os.write(writing, b"[1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(tcp/lo)\n")
-    complaints.catch_up()
+    complaints.read_available()
     assert not losses
     os.write(
         writing, b"half a sentence [1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(rc/m)\n"
     )
-    complaints.catch_up()
+    complaints.read_available()
     assert len(losses) == 1
     line = b"x" * 200 + b"\n"
     try:
@@ -159,7 +159,7 @@ async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
             os.write(writing, line)
     except BlockingIOError:
         pass
-    complaints.catch_up()
+    complaints.read_available()
     assert len(losses) > 1
     os.close(writing)
     complaints.close()

@@ -12,7 +12,7 @@ from rig import Node, Worker, serve, sink
 
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import NOTICES
+from kvxferd.wire.codec import MOVER_DELIVERIES
 from kvxferd.wire.limits import MAX_NOTICE_BYTES
 from kvxferd.wire.mover import Bind, BindRefused
 
@@ -37,7 +37,7 @@ async def test_the_worker_hears_of_what_is_delivered(
     outcome = await reader.outcome(number)
     assert outcome.delivered
     assert outcome.told
-    assert NOTICES.decode(notices[0].recv(MAX_NOTICE_BYTES)) == wk.Delivered(
+    assert MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES)) == wk.Delivered(
         ticket=number + 1000, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
     )
     source.close()
@@ -103,7 +103,7 @@ async def test_a_second_bind_leaves_the_notices_of_the_first(
     assert open_files(reader.mover.pid) == before
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.told
-    assert NOTICES.decode(notices[0].recv(MAX_NOTICE_BYTES))
+    assert MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES))
     source.close()
 
 

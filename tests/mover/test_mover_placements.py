@@ -16,7 +16,7 @@ from kvxferd.mover import probe
 from kvxferd.mover.binding import Bindings
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.staging import StagedTransport
-from kvxferd.mover.transport import HOST, Kinds, ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.mover import Bound
 from kvxferd.wire.worker import RegionExport
@@ -38,7 +38,7 @@ class Refusing(MemoryTransport):
 class Lying(MemoryTransport):
     """Reads say that they are done, and bring nothing."""
 
-    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         return super().post(agent, Runs(runs.local, runs.local, runs.length), kinds)
 
 
@@ -58,7 +58,7 @@ class Worker:
     def bind(self, device: str = UUID, sizes: Sequence[int] = SIZES, **options: bool) -> Bound:
         """Bind all but the first and the last 100 bytes."""
         memory = DeviceMemory(self.segment.address, self.segment.size_bytes, self.worker)
-        fds = [memory.export(stretch) for stretch in memory.stretches]
+        fds = [memory.export(stretch) for stretch in memory.allocations]
         export = RegionExport(
             region=RegionId("kv"),
             size_bytes=sum(SIZES) - 200,
@@ -83,7 +83,7 @@ class Worker:
             device=UUID,
             address=self.plain,
         )
-        self.bindings = Bindings(self.transport, lambda: self.driver, own=[export])
+        self.bindings = Bindings(self.transport, lambda: self.driver, own_regions=[export])
         return self.bindings.bind([export], [])
 
     @property

@@ -16,8 +16,8 @@ from rig import MARK
 from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.probe import LIMIT_S, TIMED_BYTES, prove
-from kvxferd.mover.transport import HOST, Kinds, ReadHandle, Span, TransportError
+from kvxferd.mover.probe import LIMIT_S, TIMED_BYTES, probe_span
+from kvxferd.mover.transport import HOST, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.plan import Runs
 
 SIZE = 4 * TIMED_BYTES
@@ -50,7 +50,7 @@ def registered(rank: Rank, transport: MemoryTransport) -> MemoryTransport:
 
 
 def test_memory_that_is_read_rightly_is_proved_and_timed(rank: Rank) -> None:
-    proof = prove(registered(rank, MemoryTransport(Fabric(), ME)), rank.span)
+    proof = probe_span(registered(rank, MemoryTransport(Fabric(), ME)), rank.span)
     assert (proof.ok, proof.why, proof.over_tcp) == (True, "", False)
     assert proof.gigabytes_per_s > 0
 
@@ -58,7 +58,7 @@ def test_memory_that_is_read_rightly_is_proved_and_timed(rank: Rank) -> None:
 class Shifted(MemoryTransport):
     """Reads come from the wrong place, and say nothing."""
 
-    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         ctypes.memset(int(runs.local[0]), 1, int(runs.length[0]))
         handle = super().post(agent, Runs(runs.local, runs.local, runs.length), kinds)
         return handle
@@ -67,30 +67,30 @@ class Shifted(MemoryTransport):
 class Empty(MemoryTransport):
     """Reads say that they are done, and bring nothing."""
 
-    def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         return super().post(agent, Runs(runs.local, runs.local, runs.length), kinds)
 
 
 @pytest.mark.parametrize("broken", [Shifted, Empty])
 def test_other_bytes_are_no_proof_even_where_all_are_zeros(rank: Rank, broken: type[MemoryTransport]) -> None:
-    proof = prove(registered(rank, broken(Fabric(), ME)), rank.span)
+    proof = probe_span(registered(rank, broken(Fabric(), ME)), rank.span)
     assert not proof.ok
     assert "bytes other than those that lie there" in proof.why
     assert proof.gigabytes_per_s == 0
 
 
 def test_a_read_that_fails_is_the_reason(rank: Rank) -> None:
-    fabric = Fabric(polls_per_read=1, faults={ME: TransportError("cannot read: no route", settled=True)})
+    fabric = Fabric(polls_per_read=1, errors={ME: TransportError("cannot read: no route", settled=True)})
     transport = registered(rank, MemoryTransport(fabric, ME))
-    assert prove(transport, rank.span).why == "cannot read: no route"
-    assert prove(transport, rank.span).ok, "one fault is not for ever"
+    assert probe_span(transport, rank.span).why == "cannot read: no route"
+    assert probe_span(transport, rank.span).ok, "one fault is not for ever"
 
 
 def test_a_read_that_never_ends_is_not_waited_for_and_its_landing_is_kept() -> None:
     rank = Rank(os.urandom(SIZE))
     fabric = Fabric(polls_per_read=1, stalled={ME})
     transport = registered(rank, MemoryTransport(fabric, ME))
-    proof = prove(transport, rank.span)
+    proof = probe_span(transport, rank.span)
     assert f"not ended after {LIMIT_S:g} s" in proof.why
     registered_now = transport._spans - {rank.span}
     assert [span.size_bytes for span in registered_now] == [TIMED_BYTES], "what may be written to stays"
@@ -99,7 +99,7 @@ def test_a_read_that_never_ends_is_not_waited_for_and_its_landing_is_kept() -> N
 
 def test_what_is_not_registered_is_not_proved() -> None:
     rank = Rank(os.urandom(SIZE))
-    assert "not registered" in prove(MemoryTransport(Fabric(), ME), rank.span).why
+    assert "not registered" in probe_span(MemoryTransport(Fabric(), ME), rank.span).why
     rank.page.close()
 
 
@@ -109,7 +109,7 @@ def test_live_memory_is_looked_at_again(rank: Rank) -> None:
 
         wrote = False
 
-        def post(self, agent: AgentName, runs: Runs, kinds: Kinds = HOST) -> ReadHandle:
+        def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
             if not self.wrote:
                 self.wrote = True
                 new = b"\x55" * 50
@@ -117,7 +117,7 @@ def test_live_memory_is_looked_at_again(rank: Rank) -> None:
                 rank.content = new + rank.content[50:]
             return super().post(agent, runs, kinds)
 
-    assert prove(registered(rank, Live(Fabric(), ME)), rank.span).ok
+    assert probe_span(registered(rank, Live(Fabric(), ME)), rank.span).ok
 
 
 def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> None:
@@ -127,21 +127,21 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
     address = driver.reserve(SIZE)
     handle = driver.create(uuid, SIZE)
     driver.map(address, SIZE, handle)
-    driver.allow(uuid, address, SIZE)
+    driver.set_access(uuid, address, SIZE)
     content = os.urandom(SIZE)
     ctypes.memmove(address, content, SIZE)
     span = Span(address, SIZE, driver.mem_type, driver.use(uuid))
     transport.register(span)
     used = driver.used_bytes(uuid)
-    proof = prove(transport, span, driver)
+    proof = probe_span(transport, span, driver)
     assert (proof.ok, proof.why) == (True, "")
     assert ctypes.string_at(address, SIZE) == content
     assert driver.used_bytes(uuid) == used
     broken = Empty(Fabric(), ME)
     broken.register(span)
-    assert "other than those that lie there" in prove(broken, span, driver).why
+    assert "other than those that lie there" in probe_span(broken, span, driver).why
     driver.unmap(address, SIZE)
-    assert not prove(transport, span, driver).ok, "what is not there is a finding, not a crash"
+    assert not probe_span(transport, span, driver).ok, "what is not there is a finding, not a crash"
     driver.unreserve(address, SIZE)
     driver.release(handle)
 
@@ -149,7 +149,7 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
 _SCRIPT = """
 import ctypes, json, mmap, os, time
 from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.probe import prove
+from kvxferd.mover.probe import probe_span
 from kvxferd.mover.transport import Span
 transport = NixlTransport(import_library(), "me")
 page = mmap.mmap(-1, 4 << 20)
@@ -157,7 +157,7 @@ page[:] = os.urandom(len(page))
 span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), len(page))
 transport.register(span)
 began = time.perf_counter()
-proof = prove(transport, span)
+proof = probe_span(transport, span)
 print(json.dumps([proof.ok, proof.why, proof.over_tcp, proof.gigabytes_per_s, time.perf_counter() - began]))
 os._exit(0)
 """

@@ -15,14 +15,22 @@ from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, R
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.mover import pulls
-from kvxferd.mover.disconnects import Disconnects
+from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.pulls import PullEngine
-from kvxferd.mover.slices import MAX_DESCRIPTORS, MAX_PIECE_BYTES, Budget, Slicer
+from kvxferd.mover.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
 from kvxferd.mover.transport import Span, TransportError
 from kvxferd.plan import MAX_RUNS, Runs, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.mover import FencePlace, FromMover, PullDone, PullOutcome, PullQuiet, Source, StartPull
+from kvxferd.wire.mover import (
+    FenceLocation,
+    FromMover,
+    PullDone,
+    PullOutcome,
+    PullQuiesced,
+    SourceRank,
+    StartPull,
+)
 
 WORD = bytes(range(16))
 BLOCKS = 512
@@ -74,7 +82,7 @@ class Bench:
         transport = MemoryTransport(self.fabric, AgentName("d/0"))
         ours = layout(spec("D", 1, 0))
         self.local = Memory(transport, ours.regions[0].size_bytes)
-        self.disconnects = Disconnects()
+        self.disconnects = DisconnectRequests()
         self.engine = PullEngine(transport, lambda: self.now, max_runs, self.disconnects)
         self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
@@ -86,7 +94,7 @@ class Bench:
     def load(self) -> None:
         for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):
             spans = [memory.span, self.fence.span] if agent == self.agents[0] else [memory.span]
-            self.engine.remotes.load(agent, transport.metadata(spans))
+            self.engine.remote_agents.load(agent, transport.metadata(spans))
 
     def start(self, ids: range, word: bytes = WORD, plan: Digest = DIGEST) -> PullId:
         self._next += 1
@@ -96,13 +104,13 @@ class Bench:
                 pull=number,
                 plan=plan,
                 sources=tuple(
-                    Source(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
+                    SourceRank(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
                     for r, agent in enumerate(self.agents)
                 ),
                 local=packed(ids),
                 remote=packed(ids),
                 num_tokens=4 * len(ids),
-                fence=FencePlace(self.agents[0], self.fence.span.address, word),
+                fence=FenceLocation(self.agents[0], self.fence.span.address, word),
             )
         )
         return number
@@ -127,7 +135,7 @@ class Bench:
         return {d.pull: d.outcome for d in done}
 
     def quiet(self) -> list[PullId]:
-        return [message.pull for message in self.told if isinstance(message, PullQuiet)]
+        return [message.pull for message in self.told if isinstance(message, PullQuiesced)]
 
 
 @pytest.fixture
@@ -155,7 +163,7 @@ def test_bytes_arrive_and_the_fence_is_read_last(bench: Bench) -> None:
 
 
 def test_a_small_pull_does_not_wait_for_a_large_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Budget, "START_BYTES", 1 << 20)
+    monkeypatch.setattr(SliceBudget, "START_BYTES", 1 << 20)
     bench.fabric.polls_per_read = 3
     large = [bench.start(scattered(250)) for _ in range(3)]
     bench.engine.step()
@@ -171,7 +179,7 @@ def test_a_small_pull_does_not_wait_for_a_large_one(bench: Bench, monkeypatch: p
 
 def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream of short pulls that never dries up leaves a large one its share of the posts."""
-    monkeypatch.setattr(Budget, "START_BYTES", 1 << 20)
+    monkeypatch.setattr(SliceBudget, "START_BYTES", 1 << 20)
     large = bench.start(scattered(250))
     bench.engine.step()
     done: list[PullId] = []
@@ -185,7 +193,7 @@ def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest
         if large in done:
             break
     assert large in done
-    assert len(done) > pulls.MAX_AHEAD
+    assert len(done) > pulls.MAX_SHORT_PULLS_IN_A_ROW
 
 
 def test_posts_are_bounded(bench: Bench) -> None:
@@ -193,7 +201,7 @@ def test_posts_are_bounded(bench: Bench) -> None:
     for _ in range(20):
         bench.start(scattered(250))
     bench.run()
-    assert bench.engine.num_flights == pulls.MAX_FLIGHTS
+    assert bench.engine.num_inflight == pulls.MAX_INFLIGHT
     assert max(num for _, num in bench.fabric.posts) <= MAX_DESCRIPTORS
     bench.fabric.stalled.clear()
     bench.run()
@@ -230,7 +238,7 @@ def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
 
 
 def test_a_lost_agent_ends_the_pull_and_is_loaded_again(bench: Bench) -> None:
-    bench.fabric.faults[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
     number = bench.start(scattered(8))
     bench.run()
     outcome = bench.outcomes()[number]
@@ -244,7 +252,7 @@ def test_a_lost_agent_ends_the_pull_and_is_loaded_again(bench: Bench) -> None:
 def test_a_failure_that_proves_nothing_is_in_doubt_for_ever(bench: Bench) -> None:
     bench.fabric.polls_per_read = 2
     number = bench.start(scattered(8))
-    bench.fabric.faults[bench.agents[1]] = TransportError("odd", settled=False)
+    bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.started, outcome.finished, outcome.code) == (True, False, Code.TRANSPORT)
@@ -256,11 +264,11 @@ def test_a_failure_that_proves_nothing_is_in_doubt_for_ever(bench: Bench) -> Non
 
 def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> None:
     bench.fabric.stalled.add(bench.agents[0])
-    bench.fabric.faults[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
     number = bench.start(scattered(8))
     bench.run()
     assert bench.told == [], "the other read may end in a moment"
-    bench.now += pulls.SETTLE_S
+    bench.now += pulls.FAILED_PULL_WAIT_S
     bench.run()
     assert bench.outcomes()[number].finished is False
     assert bench.quiet() == []
@@ -275,8 +283,8 @@ def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
     bench.fabric.stalled.add(bench.agents[agent])
     number = bench.start(scattered(8))
     bench.run()
-    bench.engine.remotes.drop(bench.agents[agent])
-    assert bench.engine.remotes.prepare(bench.agents[agent])
+    bench.engine.remote_agents.drop(bench.agents[agent])
+    assert bench.engine.remote_agents.ensure_loaded(bench.agents[agent])
     bench.fabric.stalled.clear()
     bench.run()
     # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
@@ -320,7 +328,7 @@ def test_a_request_that_breaks_the_arithmetic_is_one_failed_pull(bench: Bench) -
             local={GROUP: PackedBlocks(b"")},
             remote={},
             num_tokens=0,
-            fence=FencePlace(bench.agents[0], 0, WORD),
+            fence=FenceLocation(bench.agents[0], 0, WORD),
         )
     )
     number = bench.start(range(4))
@@ -339,9 +347,9 @@ def test_every_pull_ends_once_whatever_fails(bench: Bench, seed: int) -> None:
             case 0:
                 lost = rng.random() < 0.5
                 fault = TransportError("injected", settled=lost or rng.random() < 0.5, lost=lost)
-                bench.fabric.faults[rng.choice(bench.agents)] = fault
+                bench.fabric.errors[rng.choice(bench.agents)] = fault
             case 1:
-                bench.engine.remotes.drop(rng.choice(bench.agents))
+                bench.engine.remote_agents.drop(rng.choice(bench.agents))
             case 2:
                 bench.fabric.stalled ^= {rng.choice(bench.agents)}
             case 3 if numbers:
@@ -354,7 +362,7 @@ def test_every_pull_ends_once_whatever_fails(bench: Bench, seed: int) -> None:
                 numbers.append(bench.start(range(start, start + rng.randint(0, 60)), word))
         for _ in range(rng.randint(0, 5)):
             bench.engine.step()
-        bench.now += rng.choice([0.0, 0.0, pulls.SETTLE_S])
+        bench.now += rng.choice([0.0, 0.0, pulls.FAILED_PULL_WAIT_S])
     bench.fabric.stalled.clear()
     bench.run()
     assert not bench.engine.is_busy
@@ -367,13 +375,13 @@ def test_every_pull_ends_once_whatever_fails(bench: Bench, seed: int) -> None:
 
 
 def test_slices_cover_the_runs_and_keep_to_their_budget() -> None:
-    length = np.array([3 * MAX_PIECE_BYTES + 5, 1, MAX_PIECE_BYTES] + [4096] * 5000, dtype=np.uint64)
+    length = np.array([3 * MAX_RUN_BYTES + 5, 1, MAX_RUN_BYTES] + [4096] * 5000, dtype=np.uint64)
     local = np.cumsum(length) - length
     slicer = Slicer(Runs(local + np.uint64(1000), local + np.uint64(7), length))
     assert (slicer.num_runs, slicer.num_bytes) == (len(length), int(length.sum()))
     at = 0
     while not slicer.is_empty:
-        piece = slicer.take(8 << 20)
+        piece = slicer.next_slice(8 << 20)
         assert 0 < len(piece.length) <= MAX_DESCRIPTORS
         assert piece.length.sum() <= 8 << 20
         for offset, to, source in zip(piece.length, piece.local, piece.remote, strict=True):
@@ -385,20 +393,20 @@ def test_slices_cover_the_runs_and_keep_to_their_budget() -> None:
 def test_a_slice_has_at_least_one_descriptor() -> None:
     one = np.array([1 << 20], dtype=np.uint64)
     slicer = Slicer(Runs(one, one, one))
-    assert len(slicer.take(1).length) == 1
+    assert len(slicer.next_slice(1).length) == 1
     assert slicer.is_empty
 
 
 def test_a_budget_follows_the_time_that_slices_take() -> None:
-    budget = Budget()
+    budget = SliceBudget()
     for _ in range(20):
-        budget.took(0.1, was_full=True)
-    assert budget.bytes == Budget.MIN_BYTES
-    budget.took(0.0, was_full=False)
-    assert budget.bytes == Budget.MIN_BYTES, "a slice that was not full says nothing"
+        budget.update(0.1, was_full=True)
+    assert budget.bytes == SliceBudget.MIN_BYTES
+    budget.update(0.0, was_full=False)
+    assert budget.bytes == SliceBudget.MIN_BYTES, "a slice that was not full says nothing"
     for _ in range(20):
-        budget.took(0.0, was_full=True)
-    assert budget.bytes == Budget.MAX_BYTES
+        budget.update(0.0, was_full=True)
+    assert budget.bytes == SliceBudget.MAX_BYTES
 
 
 def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
@@ -449,7 +457,7 @@ class Gpu:
         if self.refuses:
             raise DeviceError("cannot cuFlushGPUDirectRDMAWrites")
         self.flushes.append(len(self.bench.outcomes()))
-        assert not self.bench.engine.num_flights
+        assert not self.bench.engine.num_inflight
 
 
 def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> None:
@@ -464,7 +472,7 @@ def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> No
 def test_a_gpu_is_flushed_before_a_failed_pulls_blocks_are_free(bench: Bench) -> None:
     gpu = Gpu(bench)
     bench.fabric.polls_per_read = 2
-    bench.fabric.faults[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
     number = bench.start(scattered(8))
     bench.run()
     assert bench.outcomes()[number].finished

@@ -19,17 +19,24 @@ from kvxferd.mover import lending, staging
 from kvxferd.mover.chunk import StagedRead
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
 from kvxferd.mover.staging import StagedTransport
-from kvxferd.mover.transport import HOST, Kinds, Place, ReadHandle, Span, TransportError
+from kvxferd.mover.transport import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import FENCE_WORD_BYTES
-from kvxferd.wire.notes import MAX_ASKED_RUNS, STAMP_BYTES, Ask, Denied, Lent, Returned
+from kvxferd.wire.notes import (
+    MAX_CHUNK_RUNS,
+    STAMP_BYTES,
+    ChunkReady,
+    ChunkRefused,
+    ChunkRelease,
+    ChunkRequest,
+)
 
 UUID = FAKE_DEVICES[0].uuid
 SLOT = 4096
 NUM_SLOTS = 3
 SIZE = GRANULARITY
-STAGED = Place("DRAM", 0, staged=True)
+STAGED = MemoryKind("DRAM", 0, staged=True)
 Triple = tuple[int, int, int]
 
 
@@ -66,7 +73,7 @@ class World:
         self.sink = Side(self, "sink", sink_staged)
         self.source = Side(self, "source", source_staged)
         self.sink.transport.load_remote(self.source.metadata)
-        self.kinds = Kinds(self.sink.place, self.source.place)
+        self.kinds = ReadKinds(self.sink.place, self.source.place)
         self.content = random.Random(7).randbytes(SIZE)
         self.source.segment.write(self.content)
         self.sink.segment.write(bytes(SIZE))
@@ -99,10 +106,10 @@ class World:
     def free_slots(self) -> list[int]:
         """Of the reader's ring and of the lender's, where there are such."""
         rings = []
-        if self.sink.transport._ring is not None:
-            rings.append(self.sink.transport._ring)
-        if self.source.transport._lender is not None:
-            rings.append(self.source.transport._lender.ring)
+        if self.sink.transport._slots is not None:
+            rings.append(self.sink.transport._slots)
+        if self.source.transport._source is not None:
+            rings.append(self.source.transport._source.slots)
         return [ring.num_free for ring in rings]
 
     def close(self) -> None:
@@ -204,26 +211,26 @@ def test_what_both_sides_can_reach_goes_straight_on() -> None:
 def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -> None:
     handle = world.post((0, 0, 8 * SLOT))
     world.source.inner.close()
-    world.now += staging.ANSWER_S + 1  # one that was asked is given up in time
+    world.now += staging.CHUNK_REPLY_TIMEOUT_S + 1  # one that was asked is given up in time
     with pytest.raises(TransportError) as raised:
         world.run(handle, source_serves=False)
     assert raised.value.settled
-    if world.sink.transport._ring is not None:
-        assert world.sink.transport._ring.num_free == NUM_SLOTS
+    if world.sink.transport._slots is not None:
+        assert world.sink.transport._slots.num_free == NUM_SLOTS
 
 
 def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
     """What may still land lands in the ring: the blocks are safe, and the slot is not used again."""
     world = World(True, False)
     handle = world.post((0, 0, 2 * SLOT))
-    world.fabric.faults[world.source.agent] = TransportError("a descriptor failed", settled=False)
+    world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
     with pytest.raises(TransportError) as raised:
         world.run(handle)
     assert raised.value.settled
     assert world.free_slots() == [NUM_SLOTS - 1]
     for _ in range(NUM_SLOTS - 1):
         handle = world.post((0, 0, SLOT))
-        world.fabric.faults[world.source.agent] = TransportError("again", settled=False)
+        world.fabric.errors[world.source.agent] = TransportError("again", settled=False)
         with pytest.raises(TransportError):
             world.run(handle)
     with pytest.raises(TransportError, match="every buffer is in doubt"):
@@ -234,7 +241,7 @@ def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
 def test_a_direct_destination_in_doubt_is_said_to_be(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
     lent.settle()
-    lent.fabric.faults[lent.source.agent] = TransportError("a descriptor failed", settled=False)
+    lent.fabric.errors[lent.source.agent] = TransportError("a descriptor failed", settled=False)
     with pytest.raises(TransportError) as raised:
         lent.run(handle)
     assert not raised.value.settled
@@ -255,7 +262,7 @@ def test_a_lost_connection_hides_no_failure_that_proves_nothing(lent: World) -> 
         TransportError("a descriptor failed", settled=False),
     ):
         assert handle.active
-        lent.fabric.faults[lent.source.agent] = fault
+        lent.fabric.errors[lent.source.agent] = fault
         with suppress(TransportError):
             lent.sink.transport.poll(handle)
     assert not handle.active
@@ -353,9 +360,9 @@ def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
     """A reader so slow that its loan has ended finds another stamp, whatever the clocks say."""
     handle = lent.post((0, 0, SLOT))
     lent.settle()  # lent
-    lent.now += lending.LOAN_S + 1
+    lent.now += lending.CHUNK_LEASE_S + 1
     lent.source.transport.progress()  # ended
-    lent.now -= lending.LOAN_S + 1
+    lent.now -= lending.CHUNK_LEASE_S + 1
     with pytest.raises(TransportError, match="took a chunk back") as raised:
         lent.run(handle)
     assert raised.value.settled
@@ -365,14 +372,14 @@ def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) ->
     lent.post((0, 0, 2 * SLOT))
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS - 2]
-    lent.now += lending.LOAN_S + 1
+    lent.now += lending.CHUNK_LEASE_S + 1
     lent.source.transport.progress()
     assert lent.free_slots() == [NUM_SLOTS]
 
 
 def test_a_source_that_does_not_serve_is_given_up_in_time(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
-    lent.now += staging.ANSWER_S + 1
+    lent.now += staging.CHUNK_REPLY_TIMEOUT_S + 1
     with pytest.raises(TransportError, match="did not lend") as raised:
         lent.run(handle, source_serves=False)
     assert raised.value.settled
@@ -403,13 +410,15 @@ class Stranger:
         """Return what is answered, once copies have had time to be made."""
         addresses = np.array([start for start, _ in stretches], dtype="<u8").tobytes()
         lengths = np.array([length for _, length in stretches], dtype="<u4").tobytes()
-        self.say(encode(Ask(number=number, addresses=addresses, lengths=lengths, metadata=self.metadata)))
+        self.say(
+            encode(ChunkRequest(number=number, addresses=addresses, lengths=lengths, metadata=self.metadata))
+        )
         return self.answers()
 
     def answers(self) -> list[object]:
         for _ in range(5):
             self.to.transport.progress()
-        return [staging.decode_note(note) for _, note in self.transport.take_notes()]
+        return [staging.decode_staging_message(note) for _, note in self.transport.receive_notifications()]
 
 
 @pytest.fixture
@@ -422,9 +431,9 @@ def stranger(lent: World) -> Iterator[Stranger]:
 def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
     base = lent.source.segment.address
     (answer,) = stranger.ask((base, 10), (base + SIZE - 5, 5))
-    assert isinstance(answer, Lent)
+    assert isinstance(answer, ChunkReady)
     assert len(answer.stamp) == STAMP_BYTES == FENCE_WORD_BYTES
-    stranger.say(encode(Returned(number=1)))
+    stranger.say(encode(ChunkRelease(number=1)))
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
 
@@ -440,7 +449,7 @@ def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
         [(0, SLOT), (SLOT, 1)],  # more than a slot
         [(0, 8), (1 << 40, 8)],  # one right, one far away
         [(-(1 << 40), 8)],
-        [(n, 1) for n in range(MAX_ASKED_RUNS + 1)],
+        [(n, 1) for n in range(MAX_CHUNK_RUNS + 1)],
     ],
 )
 def test_an_ask_for_what_is_not_lent_is_denied(
@@ -448,15 +457,15 @@ def test_an_ask_for_what_is_not_lent_is_denied(
 ) -> None:
     base = lent.source.segment.address
     answers = stranger.ask(*[(base + offset, length) for offset, length in stretches])
-    assert [type(answer) for answer in answers] == [Denied]
+    assert [type(answer) for answer in answers] == [ChunkRefused]
     assert lent.free_slots() == [NUM_SLOTS]
 
 
 def test_lengths_that_wrap_around_are_denied(lent: World, stranger: Stranger) -> None:
     address = (1 << 64) - 8
-    assert [type(answer) for answer in stranger.ask((address, 16))] == [Denied]
+    assert [type(answer) for answer in stranger.ask((address, 16))] == [ChunkRefused]
     base = lent.source.segment.address
-    assert [type(answer) for answer in stranger.ask((base, (1 << 32) - 1), number=2)] == [Denied]
+    assert [type(answer) for answer in stranger.ask((base, (1 << 32) - 1), number=2)] == [ChunkRefused]
 
 
 @pytest.mark.parametrize(
@@ -465,11 +474,11 @@ def test_lengths_that_wrap_around_are_denied(lent: World, stranger: Stranger) ->
         b"",
         b"\xff" * 100,
         b"x" * (1 << 20),
-        encode(Lent(number=1, address=1, stamp_address=1, stamp=bytes(16))),
-        encode(Denied(number=1, message="no")),
-        encode(Returned(number=77)),
-        encode(Ask(number=1, addresses=b"123", lengths=b"1", metadata=b"")),
-        encode(Ask(number=-1, addresses=bytes(8), lengths=bytes(4), metadata=b"nonsense")),
+        encode(ChunkReady(number=1, address=1, stamp_address=1, stamp=bytes(16))),
+        encode(ChunkRefused(number=1, message="no")),
+        encode(ChunkRelease(number=77)),
+        encode(ChunkRequest(number=1, addresses=b"123", lengths=b"1", metadata=b"")),
+        encode(ChunkRequest(number=-1, addresses=bytes(8), lengths=bytes(4), metadata=b"nonsense")),
     ],
 )
 def test_nonsense_changes_nothing(lent: World, stranger: Stranger, note: bytes) -> None:
@@ -483,8 +492,10 @@ def test_nobody_answers_for_another_source(lent: World) -> None:
     """A stranger's loan, with the right number, is not believed."""
     stranger = Stranger(lent, lent.sink)
     handle = lent.post((0, 0, SLOT))
-    stranger.say(encode(Lent(number=1, address=stranger.segment.address, stamp_address=1, stamp=bytes(16))))
-    stranger.say(encode(Denied(number=1, message="no")))
+    stranger.say(
+        encode(ChunkReady(number=1, address=stranger.segment.address, stamp_address=1, stamp=bytes(16)))
+    )
+    stranger.say(encode(ChunkRefused(number=1, message="no")))
     lent.run(handle)
     assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
     stranger.segment.close()
@@ -494,10 +505,10 @@ def test_nobody_answers_for_another_source(lent: World) -> None:
 def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None:
     world = World(False, True)
     handle = world.post((0, 0, SLOT))
-    ((_, ask),) = world.source.inner.take_notes()
-    number = staging.decode_note(ask).number
+    ((_, ask),) = world.source.inner.receive_notifications()
+    number = staging.decode_staging_message(ask).number
     world.source.inner.load_remote(world.sink.metadata)
-    answer = Lent(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
+    answer = ChunkReady(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
     world.source.inner.notify(world.sink.agent, encode(answer))
     with pytest.raises(TransportError, match="cannot be"):
         world.run(handle)
@@ -508,5 +519,7 @@ def test_waiting_asks_are_limited(lent: World, stranger: Stranger) -> None:
     base = lent.source.segment.address
     for number in range(1, lending.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
         answers = stranger.ask((base, 8), number=number)
-    assert [type(answer) for answer in answers] == [Denied]
-    assert [type(answer) for answer in stranger.ask((base, 8), number=1)] == [Denied], "the number is in use"
+    assert [type(answer) for answer in answers] == [ChunkRefused]
+    assert [type(answer) for answer in stranger.ask((base, 8), number=1)] == [ChunkRefused], (
+        "the number is in use"
+    )

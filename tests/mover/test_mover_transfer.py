@@ -15,11 +15,11 @@ from kvxferd.memory import FencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import (
     AbortPull,
-    Attend,
     DropRemote,
     FenceMapped,
     MapFence,
     PullDone,
+    SetPolling,
     StartPull,
     UnmapFence,
 )
@@ -208,16 +208,16 @@ async def test_a_source_that_rests_is_read_once_it_attends(node: Node, make_work
     source = await serve(node, make_worker("P"))
     reader = await sink(node, make_worker("D"), [source])
     source.page.write(0, WORD)
-    source.mover.send(Attend(on=on))
+    source.mover.send(SetPolling(on=on))
     number = reader.start([source], source.place(0, WORD), range(4), range(4))
-    source.mover.send(Attend(on=True))
+    source.mover.send(SetPolling(on=True))
     assert (await reader.outcome(number)).delivered
     source.close()
 
 
 async def test_a_mover_that_is_not_bound_reads_nothing(node: Node, make_worker: Make) -> None:
     mover, _ = await bind(node, make_worker("D"))
-    fresh = await node.pool.take()
+    fresh = await node.pool.acquire()
     assert AgentName(fresh.agent) != mover.agent
     assert fresh.agent.startswith("here/")
     assert fresh.library.startswith(("nixl ", "rixl "))

@@ -7,10 +7,10 @@ import os
 import socket
 
 from kvxferd.ids import MoverId
-from kvxferd.link import Link
-from kvxferd.mover.resident_handle import FRAMES_PER_TURN, ResidentHandle
+from kvxferd.link import FrameSocket
+from kvxferd.mover.resident_handle import MAX_FRAMES_PER_TURN, ResidentHandle
 from kvxferd.wire.codec import encode
-from kvxferd.wire.mover import Attending, FromMover
+from kvxferd.wire.mover import FromMover, Polling
 
 NUM_MESSAGES = 5000
 
@@ -22,9 +22,9 @@ async def test_a_turn_takes_some_of_its_messages():
     handle = ResidentHandle(
         MoverId(1), ours, (os.getpid(), -1), lambda _, message: heard.append(message), lambda _: ended.set()
     )
-    link = Link(theirs)
+    link = FrameSocket(theirs)
     for token in range(NUM_MESSAGES):
-        link.send(encode(Attending(token=token)))
+        link.send(encode(Polling(token=token)))
     most = 0
     async with asyncio.timeout(30):
         while len(heard) < NUM_MESSAGES:
@@ -32,9 +32,9 @@ async def test_a_turn_takes_some_of_its_messages():
             before = len(heard)
             await asyncio.sleep(0)
             most = max(most, len(heard) - before)
-        assert link.idle
+        assert link.is_flushed
         link.close()
         await ended.wait()
-    assert heard == [Attending(token=token) for token in range(NUM_MESSAGES)]
-    assert most <= 2 * FRAMES_PER_TURN  # once because more has arrived, once because some are left
+    assert heard == [Polling(token=token) for token in range(NUM_MESSAGES)]
+    assert most <= 2 * MAX_FRAMES_PER_TURN  # once because more has arrived, once because some are left
     handle.discard()

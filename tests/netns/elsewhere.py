@@ -55,7 +55,7 @@ def _pull(rank: client.RankHandle, memory: SealedMemory, ref: object) -> str:
 async def main() -> None:
     daemon = await DaemonProcess.start("the test", "other", Path(sys.argv[1]))
     try:
-        await daemon.ready()
+        await daemon.wait_ready()
         rank, memory = await asyncio.to_thread(join, daemon.worker_socket, "decode")
         while line := await asyncio.to_thread(sys.stdin.readline):
             came = await asyncio.to_thread(_pull, rank, memory, json.loads(line))

@@ -33,7 +33,7 @@ async def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
     command = [*prefix, sys.executable, "-P", str(Path(elsewhere.__file__)), str(far)]
     other = start(command)
     try:
-        await daemon.ready()
+        await daemon.wait_ready()
         rank, memory = await asyncio.to_thread(elsewhere.join, daemon.worker_socket, "prefill")
         memory.buffer[:] = b"k" * memory.size_bytes
         ref = rank.publish("r1", elsewhere.blocks(), num_tokens=elsewhere.NUM_TOKENS)

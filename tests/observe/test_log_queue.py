@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 from kvxferd.observe import log_queue
-from kvxferd.observe.log_queue import ErrorStream, LogCounts, LogQueue
+from kvxferd.observe.log_queue import LogCounts, LogQueue, StderrStream
 
 PIPE_BYTES = 64 << 10
 
@@ -167,11 +167,11 @@ def test_what_is_logged_after_the_end_is_written_at_once_or_not_at_all(pipe: Pip
 
 def test_what_prints_to_standard_error_is_passed_on_by_the_line(pipe: Pipe) -> None:
     queue, _ = queue_on(pipe)
-    stream = ErrorStream(queue, is_terminal=False)
+    stream = StderrStream(queue, is_terminal=False)
     print("one", "two", file=stream)
     print("no", end="", file=stream)
     stream.write(" end\nlast")
-    stream.end_line()
+    stream.flush_partial_line()
     queue.close(60)
     assert pipe.read_all() == ["one two", "no end", "last"]
 

@@ -10,7 +10,7 @@ from samples import node_snapshot, pull_record, records
 
 from kvxferd.core.snapshot import PHASES, NodeSnapshot
 from kvxferd.errors import Code
-from kvxferd.observe.gauges import engine_state, lane_class
+from kvxferd.observe.gauges import engine_state, transport_class
 from kvxferd.observe.metrics import Metrics
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "metrics.md"
@@ -92,7 +92,7 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     ],
 )
 def test_transports_are_of_few_classes(lanes: str, wanted: str) -> None:
-    assert lane_class(lanes) == wanted
+    assert transport_class(lanes) == wanted
 
 
 def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:

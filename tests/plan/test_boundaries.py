@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.plan import Runs
-from kvxferd.plan.boundaries import split_at
+from kvxferd.plan.boundaries import split_at_boundaries
 
 Triple = tuple[int, int, int]
 
@@ -46,18 +46,18 @@ CUTS = st.lists(st.integers(0, 110), max_size=12)
 def test_the_same_as_byte_by_byte(
     triples: list[Triple], local_cuts: list[int], remote_cuts: list[int]
 ) -> None:
-    fast = split_at(runs_of(triples), cuts_of(local_cuts), cuts_of(remote_cuts))
+    fast = split_at_boundaries(runs_of(triples), cuts_of(local_cuts), cuts_of(remote_cuts))
     assert listed(fast) == slowly(triples, local_cuts, remote_cuts)
     assert {column.dtype for column in fast} == {np.dtype(np.uint64)}
 
 
 def test_high_addresses_keep_every_bit() -> None:
     base = (1 << 62) + 12345
-    split = split_at(runs_of([(base, 7, 100)]), cuts_of([base + 1, base + 99]), cuts_of([]))
+    split = split_at_boundaries(runs_of([(base, 7, 100)]), cuts_of([base + 1, base + 99]), cuts_of([]))
     assert listed(split) == [(base, 7, 1), (base + 1, 8, 98), (base + 99, 106, 1)]
 
 
 def test_nothing_to_cut_is_the_same_object() -> None:
     runs = runs_of([(0, 50, 10), (20, 80, 10)])
-    assert split_at(runs, cuts_of([]), cuts_of([])) is runs
-    assert split_at(runs, cuts_of([10, 20, 30]), cuts_of([60])) is runs
+    assert split_at_boundaries(runs, cuts_of([]), cuts_of([])) is runs
+    assert split_at_boundaries(runs, cuts_of([10, 20, 30]), cuts_of([60])) is runs

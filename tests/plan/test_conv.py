@@ -28,9 +28,9 @@ def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[in
     plan = make_plan(*sink[Rank(0, rank)], remote[Rank(0, 0)][0], {r: h[1] for r, h in remote.items()})
     return {
         piece.component: (piece.local_offset, piece.remote_offset, strip.num_units * strip.local.unit)
-        for lane in plan.lanes
-        for strip in lane.strips
-        for piece in strip.pieces
+        for lane in plan.group_reads
+        for strip in lane.patterns
+        for piece in strip.extents
         if piece.layer == 0 and lane.rank.tp_rank == source
     }
 

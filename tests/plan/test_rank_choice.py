@@ -7,7 +7,7 @@ from cases import engine, plan_between
 
 from kvxferd.ids import Rank
 from kvxferd.layout import TokenShard, UnitRange
-from kvxferd.plan.holders import Holding, assign_units, needed_shards, shared_fraction
+from kvxferd.plan.holders import RankShare, assign_units, needed_shards, shared_fraction
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_replicas_of_an_mla_cache_are_shared_among_the_readers() -> None:
 
 def test_the_lowest_holder_where_none_is_high_enough() -> None:
     """Only rank 0 holds it, though the reader looks from rank 3 on."""
-    holdings = (Holding(Rank(0, 0), (UnitRange(0, 1),), TokenShard()),)
+    holdings = (RankShare(Rank(0, 0), (UnitRange(0, 1),), TokenShard()),)
     fragments, gap = assign_units((UnitRange(0, 1),), TokenShard(), holdings, 3)
     assert gap is None
     assert fragments[0].rank == Rank(0, 0)
@@ -70,8 +70,8 @@ def test_fragments_join_only_where_both_sides_go_on() -> None:
     """Units 0, 5, 1 here; 0 and 1 lie side by side there, but not here."""
     ours = (UnitRange(0, 1), UnitRange(5, 6), UnitRange(1, 2))
     holdings = (
-        Holding(Rank(0, 0), (UnitRange(0, 2),), TokenShard()),
-        Holding(Rank(0, 1), (UnitRange(5, 6),), TokenShard()),
+        RankShare(Rank(0, 0), (UnitRange(0, 2),), TokenShard()),
+        RankShare(Rank(0, 1), (UnitRange(5, 6),), TokenShard()),
     )
     fragments, gap = assign_units(ours, TokenShard(), holdings, 0)
     assert gap is None

@@ -205,5 +205,7 @@ def test_components_without_width_need_no_source() -> None:
             engine(), lambda t, u=units: msgspec.structs.replace(t, units=u) if t.component == "v" else t
         )
         source = changed(engine(), lambda t: None if t.component == "v" else t)
-        pieces = [p for lane in plan_between(sink, source).lanes for s in lane.strips for p in s.pieces]
+        pieces = [
+            p for lane in plan_between(sink, source).group_reads for s in lane.patterns for p in s.extents
+        ]
         assert {piece.component for piece in pieces} == {"k"}

@@ -23,18 +23,18 @@ from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import (
-    Attend,
-    Attending,
     Bind,
     Bound,
+    FenceLocation,
     FenceMapped,
-    FencePlace,
     LoadPlan,
     LoadRemote,
     MapFence,
+    Polling,
     PullDone,
     PullOutcome,
-    Source,
+    SetPolling,
+    SourceRank,
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
@@ -58,7 +58,7 @@ class Side:
         self.bound: Bound
 
     async def bind(self, pidfd: int) -> None:
-        self.mover = await asyncio.wait_for(self.node.pool.take(), WAIT_S)
+        self.mover = await asyncio.wait_for(self.node.pool.acquire(), WAIT_S)
         export = RegionExport(region=POOL, size_bytes=POOL_BYTES, fd_index=0)
         self.mover.send(Bind(regions=(export,)), (self.memory.fd, pidfd))
         self.bound = await self.node.heard(self.mover, Bound)
@@ -96,8 +96,8 @@ class Movers:
         mover = self.source.mover
         mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (self.page.fd,))
         self.fence = await self.source.node.heard(mover, FenceMapped)
-        mover.send(Attend(on=True, token=1))
-        await self.source.node.heard(mover, Attending)
+        mover.send(SetPolling(on=True, token=1))
+        await self.source.node.heard(mover, Polling)
         for metadata in (self.source.bound.metadata, self.fence.metadata):
             self.sink.mover.send(LoadRemote(agent=mover.agent, metadata=metadata))
 
@@ -133,7 +133,7 @@ class Movers:
         plan = make_plan(spec, layout, remote_spec, remote)
         agent: AgentName = self.source.mover.agent
         sources = tuple(
-            Source(
+            SourceRank(
                 rank,
                 agent,
                 tuple(
@@ -152,7 +152,7 @@ class Movers:
             local=dict(mine),
             remote=dict(theirs),
             num_tokens=num_tokens,
-            fence=FencePlace(agent, self.fence.address, self.word),
+            fence=FenceLocation(agent, self.fence.address, self.word),
         )
         return self.run(self._outcome(start))
 

@@ -31,7 +31,7 @@ def test_a_movers_end_is_known_though_a_forked_process_holds_its_descriptors() -
         raise MoverError("no library", Code.NIXL_UNAVAILABLE)
 
     mover = ThreadMover(AgentName("a"), (), make)
-    inherited += [os.dup(mover._socket.fileno()), os.dup(mover._unquiet_fd)]
+    inherited += [os.dup(mover._socket.fileno()), os.dup(mover._quiesced_write_fd)]
     daemon = socket.socket(fileno=os.dup(mover.daemon_end))
     try:
         may_end.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.wire.descriptors import EarlyDescriptors, first_of_last, parts_ahead
+from kvxferd.wire.descriptors import FdBatchAssembly, leading_fd_batches, start_of_last_batch
 from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 FULL = MAX_FDS_PER_FRAME
@@ -23,34 +23,34 @@ FULL = MAX_FDS_PER_FRAME
 )
 def test_parts_and_what_is_left_are_all_in_order(count: int, ahead: list[int], left: int) -> None:
     fds = list(range(count))
-    parts = list(parts_ahead(fds))
+    parts = list(leading_fd_batches(fds))
     assert [len(part) for _, part in parts] == ahead
-    assert len(fds[first_of_last(count) :]) == left
-    early = EarlyDescriptors()
+    assert len(fds[start_of_last_batch(count) :]) == left
+    early = FdBatchAssembly()
     for message, part in parts:
         assert early.add(message.first, part) == ()
-    assert [*early.take(), *fds[first_of_last(count) :]] == fds
-    assert early.take() == ()
+    assert [*early.pop_all(), *fds[start_of_last_batch(count) :]] == fds
+    assert early.pop_all() == ()
 
 
 def test_a_new_start_gives_the_old_ones_back() -> None:
-    early = EarlyDescriptors()
+    early = FdBatchAssembly()
     early.add(0, (5, 6))
     assert early.add(0, (7,)) == (5, 6)
-    assert early.take() == (7,)
+    assert early.pop_all() == (7,)
 
 
 @pytest.mark.parametrize(("first", "fds"), [(1, (5,)), (-1, (5,)), (3, (5,)), (2, ()), (0, ())])
 def test_a_gap_or_nothing_at_all_is_refused(first: int, fds: tuple[int, ...]) -> None:
-    early = EarlyDescriptors()
+    early = FdBatchAssembly()
     early.add(0, (1, 2))
     with pytest.raises(ProtocolError):
         early.add(first, fds)
-    assert early.take() == (1, 2)
+    assert early.pop_all() == (1, 2)
 
 
 def test_there_is_a_limit() -> None:
-    early = EarlyDescriptors()
+    early = FdBatchAssembly()
     whole = MAX_DESCRIPTORS_PER_RANK // FULL * FULL
     for first in range(0, whole, FULL):
         early.add(first, range(FULL))
@@ -59,8 +59,8 @@ def test_there_is_a_limit() -> None:
 
 
 def test_a_new_start_beyond_the_limit_loses_nothing() -> None:
-    early = EarlyDescriptors()
+    early = FdBatchAssembly()
     early.add(0, (1, 2))
     with pytest.raises(ProtocolError):
         early.add(0, range(MAX_DESCRIPTORS_PER_RANK + 1))
-    assert early.take() == (1, 2)
+    assert early.pop_all() == (1, 2)

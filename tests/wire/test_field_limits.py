@@ -63,9 +63,9 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
     **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
-    **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "Source.agent"], OURS),
-    **dict.fromkeys(["Source.regions", "StartPull.local", "StartPull.remote"], OURS),
-    **dict.fromkeys(["FencePlace.agent", "FencePlace.word"], OURS),
+    **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
+    **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),
+    **dict.fromkeys(["FenceLocation.agent", "FencePlace.word"], OURS),
 }
 
 
@@ -134,7 +134,7 @@ MANY = tuple(range(10_000))
             worker.RegionExport(region="kv", size_bytes=1, kind="vmm", device=LONG),))),
         (CLIENT_MESSAGES, worker.Resume(request=1, incarnation="i", regions=(
             worker.RegionExport(region="kv", size_bytes=1, pieces=MANY),))),
-        (PEER_MESSAGES, peer.Greeting(request=1, version=1, boot=LONG)),
+        (PEER_MESSAGES, peer.PeerWelcome(request=1, version=1, boot=LONG)),
         (PEER_MESSAGES, peer.RankReady(
             request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id=LONG)),
         (PEER_MESSAGES, peer.ReturnGrant(request=1, grant=LONG)),

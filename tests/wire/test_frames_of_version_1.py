@@ -14,14 +14,14 @@ from kvxferd.wire.codec import (
     CLIENT_MESSAGES,
     DAEMON_MESSAGES,
     PEER_MESSAGES,
-    decode_first,
+    decode_first_frame,
     encode,
-    refuse_undecodable,
+    refusal_of_undecodable,
 )
 from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.framing import FrameDecoder, encode_frame
 from kvxferd.wire.limits import MAX_HELLO_BYTES, MAX_REF_BYTES
-from kvxferd.wire.versions import STAND_INS, for_version_1
+from kvxferd.wire.versions import VERSION_1_CODES, for_version_1
 
 SIDES = {
     "client": (CLIENT_MESSAGES.decode, schema_0_1.CLIENT.decode),
@@ -74,8 +74,11 @@ def test_a_reference_of_version_1_is_read_and_written_as_it_was(text: str) -> No
 
 def test_unknown_fields_of_hello_greet_and_a_reference_are_ignored() -> None:
     hello = _with(worker.Hello(versions=Versions(1, 9), client="future", notices=True), colour="blue")
-    assert decode_first(hello) == (worker.Hello(versions=Versions(1, 9), client="future", notices=True), 2)
-    greet = peer.Greet(request=3, versions=Versions(1, 9), boot="b", endpoint="tcp://x:1")
+    assert decode_first_frame(hello) == (
+        worker.Hello(versions=Versions(1, 9), client="future", notices=True),
+        2,
+    )
+    greet = peer.PeerHello(request=3, versions=Versions(1, 9), boot="b", endpoint="tcp://x:1")
     assert PEER_MESSAGES.decode(_with(greet, colour="blue")) == greet
     reference = msgspec.json.decode(references()[0]) | {"colour": {"shade": 3}}
     for form in (reference, msgspec.json.encode(reference), msgspec.json.encode(reference).decode()):
@@ -88,7 +91,7 @@ def test_unknown_fields_of_hello_greet_and_a_reference_are_ignored() -> None:
 def test_what_is_ignored_has_a_limit() -> None:
     hello = _with(worker.Hello(versions=Versions(1, 9), client="future"), colour="b" * MAX_HELLO_BYTES)
     with pytest.raises(ProtocolError) as refused:
-        decode_first(hello)
+        decode_first_frame(hello)
     assert refused.value.code is Code.FRAME_TOO_LARGE
     reference = msgspec.json.decode(references()[0]) | {"colour": "b" * MAX_REF_BYTES}
     for form in (msgspec.json.encode(reference), msgspec.json.encode(reference).decode()):
@@ -99,7 +102,7 @@ def test_what_is_ignored_has_a_limit() -> None:
 def test_a_hello_of_another_shape_is_told_the_versions() -> None:
     future = {"t": "hello", "versions": [7, 9, "and more"], "client": {"name": "x"}, "notices": 3}
     with pytest.raises(ProtocolError, match="upgrade the older") as refused:
-        decode_first(msgspec.msgpack.encode(future))
+        decode_first_frame(msgspec.msgpack.encode(future))
     assert refused.value.code is Code.BAD_VERSION
 
 
@@ -107,9 +110,9 @@ def test_a_greet_of_another_shape_is_told_the_versions() -> None:
     payload = msgspec.msgpack.encode({"t": "greet", "request": 4, "versions": [7, 9], "boot": 3})
     with pytest.raises(ProtocolError) as error:
         PEER_MESSAGES.decode(payload)
-    refused = refuse_undecodable(payload, error.value)
+    refused = refusal_of_undecodable(payload, error.value)
     assert (refused.request, refused.code) == (4, Code.BAD_VERSION)
-    assert refuse_undecodable(b"\xc1", error.value).code is Code.BAD_FRAME
+    assert refusal_of_undecodable(b"\xc1", error.value).code is Code.BAD_FRAME
 
 
 def _with(message: Message, **more: object) -> bytes:
@@ -118,7 +121,7 @@ def _with(message: Message, **more: object) -> bytes:
 
 def test_version_1_gets_no_code_that_it_does_not_know() -> None:
     known = {str(code) for code in schema_0_1.Code}
-    assert {code for code in Code if str(code) not in known} == STAND_INS.keys()
+    assert {code for code in Code if str(code) not in known} == VERSION_1_CODES.keys()
     for code in Code:
         for message in (
             worker.Farewell(code=code, message="m"),

@@ -14,10 +14,10 @@ from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL
 from kvxferd.wire.outlines import (
     MAX_ENTRY_BYTES,
     PEER_OUTLINES,
-    EngineOutline,
-    JoinOutline,
-    joined,
-    whole_engine,
+    EngineManifestOutline,
+    JoinRankOutline,
+    decode_engine_manifest,
+    decode_join_rank,
 )
 from kvxferd.wire.peer import Done, EngineManifest, JoinRank, RenewGrants
 
@@ -36,13 +36,13 @@ def manifest(layers: int = 3) -> RankManifest:
 def test_what_is_put_together_is_what_was_sent():
     join = JoinRank(request=7, boot="b", manifest=manifest(), secret="s")
     outline = PEER_OUTLINES.decode(encode(join))
-    assert isinstance(outline, JoinOutline)
+    assert isinstance(outline, JoinRankOutline)
     assert outline.manifest.spec == join.manifest.spec
-    assert joined(outline) == join == PEER_MESSAGES.decode(encode(join))
+    assert decode_join_rank(outline) == join == PEER_MESSAGES.decode(encode(join))
     engine = EngineManifest(request=7, boot="b", ranks=(manifest(), manifest(5)))
     outline = PEER_OUTLINES.decode(encode(engine))
-    assert isinstance(outline, EngineOutline)
-    assert whole_engine(outline) == engine
+    assert isinstance(outline, EngineManifestOutline)
+    assert decode_engine_manifest(outline) == engine
     assert PEER_OUTLINES.decode(encode(Done(request=1))) == Done(request=1)
 
 
@@ -57,9 +57,9 @@ def test_one_entry_is_not_decoded_where_it_is_too_long():
     plain["manifest"]["binding"]["regions"][0][6:] = [msgspec.Raw(dense(MAX_ENTRY_BYTES // 3))]
     payload = msgspec.msgpack.encode(plain)
     outline = PEER_OUTLINES.decode(payload)
-    assert isinstance(outline, JoinOutline)
+    assert isinstance(outline, JoinRankOutline)
     with pytest.raises(ProtocolError, match="entry of"):
-        joined(outline)
+        decode_join_rank(outline)
 
 
 @pytest.mark.parametrize("kind", ["binding", "layout"])
@@ -67,7 +67,7 @@ def test_more_entries_than_there_can_be_are_not_decoded(kind: str):
     plain = msgspec.msgpack.decode(encode(JoinRank(request=7, boot="b", manifest=manifest())))
     plain["manifest"][kind]["regions"] = [1] * 1025
     with pytest.raises(ProtocolError, match="length <= 1024"):
-        joined(PEER_OUTLINES.decode(msgspec.msgpack.encode(plain)))  # type: ignore[arg-type]
+        decode_join_rank(PEER_OUTLINES.decode(msgspec.msgpack.encode(plain)))  # type: ignore[arg-type]
 
 
 def test_a_renewal_of_more_grants_than_can_be_held_is_not_decoded():

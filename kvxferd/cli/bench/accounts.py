@@ -18,7 +18,7 @@ def process_tree(pid: int) -> list[int]:
     return [pid, *(one for child in children for one in process_tree(child))]
 
 
-def cpu_s(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the time that all threads of a process had a processor: in nanoseconds, not ticks."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
@@ -49,7 +49,7 @@ def available_bytes() -> int:
     return sum(_kib(line) for line in lines if line.startswith("MemAvailable:")) << 10
 
 
-def busy_seconds() -> float:
+def busy_cpu_seconds() -> float:
     """Return the time that all processors of this machine have been busy since it started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     idle_ticks = fields[3] + fields[4]

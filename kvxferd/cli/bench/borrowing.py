@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvxferd.cli.bench.speech import Place
+from kvxferd.cli.bench.speech import ProcessMemory
 from kvxferd.errors import EngineError
 from kvxferd.memory import Mapping, map_memfd
 
 
 @contextmanager
-def opened(place: Place) -> Iterator[int]:
+def open_process_memory(place: ProcessMemory) -> Iterator[int]:
     """Give a descriptor of the memory. Raises EngineError where this user may not have it."""
     try:
         fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -24,7 +24,7 @@ def opened(place: Place) -> Iterator[int]:
         os.close(fd)
 
 
-def borrow(place: Place, size_bytes: int) -> Mapping:
+def map_process_memory(place: ProcessMemory, size_bytes: int) -> Mapping:
     """Map it; the caller unmaps. All contenders move between the same two pieces of memory."""
-    with opened(place) as fd:
+    with open_process_memory(place) as fd:
         return map_memfd(fd, size_bytes)

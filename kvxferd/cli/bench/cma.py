@@ -6,13 +6,13 @@ import ctypes
 import os
 from pathlib import Path
 
-from kvxferd.cli.bench.hosts import VERB
+from kvxferd.cli.bench.hosts import TOOL
 from kvxferd.errors import KvxferdError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class _Span(ctypes.Structure):
+class Iovec(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
@@ -20,11 +20,11 @@ def require_cma(pid: int) -> None:
     """Read a few bytes of a process as UCX's CMA would. Raises KvxferdError where the kernel refuses."""
     start = int(Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0], 16)
     here = ctypes.create_string_buffer(8)
-    local = _Span(ctypes.addressof(here), len(here))
-    remote = _Span(start, len(here))
+    local = Iovec(ctypes.addressof(here), len(here))
+    remote = Iovec(start, len(here))
     if _LIBC.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) != len(here):
         reason = os.strerror(ctypes.get_errno())
         raise KvxferdError(
-            f"cannot run {VERB} over cma: the kernel does not let one process read another's memory "
+            f"cannot run {TOOL} over cma: the kernel does not let one process read another's memory "
             f"({reason}); use --transport tcp"
         )

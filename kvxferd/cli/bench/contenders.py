@@ -6,10 +6,10 @@ from typing import Protocol
 
 from kvxferd.cli.bench import speech
 from kvxferd.cli.bench.cases import Case
-from kvxferd.cli.bench.hosts import Actor
+from kvxferd.cli.bench.hosts import WorkerHandle
 from kvxferd.cli.bench.speech import Sample
-from kvxferd.cli.bench.stage import Pair
-from kvxferd.cli.running import together
+from kvxferd.cli.bench.stage import EnginePair
+from kvxferd.cli.running import gather_or_cancel
 
 KVXFERD, RAW, ENGINE, COPY, ONE_COPY = "kvxferd", "raw", "engine", "copy", "one copy"
 
@@ -22,7 +22,7 @@ TITLES = {
 }
 
 
-class Contender(Protocol):
+class Implementation(Protocol):
     """One way."""
 
     @property
@@ -31,7 +31,7 @@ class Contender(Protocol):
         ...
 
     @property
-    def moves_runs(self) -> bool:
+    def is_verifiable(self) -> bool:
         """Whether the bytes of the case land where the case says, and can be checked."""
         ...
 
@@ -40,86 +40,90 @@ class Contender(Protocol):
         ...
 
 
-class Kvxferd:
+class KvxferdPulls:
     """Pulls through two daemons; prepared, so that the grants are there."""
 
     name = KVXFERD
-    moves_runs = True
+    is_verifiable = True
 
-    def __init__(self, pair: Pair, is_prepared: bool = True, lends: bool = False, gap_s: float = 0.0) -> None:
+    def __init__(
+        self, pair: EnginePair, is_prepared: bool = True, is_borrowed: bool = False, gap_s: float = 0.0
+    ) -> None:
         """`lends`: block ids are lent to the client, not copied by it. `gap_s`: between two pulls."""
         self._pair = pair
         self._is_prepared = is_prepared
-        self._lends = lends
+        self._is_borrowed = is_borrowed
         self._gap_s = gap_s
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Publish, prepare, pull."""
         pair = self._pair
         batch = await (pair.publish_prepared if self._is_prepared else pair.publish)(case, count)
-        command = speech.Pull(case=case, refs=batch.refs, window=window, lent=self._lends, gap_s=self._gap_s)
-        moved = await pair.sink.ask(command, speech.Moved)
+        command = speech.PullCommand(
+            case=case, refs=batch.refs, window=window, lent=self._is_borrowed, gap_s=self._gap_s
+        )
+        moved = await pair.sink.request(command, speech.Moved)
         await pair.release(batch)
         return moved.samples
 
 
-class Raw:
+class RawNixl:
     """Raw NIXL; its source polls by hand meanwhile."""
 
     name = RAW
-    moves_runs = True
+    is_verifiable = True
 
-    def __init__(self, pair: Pair) -> None:
-        self._source, self._sink = pair.stage.raw["source"], pair.stage.raw["sink"]
+    def __init__(self, pair: EnginePair) -> None:
+        self._source, self._sink = pair.stage.raw_workers["source"], pair.stage.raw_workers["sink"]
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Have the source attend, and read."""
-        await self._source.ask(speech.Attend(on=True), speech.Done)
+        await self._source.request(speech.SetPolling(on=True), speech.Done)
         try:
-            moved = await self._sink.ask(speech.Move(case=case, count=count, window=window), speech.Moved)
+            moved = await self._sink.request(speech.Move(case=case, count=count, window=window), speech.Moved)
         finally:
-            await self._source.ask(speech.Attend(on=False), speech.Done)
+            await self._source.request(speech.SetPolling(on=False), speech.Done)
         return moved.samples
 
 
-class Engine:
+class EngineNixl:
     """NIXL as the in-engine connector sets it up; its progress threads run in its own turns only."""
 
     name = ENGINE
-    moves_runs = True
+    is_verifiable = True
 
-    def __init__(self, pair: Pair) -> None:
-        self._agents = pair.stage.engine
+    def __init__(self, pair: EnginePair) -> None:
+        self._agents = pair.stage.engine_workers
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Let both processes run, and read."""
-        await together(*(agent.resume() for agent in self._agents.values()))
+        await gather_or_cancel(*(agent.resume() for agent in self._agents.values()))
         try:
             command = speech.Move(case=case, count=count, window=window)
-            moved = await self._agents["sink"].ask(command, speech.Moved)
+            moved = await self._agents["sink"].request(command, speech.Moved)
         finally:
-            await together(*(agent.pause() for agent in self._agents.values()))
+            await gather_or_cancel(*(agent.pause() for agent in self._agents.values()))
         return moved.samples
 
 
-class Copy:
+class MemoryCopy:
     """A plain copy."""
 
-    def __init__(self, copier: Actor, as_one: bool = False) -> None:
+    def __init__(self, copier: WorkerHandle, as_one: bool = False) -> None:
         self._copier = copier
         self._as_one = as_one
         self.name = ONE_COPY if as_one else COPY
-        self.moves_runs = not as_one
+        self.is_verifiable = not as_one
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Copy."""
         command = speech.Move(case=case, count=count, window=window, as_one=self._as_one)
-        return (await self._copier.ask(command, speech.Moved)).samples
+        return (await self._copier.request(command, speech.Moved)).samples
 
 
-def contenders_of(pair: Pair) -> list[Contender]:
+def implementations_of(pair: EnginePair) -> list[Implementation]:
     """Return all that this pair's stage has."""
-    found: list[Contender] = [Kvxferd(pair), Raw(pair), Engine(pair)]
-    if pair.stage.copy is not None:
-        found += [Copy(pair.stage.copy), Copy(pair.stage.copy, as_one=True)]
+    found: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
+    if pair.stage.copy_worker is not None:
+        found += [MemoryCopy(pair.stage.copy_worker), MemoryCopy(pair.stage.copy_worker, as_one=True)]
     return found

@@ -39,13 +39,13 @@ def fill(words: Words) -> None:
 
 def stamp(words: Words, runs: Runs, nonce: int) -> None:
     """Stamp the ends of every run in the source."""
-    for places in _ends(runs.remote, runs.length):
+    for places in _end_words(runs.remote, runs.length):
         words[places] = _stamps(places, nonce)
 
 
 def unstamp(words: Words, runs: Runs) -> None:
     """Put the content back where the ends of runs were stamped."""
-    for places in _ends(runs.remote, runs.length):
+    for places in _end_words(runs.remote, runs.length):
         words[places] = _content(places.astype(np.uint64))
 
 
@@ -57,14 +57,14 @@ def wipe(words: Words, runs: Runs) -> None:
 
 def count_unstamped(words: Words, runs: Runs, nonce: int) -> int:
     """Return how many ends of runs in the sink do not hold the stamps of their source."""
-    pairs = zip(_ends(runs.local, runs.length), _ends(runs.remote, runs.length), strict=True)
+    pairs = zip(_end_words(runs.local, runs.length), _end_words(runs.remote, runs.length), strict=True)
     return sum(int((words[here] != _stamps(there, nonce)).sum()) for here, there in pairs)
 
 
 def count_wrong(words: Words, runs: Runs, nonce: int) -> int:
     """Return how many words of the sink differ from the source's, the ends of runs as stamped included."""
     wrong = count_unstamped(words, runs, nonce)
-    for here, there in _insides(runs):
+    for here, there in _interior_words(runs):
         wrong += int((words[here] != _content(there.astype(np.uint64))).sum())
     return wrong
 
@@ -81,14 +81,14 @@ def _in_words(offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     return offsets.astype(np.int64) // WORD
 
 
-def _ends(
+def _end_words(
     offsets: npt.NDArray[np.uint64], length: npt.NDArray[np.uint64]
 ) -> tuple[npt.NDArray[np.int64], ...]:
     first = _in_words(offsets)
     return first, first + _in_words(length) - 1
 
 
-def _insides(runs: Runs) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _interior_words(runs: Runs) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Yield places in the sink and in the source of all words but the ends of runs."""
     local, remote, length = (_in_words(column) for column in runs)
     for size in np.unique(length):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import time
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.borrowing import borrow
+from kvxferd.cli.bench.borrowing import map_process_memory
 from kvxferd.cli.bench.cases import runs_of
-from kvxferd.cli.bench.obeying import serve
-from kvxferd.cli.bench.shapes import FIRST
+from kvxferd.cli.bench.obeying import serve_commands
+from kvxferd.cli.bench.shapes import FIRST_RANK
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import Mapping
 
 
-class CopyProcess:
+class CopyCommandHandler:
     """Both sides' memory, mapped here."""
 
     def __init__(self) -> None:
@@ -24,23 +24,23 @@ class CopyProcess:
         self._source: Mapping | None = None
         self._size_bytes = 0
 
-    def obey(self, command: speech.Command) -> speech.Reply:
+    def handle(self, command: speech.Command) -> speech.Reply:
         """Do what is asked."""
         match command:
-            case speech.Attach():
+            case speech.AttachMemory():
                 self.close()
                 self._size_bytes = command.deployment.region_bytes
-                self._sink = borrow(command.memory, self._size_bytes)
-                return speech.Attached(metadata="", address=self._sink.address)
-            case speech.MeetMemory():
-                self._source = borrow(command.memory, self._size_bytes)
+                self._sink = map_process_memory(command.memory, self._size_bytes)
+                return speech.MemoryAttached(metadata="", address=self._sink.address)
+            case speech.MapSourceMemory():
+                self._source = map_process_memory(command.memory, self._size_bytes)
                 return speech.Done()
             case speech.Move():
                 return speech.Moved(samples=self._copy(command))
             case _:
                 raise KvxferdError(f"cannot obey {type(command).__name__}: this only copies")
 
-    def attend(self) -> bool:
+    def progress(self) -> bool:
         """There is nothing to do between commands."""
         return False
 
@@ -57,7 +57,7 @@ class CopyProcess:
         case = command.case
         samples = []
         for number in range(command.count):
-            runs = runs_of(case, FIRST, number % case.slots)
+            runs = runs_of(case, FIRST_RANK, number % case.slots)
             total = int(runs.length.sum())
             if command.as_one:
                 pieces = [(0, 0, total)]
@@ -72,4 +72,4 @@ class CopyProcess:
 
 
 if __name__ == "__main__":
-    serve(CopyProcess)
+    serve_commands(CopyCommandHandler)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.cli.bench.cases import Case, Ids, block_lists, runs_of
-from kvxferd.cli.bench.moving import Posted
-from kvxferd.cli.bench.shapes import FIRST, Deployment, Role
+from kvxferd.cli.bench.cases import BlockIds, Case, block_lists, runs_of
+from kvxferd.cli.bench.moving import PostedRead
+from kvxferd.cli.bench.shapes import FIRST_RANK, Deployment, Role
 from kvxferd.layout import GroupKind, RankLayout
 
 NUM_THREADS = 4
@@ -26,7 +26,7 @@ def agent_config(api: Any) -> Any:
     return api.nixl_agent_config(enable_prog_thread=True, num_threads=NUM_THREADS, backends=["UCX"])
 
 
-class EngineReads:
+class EngineNixlReader:
     """See `moving.Reads`."""
 
     def __init__(
@@ -34,15 +34,15 @@ class EngineReads:
     ) -> None:
         self._nixl = nixl
         layout = deployment.layout()
-        self._firsts = _first_descriptors(layout)
+        self._tensor_starts = _first_descriptors(layout)
         self._per_id: dict[str, int] = {
             group.name: group.physical_blocks_per_logical for group in layout.groups
         }
         self._local = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(layout, local_base), "DRAM")
         self._remote = nixl.prep_xfer_dlist(remote, _descriptors(layout, remote_base), "DRAM")
         self._case: Case | None = None
-        self._lists: list[tuple[dict[str, Ids], dict[str, Ids]]] = []
-        self._amounts: list[tuple[int, int]] = []
+        self._lists: list[tuple[dict[str, BlockIds], dict[str, BlockIds]]] = []
+        self._slot_sizes: list[tuple[int, int]] = []
 
     def close(self) -> None:
         """Release the prepared lists."""
@@ -55,14 +55,14 @@ class EngineReads:
             return
         self._case = case
         sides: tuple[Role, Role] = ("sink", "source")
-        self._lists, self._amounts = [], []
+        self._lists, self._slot_sizes = [], []
         for slot in range(case.slots):
             here, there = (block_lists(case, role, slot) for role in sides)
             self._lists.append((here, there))
-            length = runs_of(case, FIRST, slot).length
-            self._amounts.append((int(length.sum()), len(self._indices(here))))
+            length = runs_of(case, FIRST_RANK, slot).length
+            self._slot_sizes.append((int(length.sum()), len(self._indices(here))))
 
-    def post(self, slot: int) -> Posted:
+    def post(self, slot: int) -> PostedRead:
         """Work out the indices, have the request made, and post it."""
         here, there = self._lists[slot]
         began = time.perf_counter()
@@ -71,7 +71,7 @@ class EngineReads:
         )
         is_done = self._nixl.transfer(handle) == "DONE"
         # Nothing is worked out beforehand in an engine: all of it counts.
-        return Posted(handle, slot, began, began, time.perf_counter(), is_done)
+        return PostedRead(handle, slot, began, began, time.perf_counter(), is_done)
 
     def is_done(self, handle: Any) -> bool:
         """Poll."""
@@ -81,13 +81,13 @@ class EngineReads:
         """Give a handle back."""
         self._nixl.release_xfer_handle(handle)
 
-    def amount(self, slot: int) -> tuple[int, int]:
+    def slot_size(self, slot: int) -> tuple[int, int]:
         """Return bytes, and descriptors before NIXL merges any."""
-        return self._amounts[slot]
+        return self._slot_sizes[slot]
 
-    def _indices(self, lists: dict[str, Ids]) -> npt.NDArray[np.int32]:
+    def _indices(self, lists: dict[str, BlockIds]) -> npt.NDArray[np.int32]:
         found = []
-        for group, firsts in self._firsts.items():
+        for group, firsts in self._tensor_starts.items():
             per_id = self._per_id[group]
             blocks: npt.NDArray[np.int32] = lists[group]
             if per_id > 1:

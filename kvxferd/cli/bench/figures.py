@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvxferd.cli.bench.effort import MIB
-from kvxferd.cli.bench.measures.behind import Behind
-from kvxferd.cli.bench.measures.calls import COPIED, LENT, MANY_IDS, Calls, Ids
-from kvxferd.cli.bench.measures.first import First
+from kvxferd.cli.bench.measures.behind import HeadOfLine
+from kvxferd.cli.bench.measures.calls import BORROWED, COPIED, MANY_IDS, CallIds, Calls
+from kvxferd.cli.bench.measures.first import FirstPull
 from kvxferd.cli.bench.measures.idle import Idle
-from kvxferd.cli.bench.measures.latency import APART_S, Latency
+from kvxferd.cli.bench.measures.latency import PULL_GAP_S, Latency
 from kvxferd.cli.bench.measures.parallel import Parallel
 from kvxferd.cli.bench.points import Point, median, percentile
 from kvxferd.cli.bench.results import Figure
@@ -32,7 +32,7 @@ SUMMARY = (
 _MB = 1e6
 
 # Where the time of a small prepared pull goes, in its daemon and its mover.
-_STATIONS = {
+_PHASE_TITLES = {
     "total": "a small pull in its daemon, received to Delivered sent",
     "plan": "of that in the mover: runs from block ids",
     "post": "of that in the mover: the library's post calls",
@@ -41,27 +41,27 @@ _STATIONS = {
 
 
 @dataclass
-class Findings:
+class Measurements:
     """What the measures of one run returned, over the first transport; None where one did not run."""
 
     points: list[Point] = field(default_factory=list)
     latency: Latency | None = None
     calls: Calls | None = None
-    behind: Behind | None = None
+    head_of_line: HeadOfLine | None = None
     parallel: Parallel | None = None
     idle: Idle | None = None
-    first: First | None = None
+    first_pull: FirstPull | None = None
 
 
-def figures_of(found: Findings) -> list[Figure]:
+def figures_of(found: Measurements) -> list[Figure]:
     """Return every figure, those of the summary among them."""
     return [
         *_ratios(found.points),
         *_latency(found.latency),
         *_calls(found.calls),
-        *_first(found.first),
+        *_first_pull(found.first_pull),
         *_idle(found.idle),
-        *_behind(found.behind),
+        *_head_of_line(found.head_of_line),
         *_parallel(found.parallel),
     ]
 
@@ -72,18 +72,18 @@ def summary_of(figures: Iterable[Figure]) -> dict[str, float | None]:
     return {name: values.get(name) for name in SUMMARY}
 
 
-def _least(name: str, title: str, value: float, aim: float, how: str, unit: str = "") -> Figure:
+def _at_least(name: str, title: str, value: float, aim: float, how: str, unit: str = "") -> Figure:
     return Figure(
         name=name, title=title, value=value, unit=unit, aim=f"at least {aim:g}", met=value >= aim, how=how
     )
 
 
-def _most(name: str, title: str, value: float, aim: float, how: str, unit: str) -> Figure:
+def _at_most(name: str, title: str, value: float, aim: float, how: str, unit: str) -> Figure:
     text = f"at most {aim:g} {unit}".rstrip()
     return Figure(name=name, title=title, value=value, unit=unit, aim=text, met=value <= aim, how=how)
 
 
-def _only(name: str, title: str, value: float, how: str, unit: str) -> Figure:
+def _without_aim(name: str, title: str, value: float, how: str, unit: str) -> Figure:
     return Figure(name=name, title=title, value=value, unit=unit, how=how)
 
 
@@ -109,21 +109,21 @@ def _ratios(points: list[Point]) -> list[Figure]:
             "timed from post to done"
         )
         figures += [
-            _least(
+            _at_least(
                 f"throughput_ratio_{name}",
                 f"throughput against raw NIXL, {title}: median point",
                 median(ratios),
                 aim,
                 how,
             ),
-            _least(
+            _at_least(
                 f"throughput_ratio_{name}_lowest",
                 f"the same, lowest point ({lowest.shape}, {lowest.lists})",
                 min(ratios),
                 aim,
                 how,
             ),
-            _only(
+            _without_aim(
                 f"throughput_to_engine_ratio_{name}",
                 f"throughput against NIXL as the in-engine connector sets it up, {title}",
                 median([point.ratio_to_engine for point in chosen]),
@@ -145,16 +145,22 @@ def _latency(found: Latency | None) -> list[Figure]:
     )
     record = f"as the daemon counts it, median of {point.requests_per_round} pulls of 64 KiB"
     return [
-        _most("added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"),
-        _most("added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"),
-        *_apart(found.apart_added_s),
-        *(
-            _only(f"small_{name}_us", title, found.phases_s.get(name, 0.0) * 1e6, record, "us")
-            for name, title in _STATIONS.items()
+        _at_most(
+            "added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"
         ),
-        _only("fence_us", "reading the fence word", found.phases_s.get("fence", 0.0) * 1e6, record, "us"),
-        _only("grant_us", "the grant, prepared", found.phases_s.get("grant", 0.0) * 1e6, record, "us"),
-        _only(
+        _at_most(
+            "added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"
+        ),
+        *_spaced_latency(found.spaced_added_s),
+        *(
+            _without_aim(f"small_{name}_us", title, found.phases_s.get(name, 0.0) * 1e6, record, "us")
+            for name, title in _PHASE_TITLES.items()
+        ),
+        _without_aim(
+            "fence_us", "reading the fence word", found.phases_s.get("fence", 0.0) * 1e6, record, "us"
+        ),
+        _without_aim("grant_us", "the grant, prepared", found.phases_s.get("grant", 0.0) * 1e6, record, "us"),
+        _without_aim(
             "grant_unprepared_us",
             "the grant, not prepared",
             found.unprepared_phases_s.get("grant", 0.0) * 1e6,
@@ -164,13 +170,14 @@ def _latency(found: Latency | None) -> list[Figure]:
     ]
 
 
-def _apart(added_s: list[float]) -> list[Figure]:
+def _spaced_latency(added_s: list[float]) -> list[Figure]:
     how = (
-        f"{len(added_s)} such pulls, {APART_S * 1e3:.0f} ms apart, so that nothing is awake still; less raw "
+        f"{len(added_s)} such pulls, {PULL_GAP_S * 1e3:.0f} ms apart, so that nothing is awake still; less "
+        "raw "
         "NIXL's median back to back"
     )
     return [
-        _only(
+        _without_aim(
             f"added_latency_apart_us_p{percent}",
             f"added latency, 64 KiB, pulls apart, p{percent}",
             percentile(added_s, percent) * 1e6,
@@ -185,10 +192,10 @@ def _calls(found: Calls | None) -> list[Figure]:
     if found is None:
         return []
 
-    def call(name: str, title: str, ids: Ids) -> Figure:
-        kept = "lent: not copied by the client" if ids.lent else "which the client copies"
+    def call(name: str, title: str, ids: CallIds) -> Figure:
+        kept = "lent: not copied by the client" if ids.borrowed else "which the client copies"
         how = f"{found.n[ids]} calls in {found.rounds} rounds, int32 buffer, {kept}"
-        return _most(name, title, found.pull_p99_s[ids] * 1e6, 100, how, "us")
+        return _at_most(name, title, found.pull_p99_s[ids] * 1e6, 100, how, "us")
 
     one, some, many = COPIED
     ratio = found.pull_median_s / found.posting_median_s if found.posting_median_s else 0.0
@@ -199,19 +206,21 @@ def _calls(found: Calls | None) -> list[Figure]:
     how_many = f"{found.n[many]} calls in {found.rounds} rounds, int32 buffer, which the client copies"
     return [
         call("pull_call_us_p99", f"time inside pull(), {MANY_IDS:,} block ids, p99", many),
-        _only("pull_call_us_p50", "the same, p50", found.pull_p50_s[many] * 1e6, how_many, "us"),
+        _without_aim("pull_call_us_p50", "the same, p50", found.pull_p50_s[many] * 1e6, how_many, "us"),
         call("pull_call_few_us_p99", f"the same of {some.num:,}", some),
         call("pull_call_one_us_p99", "the same of one", one),
         *(
             call(f"pull_call_lent_{ids.num}_us_p99", f"the same of {ids.num:,}, lent, p99", ids)
-            for ids in LENT
+            for ids in BORROWED
         ),
-        _only("posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us"),
-        _only("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""),
+        _without_aim(
+            "posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us"
+        ),
+        _without_aim("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""),
     ]
 
 
-def _first(found: First | None) -> list[Figure]:
+def _first_pull(found: FirstPull | None) -> list[Figure]:
     if found is None:
         return []
     n = len(found.first_s)
@@ -219,10 +228,12 @@ def _first(found: First | None) -> list[Figure]:
     how = f"{n} first pulls of {size}, each between daemons and ranks that were just started"
     after = f"{n} pulls of {size} between ranks just registered; the daemons had met"
     return [
-        _most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms"),
-        _only("first_pull_worst_ms", "the slowest of them", max(found.first_s) * 1e3, how, "ms"),
-        _only("first_prepared_ms", "first pull after prepare", median(found.prepared_s) * 1e3, after, "ms"),
-        _only("warm_ms", "the pull after that, prepared", median(found.warm_s) * 1e3, after, "ms"),
+        _at_most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms"),
+        _without_aim("first_pull_worst_ms", "the slowest of them", max(found.first_s) * 1e3, how, "ms"),
+        _without_aim(
+            "first_prepared_ms", "first pull after prepare", median(found.prepared_s) * 1e3, after, "ms"
+        ),
+        _without_aim("warm_ms", "the pull after that, prepared", median(found.warm_s) * 1e3, after, "ms"),
     ]
 
 
@@ -233,17 +244,25 @@ def _idle(found: Idle | None) -> list[Figure]:
     movers = found.mover_private_bytes
     how_movers = f"the largest of {len(movers)}, without the workers' memory that they map; {how}"
     return [
-        _most("idle_cpu_percent", "idle processor time, daemon and movers", found.cpu_percent, 1, how, "%"),
-        _most("daemon_rss_mb", "daemon, resident", found.daemon_rss_bytes / _MB, 80, how, "MB"),
-        _most("mover_private_mb", "a mover, private", max(movers) / _MB, 40, how_movers, "MB"),
-        _only("movers_parent_rss_mb", "movers' parent, resident", found.parent_rss_bytes / _MB, how, "MB"),
-        _only(
-            "movers_parent_private_mb", "movers' parent, private", found.parent_private_bytes / _MB, how, "MB"
+        _at_most(
+            "idle_cpu_percent", "idle processor time, daemon and movers", found.cpu_percent, 1, how, "%"
+        ),
+        _at_most("daemon_rss_mb", "daemon, resident", found.daemon_rss_bytes / _MB, 80, how, "MB"),
+        _at_most("mover_private_mb", "a mover, private", max(movers) / _MB, 40, how_movers, "MB"),
+        _without_aim(
+            "movers_parent_rss_mb", "movers' parent, resident", found.forkserver_rss_bytes / _MB, how, "MB"
+        ),
+        _without_aim(
+            "movers_parent_private_mb",
+            "movers' parent, private",
+            found.forkserver_private_bytes / _MB,
+            how,
+            "MB",
         ),
     ]
 
 
-def _behind(found: Behind | None) -> list[Figure]:
+def _head_of_line(found: HeadOfLine | None) -> list[Figure]:
     if found is None:
         return []
     how = (
@@ -252,10 +271,10 @@ def _behind(found: Behind | None) -> list[Figure]:
     )
     ratio = found.behind_p99_s / found.alone_p99_s
     return [
-        _most("small_behind_large_p99_ratio", "64 KiB behind 2 GiB, p99 by p99 alone", ratio, 10, how, ""),
-        _only("small_alone_us_p99", "64 KiB alone, p99", found.alone_p99_s * 1e6, how, "us"),
-        _only("small_behind_us_p50", "64 KiB behind 2 GiB, p50", found.behind_p50_s * 1e6, how, "us"),
-        _only("small_behind_us_p99", "64 KiB behind 2 GiB, p99", found.behind_p99_s * 1e6, how, "us"),
+        _at_most("small_behind_large_p99_ratio", "64 KiB behind 2 GiB, p99 by p99 alone", ratio, 10, how, ""),
+        _without_aim("small_alone_us_p99", "64 KiB alone, p99", found.alone_p99_s * 1e6, how, "us"),
+        _without_aim("small_behind_us_p50", "64 KiB behind 2 GiB, p50", found.behind_p50_s * 1e6, how, "us"),
+        _without_aim("small_behind_us_p99", "64 KiB behind 2 GiB, p99", found.behind_p99_s * 1e6, how, "us"),
     ]
 
 
@@ -267,9 +286,11 @@ def _parallel(found: Parallel | None) -> list[Figure]:
         f"flight on each, against one at a time; median of {found.rounds} rounds, interleaved"
     )
     return [
-        _least("parallel_speedup_64", "64 in flight from 8 ranks by one at a time", found.speedup, 1, how),
-        _most("fairness_spread", "ranks' rates: highest less lowest, by median", found.spread, 0.2, how, ""),
-        _only("fairness_spread_widest", "the same, widest round", found.widest_spread, how, ""),
-        _only("parallel_gb_per_s", "64 in flight", found.together_gb_per_s, how, "GB/s"),
-        _only("one_at_a_time_gb_per_s", "one at a time", found.one_gb_per_s, how, "GB/s"),
+        _at_least("parallel_speedup_64", "64 in flight from 8 ranks by one at a time", found.speedup, 1, how),
+        _at_most(
+            "fairness_spread", "ranks' rates: highest less lowest, by median", found.spread, 0.2, how, ""
+        ),
+        _without_aim("fairness_spread_widest", "the same, widest round", found.widest_spread, how, ""),
+        _without_aim("parallel_gb_per_s", "64 in flight", found.together_gb_per_s, how, "GB/s"),
+        _without_aim("one_at_a_time_gb_per_s", "one at a time", found.one_gb_per_s, how, "GB/s"),
     ]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.children import DaemonProcess, LineProcess
+from kvxferd.cli.children import CommandProcess, DaemonProcess
 from kvxferd.errors import KvxferdError
 
-VERB = "the bench"
+TOOL = "the bench"
 
-Kind = Literal["rank", "raw", "engine", "copy"]
+WorkerKind = Literal["rank", "raw", "engine", "copy"]
 
-_MODULES: dict[Kind, tuple[str, tuple[str, ...]]] = {
+_WORKER_MODULES: dict[WorkerKind, tuple[str, tuple[str, ...]]] = {
     "rank": ("kvxferd.cli.bench.rank_process", ()),
     "raw": ("kvxferd.cli.bench.nixl_process", ("raw",)),
     "engine": ("kvxferd.cli.bench.nixl_process", ("engine",)),
@@ -27,10 +27,10 @@ _MODULES: dict[Kind, tuple[str, tuple[str, ...]]] = {
 R = TypeVar("R", bound=speech.Line)
 
 
-class Actor(Protocol):
+class WorkerHandle(Protocol):
     """A process that obeys."""
 
-    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+    async def request(self, command: speech.Command, kind: type[R]) -> R:
         """Return its answer. Raises KvxferdError if it cannot do it."""
         ...
 
@@ -47,7 +47,7 @@ class Actor(Protocol):
         ...
 
 
-class Seat(Protocol):
+class DaemonHandle(Protocol):
     """A daemon of the bench."""
 
     @property
@@ -73,15 +73,15 @@ class Host(Protocol):
     """Starts processes somewhere and ends them."""
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it is this machine, whose memory and processes can be looked at."""
         ...
 
-    async def start_daemon(self, environment: Mapping[str, str]) -> Seat:
+    async def start_daemon(self, environment: Mapping[str, str]) -> DaemonHandle:
         """Start a daemon and wait until it takes registrations. Raises KvxferdError."""
         ...
 
-    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> Actor:
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> WorkerHandle:
         """Start a process. Raises KvxferdError."""
         ...
 
@@ -90,35 +90,37 @@ class Host(Protocol):
         ...
 
 
-def read_reply(name: str, line: bytes, kind: type[R]) -> R:
+def decode_expected_reply(name: str, line: bytes, kind: type[R]) -> R:
     """Return an answer of the kind that was asked for. Raises KvxferdError for Broken."""
-    reply = speech.read_reply(line)
-    if isinstance(reply, speech.Broken):
-        raise KvxferdError(f"cannot run {VERB}: process {name}: {reply.message}")
+    reply = speech.decode_reply(line)
+    if isinstance(reply, speech.CommandFailed):
+        raise KvxferdError(f"cannot run {TOOL}: process {name}: {reply.message}")
     assert isinstance(reply, kind), reply
     return reply
 
 
-class LocalActor:
+class LocalWorker:
     """A child process."""
 
-    def __init__(self, process: LineProcess) -> None:
+    def __init__(self, process: CommandProcess) -> None:
         self.process = process
         self._is_paused = False
 
-    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+    async def request(self, command: speech.Command, kind: type[R]) -> R:
         """Return its answer. Raises KvxferdError."""
-        return read_reply(self.process.name, await self.process.ask(speech.to_line(command)), kind)
+        return decode_expected_reply(
+            self.process.name, await self.process.request(speech.encode_line(command)), kind
+        )
 
     async def pause(self) -> None:
         """Stop it."""
         self._is_paused = True
-        self.process.signal(signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
         """Let it run on."""
         if self._is_paused:
-            self.process.signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGCONT)
             self._is_paused = False
 
     async def stop(self) -> None:
@@ -127,7 +129,7 @@ class LocalActor:
         await self.process.stop()
 
 
-class LocalSeat:
+class LocalDaemon:
     """A daemon that is a child process."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
@@ -155,38 +157,38 @@ class LocalSeat:
 class LocalHost:
     """This machine; everything lives in one directory, which its owner removes."""
 
-    is_here = True
+    is_local = True
 
     def __init__(self, directory: Path, peer_host: str = "127.0.0.1") -> None:
         self._directory = directory
         self._peer_host = peer_host
         self._number = 0
-        self._started: list[LocalActor | LocalSeat] = []
+        self._started: list[LocalWorker | LocalDaemon] = []
 
-    async def start_daemon(self, environment: Mapping[str, str]) -> LocalSeat:
+    async def start_daemon(self, environment: Mapping[str, str]) -> LocalDaemon:
         """Start a daemon and wait until it takes registrations."""
         directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
-        daemon = await DaemonProcess.start(VERB, directory.name, directory, environment, self._peer_host)
-        seat = LocalSeat(daemon)
+        daemon = await DaemonProcess.start(TOOL, directory.name, directory, environment, self._peer_host)
+        seat = LocalDaemon(daemon)
         self._started.append(seat)
         try:
-            await daemon.ready()
+            await daemon.wait_ready()
         except KvxferdError as error:
-            raise KvxferdError(f"{error.message}\n{daemon.tail()}", error.code) from None
+            raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
         return seat
 
-    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> LocalActor:
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> LocalWorker:
         """Start a process."""
         self._number += 1
-        module, flags = _MODULES[kind]
+        module, flags = _WORKER_MODULES[kind]
         name = f"{kind}-{self._number}"
-        process = await LineProcess.start(VERB, module, name, self._directory, environment, flags)
-        actor = LocalActor(process)
+        process = await CommandProcess.start(TOOL, module, name, self._directory, environment, flags)
+        actor = LocalWorker(process)
         self._started.append(actor)
         return actor
 
     async def stop(self) -> None:
         """End all: processes first, for ranks leave their daemon."""
         started, self._started = self._started, []
-        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalActor)))
-        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalSeat)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalWorker)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalDaemon)))

@@ -10,7 +10,7 @@ from kvxferd.cli.bench.cases import Case
 from kvxferd.cli.bench.speech import Sample
 
 
-class Posted(NamedTuple):
+class PostedRead(NamedTuple):
     """A request under way."""
 
     handle: Any
@@ -21,14 +21,14 @@ class Posted(NamedTuple):
     is_done: bool
 
 
-class Reads(Protocol):
+class SlotReader(Protocol):
     """A way to read the slots of a case from another agent's memory."""
 
     def prepare(self, case: Case) -> None:
         """Work out what need not be worked out while it is timed."""
         ...
 
-    def post(self, slot: int) -> Posted:
+    def post(self, slot: int) -> PostedRead:
         """Start to read a slot."""
         ...
 
@@ -40,16 +40,16 @@ class Reads(Protocol):
         """Give a handle back."""
         ...
 
-    def amount(self, slot: int) -> tuple[int, int]:
+    def slot_size(self, slot: int) -> tuple[int, int]:
         """Return the bytes and the descriptors of a slot."""
         ...
 
 
-def move(reads: Reads, case: Case, count: int, window: int) -> list[Sample]:
+def run_reads(reads: SlotReader, case: Case, count: int, window: int) -> list[Sample]:
     """Move `count` requests, the n-th in slot n modulo the case's slots. Returns them in that order."""
     reads.prepare(case)
     samples: dict[int, Sample] = {}
-    under_way: deque[tuple[int, Posted]] = deque()
+    under_way: deque[tuple[int, PostedRead]] = deque()
     following = 0
     while len(samples) < count:
         while following < count and len(under_way) < window:
@@ -61,6 +61,6 @@ def move(reads: Reads, case: Case, count: int, window: int) -> list[Sample]:
             continue
         ended = posted.posted if posted.is_done else time.perf_counter()
         reads.release(posted.handle)
-        num_bytes, num_runs = reads.amount(posted.slot)
+        num_bytes, num_runs = reads.slot_size(posted.slot)
         samples[number] = Sample(posted.began, posted.built, posted.posted, ended, num_bytes, num_runs)
     return [samples[number] for number in range(count)]

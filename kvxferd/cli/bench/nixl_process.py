@@ -13,70 +13,72 @@ import uuid
 from typing import Any
 
 from kvxferd.cli.bench import engine_nixl, raw_nixl, speech
-from kvxferd.cli.bench.borrowing import borrow
-from kvxferd.cli.bench.moving import Reads, move
-from kvxferd.cli.bench.obeying import serve
+from kvxferd.cli.bench.borrowing import map_process_memory
+from kvxferd.cli.bench.moving import SlotReader, run_reads
+from kvxferd.cli.bench.obeying import serve_commands
 from kvxferd.cli.bench.shapes import Deployment
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import Mapping
 from kvxferd.mover.nixl_transport import import_library
-from kvxferd.mover.shm import make_directory, remove_directory
+from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
 
 _CONFIGS = {"raw": raw_nixl.agent_config, "engine": engine_nixl.agent_config}
 
 
-class NixlProcess:
+class NixlCommandHandler:
     """An agent, the memory that it has registered, and the agent that it reads from."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        make_directory()
+        make_shm_directory()
         api = import_library("auto").api
         self._nixl: Any = api.nixl_agent(f"bench-{kind}-{uuid.uuid4()}", _CONFIGS[kind](api))
         self._memory: Mapping | None = None
         self._registered: Any = None
         self._deployment: Deployment | None = None
         self._remote = ""
-        self._reads: Reads | None = None
-        self._attends = False
+        self._reader: SlotReader | None = None
+        self._is_polling = False
 
-    def obey(self, command: speech.Command) -> speech.Reply:
+    def handle(self, command: speech.Command) -> speech.Reply:
         """Do what is asked."""
         match command:
-            case speech.Attach():
+            case speech.AttachMemory():
                 return self._attach(command)
-            case speech.Meet():
-                return self._meet(command)
+            case speech.AddRemote():
+                return self._add_remote(command)
             case speech.Move():
-                assert self._reads is not None
-                return speech.Moved(samples=move(self._reads, command.case, command.count, command.window))
-            case speech.Attend():
-                self._attends = command.on
+                assert self._reader is not None
+                return speech.Moved(
+                    samples=run_reads(self._reader, command.case, command.count, command.window)
+                )
+            case speech.SetPolling():
+                self._is_polling = command.on
                 return speech.Done()
             case _:
                 raise KvxferdError(f"cannot obey {type(command).__name__}: this is a NIXL agent")
 
-    def attend(self) -> bool:
+    def progress(self) -> bool:
         """Serve readers; False where nobody is to be served."""
-        if self._attends:
+        if self._is_polling:
             self._nixl.get_new_notifs()
-        return self._attends
+        return self._is_polling
 
     def close(self) -> None:
         """Leave nothing behind; the agent goes with the process."""
-        remove_directory(os.getpid())
+        remove_shm_directory(os.getpid())
 
-    def _attach(self, command: speech.Attach) -> speech.Attached:
-        self._let_go()
+    def _attach(self, command: speech.AttachMemory) -> speech.MemoryAttached:
+        self._release_memory()
         size_bytes = command.deployment.region_bytes
-        self._memory = borrow(command.memory, size_bytes)
+        self._memory = map_process_memory(command.memory, size_bytes)
         span = [(self._memory.address, size_bytes, 0, "")]
         self._registered = self._nixl.register_memory(span, "DRAM")
         self._deployment = command.deployment
         metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode()
-        return speech.Attached(metadata=metadata, address=self._memory.address)
+        return speech.MemoryAttached(metadata=metadata, address=self._memory.address)
 
-    def _meet(self, command: speech.Meet) -> speech.Done:
+    def _add_remote(self, command: speech.AddRemote) -> speech.Done:
         if self._remote:
             # Loaded anew, so that nothing is known of memory that is gone.
             self._nixl.remove_remote_agent(self._remote)
@@ -85,15 +87,15 @@ class NixlProcess:
         assert self._memory is not None and self._deployment is not None
         bases = self._memory.address, command.address
         if self._kind == "raw":
-            self._reads = raw_nixl.RawReads(self._nixl, self._remote, *bases)
+            self._reader = raw_nixl.RawNixlReader(self._nixl, self._remote, *bases)
         else:
-            self._reads = engine_nixl.EngineReads(self._nixl, self._remote, *bases, self._deployment)
+            self._reader = engine_nixl.EngineNixlReader(self._nixl, self._remote, *bases, self._deployment)
         return speech.Done()
 
-    def _let_go(self) -> None:
-        if isinstance(self._reads, engine_nixl.EngineReads):
-            self._reads.close()
-        self._reads = None
+    def _release_memory(self) -> None:
+        if isinstance(self._reader, engine_nixl.EngineNixlReader):
+            self._reader.close()
+        self._reader = None
         if self._registered is not None:
             self._nixl.deregister_memory(self._registered)
         if self._memory is not None:
@@ -101,6 +103,6 @@ class NixlProcess:
 
 
 if __name__ == "__main__":
-    serve(lambda: NixlProcess(sys.argv[1]))
+    serve_commands(lambda: NixlCommandHandler(sys.argv[1]))
     # The library's threads may still run: nothing here needs an orderly end.
     os._exit(0)

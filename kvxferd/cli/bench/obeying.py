@@ -11,20 +11,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.tether import tether
+from kvxferd.cli.tether import die_with_parent
 from kvxferd.errors import KvxferdError
 
 _READ_BYTES = 1 << 20
 
 
-class Obedient(Protocol):
+class CommandHandler(Protocol):
     """What a process does."""
 
-    def obey(self, command: speech.Command) -> speech.Reply:
+    def handle(self, command: speech.Command) -> speech.Reply:
         """Do what is asked."""
         ...
 
-    def attend(self) -> bool:
+    def progress(self) -> bool:
         """Do what is to be done between commands; False when there is nothing."""
         ...
 
@@ -33,20 +33,20 @@ class Obedient(Protocol):
         ...
 
 
-def serve(make: Callable[[], Obedient]) -> None:
+def serve_commands(make: Callable[[], CommandHandler]) -> None:
     """Answer every command until standard input is closed; between commands attend, or sleep."""
     # SIGKILL, because one of these may be stopped, and would wait with any other.
-    tether(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     # Transfer libraries print where answers go.
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     arrivals = select.poll()
     arrivals.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    process: Obedient | None = None
+    process: CommandHandler | None = None
     pending = b""
     try:
         while True:
-            while process is not None and process.attend() and not arrivals.poll(0):
+            while process is not None and process.progress() and not arrivals.poll(0):
                 pass
             piece = os.read(sys.stdin.fileno(), _READ_BYTES)
             if not piece:
@@ -55,18 +55,18 @@ def serve(make: Callable[[], Obedient]) -> None:
             for line in lines:
                 try:
                     process = process or make()
-                    reply = process.obey(speech.read_command(line))
+                    reply = process.handle(speech.decode_command(line))
                 except KvxferdError as error:
-                    reply = speech.Broken(message=f"{error.message} [{error.code.value}]")
+                    reply = speech.CommandFailed(message=f"{error.message} [{error.code.value}]")
                 except Exception as error:
                     traceback.print_exc()
-                    reply = speech.Broken(message=f"{type(error).__name__}: {error}")
-                _write(answers, speech.to_line(reply))
+                    reply = speech.CommandFailed(message=f"{type(error).__name__}: {error}")
+                _write_all(answers, speech.encode_line(reply))
     finally:
         if process is not None:
             process.close()
 
 
-def _write(fd: int, line: bytes) -> None:
+def _write_all(fd: int, line: bytes) -> None:
     while line:
         line = line[os.write(fd, line) :]

@@ -8,7 +8,7 @@ from typing import Any
 from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
 from kvxferd.cli.bench.points import Point, median
 from kvxferd.cli.bench.results import Result
-from kvxferd.cli.showing import in_bytes
+from kvxferd.cli.showing import format_bytes
 
 _COLOURS = {KVXFERD: "#1b6ca8", RAW: "#d1495b", ENGINE: "#edae49", COPY: "#8d96a3"}
 _LABELS = {
@@ -22,19 +22,19 @@ _LINES = ("-", "--", ":")  # of transports
 _AIMS = ((64 << 20, 0.95), (4 << 20, 0.85))
 
 
-def draw(result: Result, path: Path) -> None:
+def write_plot(result: Result, path: Path) -> None:
     """Write the picture; its suffix, .png or .svg, says how."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = points_drawn(result.points)
+    drawn = points_to_plot(result.points)
     window = max((point.in_flight for point in drawn), default=1)
     figure, (rates, ratios, threads) = pyplot.subplots(1, 3, figsize=(15, 5.2), layout="constrained")
     _draw_rates(rates, drawn)
     _draw_ratios(ratios, drawn)
-    _draw_threads(threads, drawn)
+    _draw_engine_thread(threads, drawn)
     machine = result.machine
     figure.suptitle(
         f"kvxferd bench: {machine.cores} cores of {machine.processor}, {machine.nixl}, busy "
@@ -63,7 +63,7 @@ def _draw_rates(axes: Any, points: list[Point]) -> None:
     axes.legend(fontsize=8)
 
 
-def points_drawn(points: list[Point]) -> list[Point]:
+def points_to_plot(points: list[Point]) -> list[Point]:
     """Return those with the fewest pulls at a time that throughput was measured with: usually one."""
     fewest = min((point.in_flight for point in points if point.measure == "throughput"), default=1)
     return [point for point in points if point.in_flight == fewest]
@@ -98,7 +98,7 @@ def _draw_ratios(axes: Any, points: list[Point]) -> None:
     axes.legend(fontsize=8)
 
 
-def _draw_threads(axes: Any, points: list[Point]) -> None:
+def _draw_engine_thread(axes: Any, points: list[Point]) -> None:
     for name, label in ((KVXFERD, "inside pull()"), (ENGINE, "building and posting in the engine")):
         axes.scatter(
             [point.size_bytes for point in points],
@@ -115,7 +115,7 @@ def _draw_threads(axes: Any, points: list[Point]) -> None:
 def _label(axes: Any, points: list[Point], what: str) -> None:
     sizes = sorted({point.size_bytes for point in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [in_bytes(size).replace(".0", "") for size in sizes], rotation=45, fontsize=8)
+    axes.set_xticks(sizes, [format_bytes(size).replace(".0", "") for size in sizes], rotation=45, fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("bytes of a pull")
     axes.set_title(what, fontsize=9)

@@ -10,7 +10,7 @@ from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW
 from kvxferd.cli.bench.rounds import Rounds
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class ImplementationStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one contender took for one point. Times in seconds, of one request."""
 
     rounds: int
@@ -41,7 +41,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     requests_per_round: int
     interleaved_with: list[str]
-    contenders: dict[str, Taken]
+    contenders: dict[str, ImplementationStats]
     # Medians over rounds of the baseline's time by kvxferd's, in the same round.
     ratio_to_raw: float
     ratio_to_engine: float
@@ -59,18 +59,18 @@ def median(values: list[float]) -> float:
 
 def paired_ratio(found: Rounds, baseline: str) -> float:
     """Return the median over rounds of a baseline's time by kvxferd's: above 1, kvxferd was faster."""
-    pairs = zip(found.by_contender[baseline], found.by_contender[KVXFERD], strict=True)
+    pairs = zip(found.by_implementation[baseline], found.by_implementation[KVXFERD], strict=True)
     return median([theirs.seconds / ours.seconds for theirs, ours in pairs])
 
 
-def taken(found: Rounds, contender: str) -> Taken:
+def stats_of(found: Rounds, contender: str) -> ImplementationStats:
     """Return what a contender took."""
-    rounds = found.by_contender[contender]
+    rounds = found.by_implementation[contender]
     samples = [sample for one in rounds for sample in one.samples]
     rates = [one.num_bytes / one.seconds / 1e9 for one in rounds]
     times = [sample.ended - sample.built for sample in samples]
     calls = [sample.posted - sample.began for sample in samples]
-    return Taken(
+    return ImplementationStats(
         rounds=len(rounds),
         n=len(samples),
         gb_per_s=median(rates),
@@ -87,7 +87,7 @@ def taken(found: Rounds, contender: str) -> Taken:
 
 def point_of(measure: str, transport: str, size_bytes: int, case: Case, found: Rounds) -> Point:
     """Return the point of one case."""
-    ours = found.by_contender[KVXFERD]
+    ours = found.by_implementation[KVXFERD]
     return Point(
         measure=measure,
         transport=transport,
@@ -100,8 +100,8 @@ def point_of(measure: str, transport: str, size_bytes: int, case: Case, found: R
         in_flight=found.window,
         rounds=len(ours),
         requests_per_round=len(ours[0].samples),
-        interleaved_with=[name for name in found.by_contender if name != KVXFERD],
-        contenders={name: taken(found, name) for name in found.by_contender},
+        interleaved_with=[name for name in found.by_implementation if name != KVXFERD],
+        contenders={name: stats_of(found, name) for name in found.by_implementation},
         ratio_to_raw=paired_ratio(found, RAW),
         ratio_to_engine=paired_ratio(found, ENGINE),
     )

@@ -14,28 +14,28 @@ from typing import Any
 from kvxferd import client
 from kvxferd.cli.bench import content, speech
 from kvxferd.cli.bench.cases import Case, block_lists, runs_of
-from kvxferd.cli.bench.obeying import serve
+from kvxferd.cli.bench.obeying import serve_commands
 from kvxferd.cli.bench.shapes import Role
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import GroupKind
 from kvxferd.memory import SealedMemory
-from kvxferd.polling import readable_of
+from kvxferd.polling import wait_readable
 
-CONNECT_S = 30.0
-REGISTER_S = 60.0
+CONNECT_TIMEOUT_S = 30.0
+REGISTER_TIMEOUT_S = 60.0
 PULL_DEADLINE_S = 60.0
-RELEASE_S = 60.0
+RELEASE_TIMEOUT_S = 60.0
 
 Blocks = Mapping[str, client.BlockList]
 
 
-class RankProcess:
+class BenchRank:
     """A registered rank, its memory, and what it was told by its daemon."""
 
-    def __init__(self, begin: speech.Begin) -> None:
+    def __init__(self, begin: speech.StartRank) -> None:
         self._deployment = begin.deployment
-        self._at = begin.rank
+        self._rank_id = begin.rank
         self._spec, self._layout = begin.deployment.engine(begin.role)[begin.rank]
         (region,) = self._layout.regions
         self._memory = SealedMemory.create(region.size_bytes, "kvxferd-bench")
@@ -45,19 +45,19 @@ class RankProcess:
         else:
             self._words[:] = 0  # every page is there before anything is timed
         began = time.perf_counter()
-        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_S)
+        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
         self._rank = self._client.register(
             engine=self._spec,
             layout=self._layout,
             regions={RegionId(region.region): self._memory},
-            timeout_s=REGISTER_S,
+            timeout_s=REGISTER_TIMEOUT_S,
         )
-        self.begun = speech.Begun(
-            memory=speech.Place(os.getpid(), self._memory.fd), register_s=time.perf_counter() - began
+        self.started_reply = speech.RankStarted(
+            memory=speech.ProcessMemory(os.getpid(), self._memory.fd), register_s=time.perf_counter() - began
         )
         self._released: set[str] = set()
         self._stamped: Case | None = None
-        self._unread: deque[client.Event] = deque()
+        self._pending_events: deque[client.Event] = deque()
 
     def close(self) -> None:
         """Leave: the daemon unmaps the memory."""
@@ -65,7 +65,7 @@ class RankProcess:
 
     # --- as a source
 
-    def publish(self, command: speech.Publish) -> speech.Published:
+    def publish(self, command: speech.PublishCommand) -> speech.Published:
         """Publish them all; the content is there already."""
         case = command.case
         lists = [self._blocks(case, "source", slot) for slot in range(min(case.slots, len(command.names)))]
@@ -78,7 +78,7 @@ class RankProcess:
 
     def await_release(self, command: speech.AwaitRelease) -> speech.Done:
         """Wait for the daemon to give the blocks back."""
-        deadline = time.perf_counter() + RELEASE_S
+        deadline = time.perf_counter() + RELEASE_TIMEOUT_S
         left = set(command.names) - self._released
         while left:
             match self._next_event(deadline):
@@ -92,19 +92,19 @@ class RankProcess:
 
     # --- as a sink
 
-    def prepare(self, command: speech.Prepare) -> speech.Done:
+    def prepare(self, command: speech.PrepareCommand) -> speech.Done:
         """Say what will be pulled."""
         for ref in command.refs:
             self._rank.prepare(ref)
         return speech.Done()
 
-    def abandon(self, command: speech.Abandon) -> speech.Done:
+    def abandon(self, command: speech.AbandonCommand) -> speech.Done:
         """Give back what was prepared and not pulled."""
         for ref in command.refs:
             self._rank.abandon(ref)
         return speech.Done()
 
-    def pull(self, command: speech.Pull) -> speech.Moved:
+    def pull(self, command: speech.PullCommand) -> speech.Moved:
         """Pull all, keeping `window` of them under way."""
         slots = range(command.case.slots)
         lists = [self._blocks(command.case, "sink", slot, command.lent) for slot in slots]
@@ -117,11 +117,11 @@ class RankProcess:
                 number, ref = following
                 if number and command.gap_s:
                     time.sleep(command.gap_s)
-                started = self._start(ref, lists[number % len(lists)], command.case)
+                started = self._start_pull(ref, lists[number % len(lists)], command.case)
                 running[started[0]] = (number, *started[1:])
             event = self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
             ended = time.perf_counter()
-            delivered = _delivered(event)
+            delivered = _delivered_or_raise(event)
             if delivered is not None and delivered.ticket in running:
                 number, began, posted = running.pop(delivered.ticket)
                 samples[number] = _sample(began, posted, ended, delivered)
@@ -131,14 +131,14 @@ class RankProcess:
         """Pull the large one, and small ones as long as it runs; the last of them may end after it."""
         large_lists = self._blocks(command.large, "sink", 0)
         lists = [self._blocks(command.small, "sink", slot) for slot in range(command.small.slots)]
-        large = self._start(command.large_ref, large_lists, command.large)
+        large = self._start_pull(command.large_ref, large_lists, command.large)
         large_sample: speech.Sample | None = None
         samples = []
         for number, ref in enumerate(command.small_refs):
-            small = self._start(ref, lists[number % len(lists)], command.small)
+            small = self._start_pull(ref, lists[number % len(lists)], command.small)
             ended: client.Delivered | None = None
             while ended is None or (large_sample is None and number == len(command.small_refs) - 1):
-                event = _delivered(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
+                event = _delivered_or_raise(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
                 now = time.perf_counter()
                 if event is not None and event.ticket is small[0]:
                     # One that waits until the large one is over is the worst case, not to be left out.
@@ -151,7 +151,7 @@ class RankProcess:
         assert large_sample is not None
         return speech.Moved(samples=[large_sample, *samples])
 
-    def _start(
+    def _start_pull(
         self, ref: dict[str, Any], blocks: Blocks, case: Case
     ) -> tuple[client.PullTicket, float, float]:
         num_tokens = case.num_tokens
@@ -166,15 +166,15 @@ class RankProcess:
         former, self._stamped = self._stamped, command.case
         if former is not None and former != command.case:
             for slot in range(former.slots):
-                content.unstamp(self._words, runs_of(former, self._at, slot))
+                content.unstamp(self._words, runs_of(former, self._rank_id, slot))
         for slot in range(command.case.slots):
-            content.stamp(self._words, runs_of(command.case, self._at, slot), command.nonce)
+            content.stamp(self._words, runs_of(command.case, self._rank_id, slot), command.nonce)
         return speech.Done()
 
     def wipe(self, command: speech.Wipe) -> speech.Done:
         """Wipe this rank's runs, all slots."""
         for slot in range(command.case.slots):
-            content.wipe(self._words, runs_of(command.case, self._at, slot))
+            content.wipe(self._words, runs_of(command.case, self._rank_id, slot))
         return speech.Done()
 
     def check(self, command: speech.Check) -> speech.Checked:
@@ -182,7 +182,9 @@ class RankProcess:
         count = content.count_wrong if command.whole else content.count_unstamped
         slots = range(command.slots)
         return speech.Checked(
-            wrong=sum(count(self._words, runs_of(command.case, self._at, n), command.nonce) for n in slots)
+            wrong=sum(
+                count(self._words, runs_of(command.case, self._rank_id, n), command.nonce) for n in slots
+            )
         )
 
     def _blocks(self, case: Case, role: Role, slot: int, lent: bool = False) -> Blocks:
@@ -190,26 +192,26 @@ class RankProcess:
         states = {group.name for group in self._layout.groups if group.kind is GroupKind.STATE}
         return {
             name: client.BlockList(
-                ids=ids.data, state_at=case.num_tokens if name in states else -1, lent=lent
+                ids=ids.data, state_at=case.num_tokens if name in states else -1, borrowed=lent
             )
             for name, ids in lists.items()
         }
 
     def _next_event(self, deadline: float) -> client.Event:
         """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
-        while not self._unread:
+        while not self._pending_events:
             left = deadline - time.perf_counter()
-            readable = readable_of([self._rank.fileno()], left)
-            self._unread.extend(self._rank.poll())
-            if not readable and not self._unread and left <= 0:
+            readable = wait_readable([self._rank.fileno()], left)
+            self._pending_events.extend(self._rank.poll())
+            if not readable and not self._pending_events and left <= 0:
                 raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
-        event = self._unread.popleft()
+        event = self._pending_events.popleft()
         if isinstance(event, client.Disconnected):
             raise KvxferdError(event.message, event.code)
         return event
 
 
-def _delivered(event: client.Event) -> client.Delivered | None:
+def _delivered_or_raise(event: client.Event) -> client.Delivered | None:
     if isinstance(event, client.Failed):
         raise KvxferdError(event.message, event.code)
     return event if isinstance(event, client.Delivered) else None
@@ -224,22 +226,22 @@ def _wait_until(at: float) -> None:
         time.sleep(left)
 
 
-class Sitter:
+class RankCommandHandler:
     """The process before and after it is a rank."""
 
     def __init__(self) -> None:
-        self._rank: RankProcess | None = None
+        self._rank: BenchRank | None = None
 
-    def obey(self, command: speech.Command) -> speech.Reply:
+    def handle(self, command: speech.Command) -> speech.Reply:
         """Do what is asked."""
-        if isinstance(command, speech.Begin):
-            self._rank = RankProcess(command)
-            return self._rank.begun
+        if isinstance(command, speech.StartRank):
+            self._rank = BenchRank(command)
+            return self._rank.started_reply
         if self._rank is None:
             raise KvxferdError(f"cannot obey {type(command).__name__}: this is no rank yet")
-        return _obeyed(self._rank, command)
+        return _handle_rank_command(self._rank, command)
 
-    def attend(self) -> bool:
+    def progress(self) -> bool:
         """There is nothing to do between commands."""
         return False
 
@@ -249,17 +251,17 @@ class Sitter:
             self._rank.close()
 
 
-def _obeyed(process: RankProcess, command: speech.Command) -> speech.Reply:
+def _handle_rank_command(process: BenchRank, command: speech.Command) -> speech.Reply:
     match command:
-        case speech.Publish():
+        case speech.PublishCommand():
             return process.publish(command)
         case speech.AwaitRelease():
             return process.await_release(command)
-        case speech.Prepare():
+        case speech.PrepareCommand():
             return process.prepare(command)
-        case speech.Abandon():
+        case speech.AbandonCommand():
             return process.abandon(command)
-        case speech.Pull():
+        case speech.PullCommand():
             return process.pull(command)
         case speech.PullBehind():
             return process.pull_behind(command)
@@ -274,4 +276,4 @@ def _obeyed(process: RankProcess, command: speech.Command) -> speech.Reply:
 
 
 if __name__ == "__main__":
-    serve(Sitter)
+    serve_commands(RankCommandHandler)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.cli.bench.cases import Case, runs_of
-from kvxferd.cli.bench.moving import Posted
-from kvxferd.cli.bench.shapes import FIRST
+from kvxferd.cli.bench.moving import PostedRead
+from kvxferd.cli.bench.shapes import FIRST_RANK
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -23,7 +23,7 @@ def agent_config(api: Any) -> Any:
     return api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
 
 
-class RawReads:
+class RawNixlReader:
     """See `moving.Reads`."""
 
     def __init__(self, nixl: Any, remote: str, local_base: int, remote_base: int) -> None:
@@ -39,13 +39,13 @@ class RawReads:
             return
         self._case, self._descriptors = case, []
         for slot in range(case.slots):
-            runs = runs_of(case, FIRST, slot)
+            runs = runs_of(case, FIRST_RANK, slot)
             device = np.zeros_like(runs.length)
             sides = ((runs.local, self._bases[0]), (runs.remote, self._bases[1]))
             local, remote = (np.stack((at + base, runs.length, device), axis=1) for at, base in sides)
             self._descriptors.append((local, remote))
 
-    def post(self, slot: int) -> Posted:
+    def post(self, slot: int) -> PostedRead:
         """Hand the arrays to the library, and post."""
         nixl = self._nixl
         local, remote = self._descriptors[slot]
@@ -55,7 +55,7 @@ class RawReads:
         )
         built = time.perf_counter()
         is_done = nixl.transfer(handle) == "DONE"
-        return Posted(handle, slot, began, built, time.perf_counter(), is_done)
+        return PostedRead(handle, slot, began, built, time.perf_counter(), is_done)
 
     def is_done(self, handle: Any) -> bool:
         """Poll."""
@@ -65,7 +65,7 @@ class RawReads:
         """Give a handle back."""
         self._nixl.release_xfer_handle(handle)
 
-    def amount(self, slot: int) -> tuple[int, int]:
+    def slot_size(self, slot: int) -> tuple[int, int]:
         """Return bytes and descriptors."""
         lengths = self._descriptors[slot][0][:, 1]
         return int(lengths.sum()), len(lengths)

@@ -16,70 +16,72 @@ from typing import Any
 import msgspec
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.hosts import VERB, Kind, R, read_reply
-from kvxferd.cli.children import LINE_BYTES
+from kvxferd.cli.bench.hosts import TOOL, R, WorkerKind, decode_expected_reply
+from kvxferd.cli.children import MAX_LINE_BYTES
 from kvxferd.errors import Code, KvxferdError
 
-VERSION = 1
-CONNECT_S = 10.0
+REMOTE_VERSION = 1
+CONNECT_TIMEOUT_S = 10.0
 # The kernel would wait for two hours.
-SILENT_S = 30
+KEEPALIVE_TIMEOUT_S = 30
 
 
-class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
+class RemoteRequest(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="Wish", kw_only=True
+):
     """Base of requests."""
 
     number: int = 0
 
 
-class Hello(Wish, frozen=True, tag="hello"):
+class Hello(RemoteRequest, frozen=True, tag="hello"):
     """First on a connection."""
 
     version: int
     token: str
 
 
-class StartDaemon(Wish, frozen=True, tag="start-daemon"):
+class StartDaemon(RemoteRequest, frozen=True, tag="start-daemon"):
     """Start a daemon; answered with its socket."""
 
     environment: dict[str, str]
 
 
-class Spawn(Wish, frozen=True, tag="spawn"):
+class StartWorker(RemoteRequest, frozen=True, tag="spawn"):
     """Start a process."""
 
-    kind: Kind
+    kind: WorkerKind
     environment: dict[str, str]
 
 
-class Tell(Wish, frozen=True, tag="tell"):
+class RunCommand(RemoteRequest, frozen=True, tag="tell"):
     """Hand a command to a process; answered with its answer."""
 
     who: int
     command: msgspec.Raw
 
 
-class Pause(Wish, frozen=True, tag="pause"):
+class SetPaused(RemoteRequest, frozen=True, tag="pause"):
     """Keep a process from running, or let it run on."""
 
     who: int
     on: bool
 
 
-class Get(Wish, frozen=True, tag="get"):
+class GetFromDaemon(RemoteRequest, frozen=True, tag="get"):
     """Ask a daemon's control socket."""
 
     who: int
     path: str
 
 
-class End(Wish, frozen=True, tag="end"):
+class StopProcess(RemoteRequest, frozen=True, tag="end"):
     """End a process or a daemon."""
 
     who: int
 
 
-class Granted(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_only=True):
+class RemoteDone(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_only=True):
     """It is done. `who` names what was started."""
 
     number: int
@@ -89,7 +91,7 @@ class Granted(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_only
     value: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class Denied(msgspec.Struct, frozen=True, tag_field="t", tag="denied", kw_only=True):
+class RemoteRefused(msgspec.Struct, frozen=True, tag_field="t", tag="denied", kw_only=True):
     """It cannot be done."""
 
     number: int
@@ -97,9 +99,9 @@ class Denied(msgspec.Struct, frozen=True, tag_field="t", tag="denied", kw_only=T
     message: str
 
 
-AnyWish = Hello | StartDaemon | Spawn | Tell | Pause | Get | End
-WISHES: msgspec.json.Decoder[AnyWish] = msgspec.json.Decoder(AnyWish)
-_ANSWERS: msgspec.json.Decoder[Granted | Denied] = msgspec.json.Decoder(Granted | Denied)
+AnyRemoteRequest = Hello | StartDaemon | StartWorker | RunCommand | SetPaused | GetFromDaemon | StopProcess
+REQUESTS: msgspec.json.Decoder[AnyRemoteRequest] = msgspec.json.Decoder(AnyRemoteRequest)
+REPLIES: msgspec.json.Decoder[RemoteDone | RemoteRefused] = msgspec.json.Decoder(RemoteDone | RemoteRefused)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -110,49 +112,52 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def notice_silence(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Have a connection end when the other machine is gone without a word: after half a minute."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, SILENT_S // 2),
-        (socket.TCP_KEEPINTVL, SILENT_S // 6),
+        (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 2),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_TIMEOUT_S // 6),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),  # in milliseconds: what was sent and not received
+        (
+            socket.TCP_USER_TIMEOUT,
+            KEEPALIVE_TIMEOUT_S * 1000,
+        ),  # in milliseconds: what was sent and not received
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class RemoteActor:
+class RemoteWorker:
     """A process over there."""
 
     def __init__(self, host: RemoteHost, who: int) -> None:
         self._host = host
         self._who = who
 
-    async def ask(self, command: speech.Command, kind: type[R]) -> R:
+    async def request(self, command: speech.Command, kind: type[R]) -> R:
         """Return its answer."""
-        raw = msgspec.Raw(speech.to_line(command).strip())
-        answer = await self._host.wish(Tell(who=self._who, command=raw))
-        return read_reply(f"{self._host.address}/{self._who}", bytes(answer.value), kind)
+        raw = msgspec.Raw(speech.encode_line(command).strip())
+        answer = await self._host.request(RunCommand(who=self._who, command=raw))
+        return decode_expected_reply(f"{self._host.address}/{self._who}", bytes(answer.value), kind)
 
     async def pause(self) -> None:
         """Keep it from running."""
-        await self._host.wish(Pause(who=self._who, on=True))
+        await self._host.request(SetPaused(who=self._who, on=True))
 
     async def resume(self) -> None:
         """Let it run on."""
-        await self._host.wish(Pause(who=self._who, on=False))
+        await self._host.request(SetPaused(who=self._who, on=False))
 
     async def stop(self) -> None:
         """End it."""
         with suppress(KvxferdError):  # what has lost its connection ends by itself
-            await self._host.wish(End(who=self._who))
+            await self._host.request(StopProcess(who=self._who))
 
 
-class RemoteSeat:
+class RemoteDaemon:
     """A daemon over there."""
 
-    def __init__(self, host: RemoteHost, started: Granted) -> None:
+    def __init__(self, host: RemoteHost, started: RemoteDone) -> None:
         self._host = host
         self._who = started.who
         self.worker_socket = started.worker_socket
@@ -160,43 +165,43 @@ class RemoteSeat:
 
     async def get(self, path: str) -> Any:
         """Return what its control socket answers."""
-        return msgspec.json.decode((await self._host.wish(Get(who=self._who, path=path))).value)
+        return msgspec.json.decode((await self._host.request(GetFromDaemon(who=self._who, path=path))).value)
 
     async def stop(self) -> None:
         """End it."""
         with suppress(KvxferdError):
-            await self._host.wish(End(who=self._who))
+            await self._host.request(StopProcess(who=self._who))
 
 
 class RemoteHost:
     """Another machine, on which `kvxferd bench --serve` runs."""
 
-    is_here = False
+    is_local = False
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.address = address
         self._writer = writer
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Granted]] = {}
-        self._gone = False
-        self._listening = asyncio.ensure_future(self._listen(reader))
+        self._pending: dict[int, asyncio.Future[RemoteDone]] = {}
+        self._is_lost = False
+        self._reader_task = asyncio.ensure_future(self._read_replies(reader))
 
     @classmethod
     async def connect(cls, address: str, token: str) -> RemoteHost:
         """Connect. Raises KvxferdError where nobody answers, or not to this token."""
         host, port = split_address(address)
         try:
-            connecting = asyncio.open_connection(host, port, limit=LINE_BYTES)
-            reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+            connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+            reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
             raise KvxferdError(
                 f"cannot reach {address}: {error or 'no answer'}; start 'kvxferd bench --serve' there",
                 Code.PEER_UNREACHABLE,
             ) from error
-        notice_silence(writer.get_extra_info("socket"))
+        enable_keepalive(writer.get_extra_info("socket"))
         remote = cls(address, reader, writer)
         try:
-            await remote.wish(Hello(version=VERSION, token=token))
+            await remote.request(Hello(version=REMOTE_VERSION, token=token))
         except BaseException:
             await remote.stop()
             raise
@@ -208,43 +213,43 @@ class RemoteHost:
         name: tuple[str, int] = self._writer.get_extra_info("sockname")
         return name[0]
 
-    async def start_daemon(self, environment: Mapping[str, str]) -> RemoteSeat:
+    async def start_daemon(self, environment: Mapping[str, str]) -> RemoteDaemon:
         """Start a daemon there."""
-        return RemoteSeat(self, await self.wish(StartDaemon(environment=dict(environment))))
+        return RemoteDaemon(self, await self.request(StartDaemon(environment=dict(environment))))
 
-    async def spawn(self, kind: Kind, environment: Mapping[str, str]) -> RemoteActor:
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> RemoteWorker:
         """Start a process there."""
-        answer = await self.wish(Spawn(kind=kind, environment=dict(environment)))
-        return RemoteActor(self, answer.who)
+        answer = await self.request(StartWorker(kind=kind, environment=dict(environment)))
+        return RemoteWorker(self, answer.who)
 
     async def stop(self) -> None:
         """Close the connection: what was started there ends."""
         self._writer.close()
-        self._listening.cancel()
+        self._reader_task.cancel()
         with suppress(asyncio.CancelledError, OSError):
-            await self._listening
+            await self._reader_task
 
-    async def wish(self, wish: AnyWish) -> Granted:
+    async def request(self, wish: AnyRemoteRequest) -> RemoteDone:
         """Return the answer. Raises KvxferdError for a refusal, and where the connection is gone."""
-        if self._gone:
-            raise self._lost()
+        if self._is_lost:
+            raise self._lost_error()
         number = next(self._numbers)
-        answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        answer: asyncio.Future[RemoteDone] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
         try:
             self._writer.write(msgspec.json.encode(msgspec.structs.replace(wish, number=number)) + b"\n")
             return await answer
         finally:
-            del self._waiting[number]
+            del self._pending[number]
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _read_replies(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
-                answer = _ANSWERS.decode(line)
-                waiting = self._waiting.get(answer.number)
+                answer = REPLIES.decode(line)
+                waiting = self._pending.get(answer.number)
                 if waiting is None or waiting.done():
                     continue
-                if isinstance(answer, Granted):
+                if isinstance(answer, RemoteDone):
                     waiting.set_result(answer)
                 else:
                     code = Code(answer.code) if answer.code in Code._value2member_map_ else Code.INTERNAL
@@ -252,12 +257,12 @@ class RemoteHost:
         except (OSError, ValueError):  # a reset, or no lines of ours: gone either way
             pass
         finally:
-            self._gone = True
-            for waiting in self._waiting.values():
+            self._is_lost = True
+            for waiting in self._pending.values():
                 if not waiting.done():
-                    waiting.set_exception(self._lost())
+                    waiting.set_exception(self._lost_error())
 
-    def _lost(self) -> KvxferdError:
+    def _lost_error(self) -> KvxferdError:
         return KvxferdError(
-            f"cannot run {VERB}: the other side at {self.address} has gone", Code.PEER_UNREACHABLE
+            f"cannot run {TOOL}: the other side at {self.address} has gone", Code.PEER_UNREACHABLE
         )

@@ -9,10 +9,10 @@ from rich.text import Text
 from kvxferd.cli.bench.contenders import TITLES
 from kvxferd.cli.bench.points import Point
 from kvxferd.cli.bench.results import Figure, Result
-from kvxferd.cli.showing import in_bytes, in_time
+from kvxferd.cli.showing import format_bytes, format_duration
 
 
-def report(result: Result) -> RenderableType:
+def render_report(result: Result) -> RenderableType:
     """Return the tables, and what is to be known about them."""
     machine = result.machine
     lines = [
@@ -20,13 +20,13 @@ def report(result: Result) -> RenderableType:
         f"{machine.busy_before_percent:.0f} % and load {machine.load_before:g} before, load "
         f"{result.load_after:g} after; took {result.seconds:.0f} s",
         *(f"{name}: {title}" for name, title in TITLES.items()),
-        *(f"[{number}] {how}" for how, number in _ways(result.figures).items()),
+        *(f"[{number}] {how}" for how, number in _footnotes(result.figures).items()),
     ]
     tables = [_points(result.points)] if result.points else []
     return Group(*tables, _figures(result.figures), Text("\n".join(lines)))
 
 
-def _ways(figures: list[Figure]) -> dict[str, int]:
+def _footnotes(figures: list[Figure]) -> dict[str, int]:
     """Return a number for each way in which figures were taken."""
     return {how: number for number, how in enumerate(dict.fromkeys(figure.how for figure in figures), 1)}
 
@@ -44,13 +44,13 @@ def _points(points: list[Point]) -> Table:
             point.transport,
             point.shape,
             point.lists,
-            in_bytes(point.size_bytes),
+            format_bytes(point.size_bytes),
             str(point.in_flight),
             *(f"{taken[name].gb_per_s:.2f}" if name in taken else "" for name in names),
             f"{point.ratio_to_raw:.2f}",
             f"{point.ratio_to_engine:.2f}",
-            in_time(taken["kvxferd"].engine_thread_median_s),
-            in_time(taken["engine"].engine_thread_median_s),
+            format_duration(taken["kvxferd"].engine_thread_median_s),
+            format_duration(taken["engine"].engine_thread_median_s),
         )
     return table
 
@@ -62,7 +62,7 @@ def _figures(figures: list[Figure]) -> Table:
     table.add_column("aim")
     table.add_column("met")
     table.add_column("taken")
-    ways = _ways(figures)
+    ways = _footnotes(figures)
     for figure in figures:
         met = {None: "", True: "yes", False: "NO"}[figure.met]
         value = "" if figure.value is None else f"{figure.value:.3g} {figure.unit}".rstrip()

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 import kvxferd
-from kvxferd.cli.bench.accounts import busy_seconds
+from kvxferd.cli.bench.accounts import busy_cpu_seconds
 from kvxferd.cli.bench.points import Point
 
-_LOOK_S = 1.0
+_BUSY_SAMPLE_S = 1.0
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +56,19 @@ class Result(msgspec.Struct, kw_only=True):
     error: str = ""  # why what is missing is missing
 
 
-def look_at_machine() -> Machine:
+def describe_machine() -> Machine:
     """Return what this machine is; takes a second, in which it should be quiet."""
     cores = len(os.sched_getaffinity(0))
-    before, began = busy_seconds(), time.monotonic()
-    time.sleep(_LOOK_S)
-    busy = (busy_seconds() - before) / (os.cpu_count() or 1) / (time.monotonic() - began)
+    before, began = busy_cpu_seconds(), time.monotonic()
+    time.sleep(_BUSY_SAMPLE_S)
+    busy = (busy_cpu_seconds() - before) / (os.cpu_count() or 1) / (time.monotonic() - began)
     return Machine(
         cores=cores,
         processor=_processor(),
         kernel=platform.release(),
         python=platform.python_version(),
         kvxferd=kvxferd.__version__,
-        nixl=_library(),
+        nixl=_nixl_version(),
         busy_before_percent=round(100 * busy, 1),
         load_before=round(os.getloadavg()[0], 2),
     )
@@ -81,7 +81,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _library() -> str:
+def _nixl_version() -> str:
     for name in ("nixl", "rixl"):
         try:
             return f"{name} {importlib.metadata.version(name)}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvxferd.cli.bench import speech
 from kvxferd.cli.bench.cases import Case
-from kvxferd.cli.bench.contenders import Contender
+from kvxferd.cli.bench.contenders import Implementation
 from kvxferd.cli.bench.speech import Sample
-from kvxferd.cli.bench.stage import Pair
+from kvxferd.cli.bench.stage import EnginePair
 from kvxferd.errors import KvxferdError
 
 _nonces = itertools.count(1)
@@ -43,7 +43,7 @@ class Rounds:
 
     case: Case
     window: int
-    by_contender: dict[str, list[Round]] = field(default_factory=dict)
+    by_implementation: dict[str, list[Round]] = field(default_factory=dict)
 
 
 def start_of(sample: Sample) -> float:
@@ -52,7 +52,12 @@ def start_of(sample: Sample) -> float:
 
 
 async def interleave(
-    pair: Pair, case: Case, contenders: Sequence[Contender], rounds: int, count: int, window: int = 1
+    pair: EnginePair,
+    case: Case,
+    contenders: Sequence[Implementation],
+    rounds: int,
+    count: int,
+    window: int = 1,
 ) -> Rounds:
     """Move a case `count` requests a round by each contender in turn.
 
@@ -60,20 +65,20 @@ async def interleave(
     round the ends of all runs are compared. Raises KvxferdError where a byte is wrong.
     """
     found = Rounds(case, window, {contender.name: [] for contender in contenders})
-    await prove(pair, case, contenders, window)
+    await verify_all_bytes(pair, case, contenders, window)
     for number in range(rounds):
-        for contender in order_of(contenders, number):
+        for contender in order_in_round(contenders, number):
             nonce = next(_nonces)
-            await pair.source.ask(speech.Stamp(case=case, nonce=nonce), speech.Done)
+            await pair.source.request(speech.Stamp(case=case, nonce=nonce), speech.Done)
             samples = await contender.move(case, count, window)
-            found.by_contender[contender.name].append(Round(samples, window))
-            if contender.moves_runs:
+            found.by_implementation[contender.name].append(Round(samples, window))
+            if contender.is_verifiable:
                 check = speech.Check(case=case, nonce=nonce, slots=min(count, case.slots))
                 await _check(pair, contender, check)
     return found
 
 
-def order_of(contenders: Sequence[Contender], number: int) -> list[Contender]:
+def order_in_round(contenders: Sequence[Implementation], number: int) -> list[Implementation]:
     """Return whose turn it is in a round: each is first in its time, and follows no one in all rounds."""
     turn = number % len(contenders)
     order = [*contenders[turn:], *contenders[:turn]]
@@ -81,24 +86,26 @@ def order_of(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return order if number % 2 == 0 else order[::-1]
 
 
-async def prove(pair: Pair, case: Case, contenders: Sequence[Contender], window: int) -> None:
+async def verify_all_bytes(
+    pair: EnginePair, case: Case, contenders: Sequence[Implementation], window: int
+) -> None:
     """Have each contender move every slot onto wiped memory, and compare every byte."""
     amounts: dict[str, int] = {}
     for contender in contenders:
         nonce = next(_nonces)
-        await pair.source.ask(speech.Stamp(case=case, nonce=nonce), speech.Done)
-        await pair.sink.ask(speech.Wipe(case=case), speech.Done)
+        await pair.source.request(speech.Stamp(case=case, nonce=nonce), speech.Done)
+        await pair.sink.request(speech.Wipe(case=case), speech.Done)
         samples = await contender.move(case, case.slots, window)
         amounts[contender.name] = sum(sample.bytes for sample in samples)
-        if contender.moves_runs:
+        if contender.is_verifiable:
             check = speech.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
             await _check(pair, contender, check)
     if len(set(amounts.values())) > 1:
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
 
 
-async def _check(pair: Pair, contender: Contender, check: speech.Check) -> None:
+async def _check(pair: EnginePair, contender: Implementation, check: speech.Check) -> None:
     try:
-        await pair.require_right(check)
+        await pair.require_correct(check)
     except KvxferdError as error:
         raise KvxferdError(f"{error.message}; moved by {contender.name}", error.code) from error

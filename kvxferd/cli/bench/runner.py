@@ -14,86 +14,87 @@ from dataclasses import dataclass
 from kvxferd.cli.bench.accounts import available_bytes
 from kvxferd.cli.bench.cma import require_cma
 from kvxferd.cli.bench.contenders import KVXFERD
-from kvxferd.cli.bench.effort import GIB, TRANSPORTS, Effort
-from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
-from kvxferd.cli.bench.hosts import VERB, Host, LocalHost
+from kvxferd.cli.bench.effort import GIB, TRANSPORT_ENVIRONMENTS, Workload
+from kvxferd.cli.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.cli.bench.hosts import TOOL, Host, LocalHost
 from kvxferd.cli.bench.measures import behind, calls, first, idle, latency, parallel, throughput
 from kvxferd.cli.bench.relay import RemoteHost
-from kvxferd.cli.bench.results import Result, look_at_machine
+from kvxferd.cli.bench.results import Result, describe_machine
 from kvxferd.cli.bench.shapes import Role
-from kvxferd.cli.bench.stage import Hosts, Stage
-from kvxferd.cli.running import make_directory, until_signal
-from kvxferd.cli.showing import in_bytes
+from kvxferd.cli.bench.stage import Hosts, Testbed
+from kvxferd.cli.running import make_work_directory, run_until_signal
+from kvxferd.cli.showing import format_bytes
 from kvxferd.errors import Code, KvxferdError
 
-MOVERS_ALONE = "KVXFERD_MOVER_ENVIRONMENT"
+MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Beside the two regions: workers, movers, baselines.
-_ROOM_BYTES = 2 * GIB
+_HEADROOM_BYTES = 2 * GIB
 
 MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first"))
-POINTS = frozenset(("latency", "throughput"))  # taken over every transport
+POINT_MEASURES = frozenset(("latency", "throughput"))  # taken over every transport
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchOptions:
     """What is to be measured."""
 
-    effort: Effort
+    workload: Workload
     transports: tuple[str, ...]
     is_quick: bool
     measures: frozenset[str] = MEASURES
     peer: str = ""
 
 
-def run_bench(asked: Asked, say: Say) -> Result:
+def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
     """Run it and return what was found; `say` is told what is being measured.
 
     A failure after something was measured is the result's `error`. Whatever ends it, SIGINT and
     SIGTERM included, its processes and its directory are gone then. Raises KeyboardInterrupt for
     both, and KvxferdError.
     """
-    check_memory(asked)
+    check_memory(options)
     check_environment()
-    return asyncio.run(until_signal(_run(asked, say)))
+    return asyncio.run(run_until_signal(_run(options, report_progress)))
 
 
-def check_memory(asked: Asked) -> None:
+def check_memory(asked: BenchOptions) -> None:
     """Raise KvxferdError where the largest pulls would not fit."""
-    effort = asked.effort
-    region = throughput.region_bytes(effort.pulls) if "throughput" in asked.measures else 0
-    region = max(region, effort.behind_bytes if "behind" in asked.measures else 0)
-    needed, there = 2 * region + _ROOM_BYTES, available_bytes()
+    effort = asked.workload
+    region = throughput.region_bytes(effort.points) if "throughput" in asked.measures else 0
+    region = max(region, effort.head_of_line_bytes if "behind" in asked.measures else 0)
+    needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
     if needed > there:
         raise KvxferdError(
-            f"cannot run {VERB}: its largest pulls take {needed / GIB:.1f} GiB of memory and "
+            f"cannot run {TOOL}: its largest pulls take {needed / GIB:.1f} GiB of memory and "
             f"{there / GIB:.1f} GiB is available; ask for smaller ones with --size"
         )
 
 
 def check_environment() -> None:
     """Raise KvxferdError where the movers alone would be told how to move: the baselines would not."""
-    if os.environ.get(MOVERS_ALONE):
+    if os.environ.get(MOVER_ENVIRONMENT_VARIABLE):
         raise KvxferdError(
-            f"cannot run {VERB}: {MOVERS_ALONE} is set, which reaches the daemons and not what they are "
+            f"cannot run {TOOL}: {MOVER_ENVIRONMENT_VARIABLE} is set, which reaches the daemons and not "
+            "what they are "
             "compared with; unset it, and set the variables that it names themselves",
             Code.CONFIG_INVALID,
         )
 
 
-async def _run(asked: Asked, say: Say) -> Result:
+async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     say("looking at the machine")
-    machine = await asyncio.to_thread(look_at_machine)
+    machine = await asyncio.to_thread(describe_machine)
     began = time.monotonic()
-    found = Findings()
+    found = Measurements()
     error = ""
     try:
-        async with _hosts(asked.peer) as hosts:
+        async with _open_hosts(asked.peer) as hosts:
             for number, transport in enumerate(asked.transports):
-                await _over(hosts, transport, asked, found, say, is_first=number == 0)
+                await _measure_transport(hosts, transport, asked, found, say, is_first=number == 0)
     except Exception as failure:
-        if found == Findings():
+        if found == Measurements():
             raise
         # What was measured in half an hour is not thrown away for what came after it.
         if isinstance(failure, KvxferdError):
@@ -116,9 +117,9 @@ async def _run(asked: Asked, say: Say) -> Result:
 
 
 @asynccontextmanager
-async def _hosts(peer: str) -> AsyncIterator[Hosts]:
+async def _open_hosts(peer: str) -> AsyncIterator[Hosts]:
     """Give both sides' hosts: `peer` is ``host:port#token``, or "" for this machine alone."""
-    directory = make_directory("kvxferd-bench-")
+    directory = make_work_directory("kvxferd-bench-")
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         here = LocalHost(directory)
@@ -133,59 +134,68 @@ async def _hosts(peer: str) -> AsyncIterator[Hosts]:
         yield hosts
 
 
-async def _over(
-    hosts: Hosts, transport: str, asked: Asked, found: Findings, say: Say, is_first: bool
+async def _measure_transport(
+    hosts: Hosts,
+    transport: str,
+    asked: BenchOptions,
+    found: Measurements,
+    say: ReportProgress,
+    is_first: bool,
 ) -> None:
     """Measure over one transport: points on each, the rest on the first."""
-    environment = TRANSPORTS[transport]
-    wanted = asked.measures if is_first else asked.measures & POINTS
+    environment = TRANSPORT_ENVIRONMENTS[transport]
+    wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
     if wanted - {"first"}:
         say(f"starting two daemons ({transport})")
-        async with Stage.open(hosts, environment) as stage:
-            if transport == "cma" and stage.copies:
-                require_cma(stage.seats["source"].pid)
-            await _points(stage, transport, asked.effort, wanted, found, say, is_first)
-            await _rest(stage, asked.effort, wanted, found, say)
+        async with Testbed.open(hosts, environment) as stage:
+            if transport == "cma" and stage.can_copy:
+                require_cma(stage.daemons["source"].pid)
+            await _measure_points(stage, transport, asked.workload, wanted, found, say, is_first)
+            await _measure_rest(stage, asked.workload, wanted, found, say)
     if "first" in wanted:
         say("first pulls")
-        found.first = await first.first(hosts, environment, asked.effort)
+        found.first_pull = await first.measure_first_pull(hosts, environment, asked.workload)
 
 
-async def _points(
-    stage: Stage,
+async def _measure_points(
+    stage: Testbed,
     transport: str,
-    effort: Effort,
+    effort: Workload,
     wanted: frozenset[str],
-    found: Findings,
-    say: Say,
+    found: Measurements,
+    say: ReportProgress,
     is_first: bool,
 ) -> None:
     if "latency" in wanted:
         say(f"small pulls ({transport})")
-        seen = await latency.latency(stage, transport, effort)
+        seen = await latency.measure_latency(stage, transport, effort)
         found.points.append(seen.point)
         found.latency = seen if is_first else found.latency
     if "throughput" in wanted:
         say(f"throughput ({transport})")
-        async for point in throughput.throughput(stage, transport, effort):
+        async for point in throughput.measure_throughput(stage, transport, effort):
             found.points.append(point)
             rate = point.contenders[KVXFERD].gb_per_s
-            what = f"{point.shape}, {point.lists}, {in_bytes(point.size_bytes)}, {point.in_flight} in flight"
+            what = (
+                f"{point.shape}, {point.lists}, {format_bytes(point.size_bytes)}, {point.in_flight} in flight"
+            )
             say(f"  {what}: {rate:.2f} GB/s, {point.ratio_to_raw:.2f} of raw NIXL")
 
 
-async def _rest(stage: Stage, effort: Effort, wanted: frozenset[str], found: Findings, say: Say) -> None:
+async def _measure_rest(
+    stage: Testbed, effort: Workload, wanted: frozenset[str], found: Measurements, say: ReportProgress
+) -> None:
     if "calls" in wanted:
         say("time inside pull()")
-        found.calls = await calls.calls(stage, effort)
+        found.calls = await calls.measure_calls(stage, effort)
     if "behind" in wanted:
         say("small pulls behind a large one")
-        found.behind = await behind.behind(stage, effort)
+        found.head_of_line = await behind.measure_head_of_line(stage, effort)
     if wanted & {"parallel", "idle"}:
         say("eight ranks")
-        async with stage.pair(parallel.deployment(effort), baselines=False) as pair:
-            found.parallel = await parallel.parallel(pair, effort)
+        async with stage.pair(parallel.parallel_deployment(effort), baselines=False) as pair:
+            found.parallel = await parallel.measure_parallel(pair, effort)
             if "idle" in wanted:
                 say("idle")
-                daemon = stage.seats["sink"].pid
-                found.idle = await idle.idle(daemon, len(pair.ranks), effort.idle_s)
+                daemon = stage.daemons["sink"].pid
+                found.idle = await idle.measure_idle(daemon, len(pair.ranks), effort.idle_s)

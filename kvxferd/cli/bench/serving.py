@@ -15,9 +15,9 @@ from collections.abc import Callable
 import msgspec
 
 from kvxferd.cli.bench import relay, speech
-from kvxferd.cli.bench.hosts import VERB, LocalActor, LocalHost, LocalSeat
-from kvxferd.cli.children import LINE_BYTES
-from kvxferd.cli.running import make_directory, until_signal
+from kvxferd.cli.bench.hosts import TOOL, LocalDaemon, LocalHost, LocalWorker
+from kvxferd.cli.children import MAX_LINE_BYTES
+from kvxferd.cli.running import make_work_directory, run_until_signal
 from kvxferd.errors import Code, KvxferdError
 
 # What a bench may set: the transport library's own settings, nothing that says what is run.
@@ -25,17 +25,17 @@ ENVIRONMENT_PREFIX = "UCX_"
 TOKEN_BYTES = 8
 
 
-def serve(bind: str, say: Callable[[str], None]) -> None:
+def serve_benches(bind: str, say: Callable[[str], None]) -> None:
     """Serve benches, one at a time, until a signal: raises KeyboardInterrupt. Raises KvxferdError."""
-    asyncio.run(until_signal(_serve(bind, say)))
+    asyncio.run(run_until_signal(_serve_until_stopped(bind, say)))
 
 
-async def _serve(bind: str, say: Callable[[str], None]) -> None:
+async def _serve_until_stopped(bind: str, say: Callable[[str], None]) -> None:
     host, port = relay.split_address(bind)
     token = secrets.token_hex(TOKEN_BYTES)
-    desk = _Desk(token, say)
+    desk = _BenchServer(token, say)
     try:
-        server = await asyncio.start_server(desk.meet, host, port, limit=LINE_BYTES)
+        server = await asyncio.start_server(desk.handle_connection, host, port, limit=MAX_LINE_BYTES)
     except OSError as error:
         raise KvxferdError(f"cannot serve on {bind}: {error.strerror}", Code.CONFIG_INVALID) from error
     bound = server.sockets[0].getsockname()
@@ -48,147 +48,150 @@ async def _serve(bind: str, say: Callable[[str], None]) -> None:
         await desk.stop()
 
 
-class _Desk:
+class _BenchServer:
     """Takes one bench at a time."""
 
     def __init__(self, token: str, say: Callable[[str], None]) -> None:
         self._token = token
         self._say = say
-        self._meeting: tuple[asyncio.Task[None], asyncio.StreamWriter] | None = None
+        self._current: tuple[asyncio.Task[None], asyncio.StreamWriter] | None = None
 
     async def stop(self) -> None:
         """End the bench that is served, and return when what it started has ended."""
-        if self._meeting is not None:
+        if self._current is not None:
             # Not cancelled: it may be ending what it started already, and must come to its end.
-            task, writer = self._meeting
+            task, writer = self._current
             writer.close()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection, if it has the token and no other is served."""
         try:
-            number = await asyncio.wait_for(self._welcome(reader), relay.CONNECT_S)
-            if self._meeting is not None:
-                raise KvxferdError(f"cannot serve {VERB}: another one is being served", Code.BUSY)
+            number = await asyncio.wait_for(self._authenticate(reader), relay.CONNECT_TIMEOUT_S)
+            if self._current is not None:
+                raise KvxferdError(f"cannot serve {TOOL}: another one is being served", Code.BUSY)
             task = asyncio.current_task()
             assert task is not None
-            self._meeting = task, writer
-            _write(writer, relay.Granted(number=number))
+            self._current = task, writer
+            _write(writer, relay.RemoteDone(number=number))
             self._say(f"a bench from {writer.get_extra_info('peername')[0]}")
             # Where it reached this machine: what was bound may be any address, which nobody can dial.
-            await _Guest(writer.get_extra_info("sockname")[0], writer).serve(reader)
+            await _BenchSession(writer.get_extra_info("sockname")[0], writer).serve(reader)
             self._say("it has gone; what it started has ended")
         except KvxferdError as error:
-            _write(writer, relay.Denied(number=1, code=error.code.value, message=error.message))
+            _write(writer, relay.RemoteRefused(number=1, code=error.code.value, message=error.message))
         except (OSError, ValueError, TimeoutError):  # a reset, no lines of ours, or nothing at all
             self._say("a connection that was no bench")
         finally:
-            if self._meeting is not None and self._meeting[1] is writer:
-                self._meeting = None
+            if self._current is not None and self._current[1] is writer:
+                self._current = None
             writer.close()
 
-    async def _welcome(self, reader: asyncio.StreamReader) -> int:
-        hello = relay.WISHES.decode(await reader.readline())
-        if not isinstance(hello, relay.Hello) or not _is_same(hello.token, self._token):
+    async def _authenticate(self, reader: asyncio.StreamReader) -> int:
+        hello = relay.REQUESTS.decode(await reader.readline())
+        if not isinstance(hello, relay.Hello) or not _tokens_match(hello.token, self._token):
             raise KvxferdError(
-                f"cannot serve {VERB}: the token is wrong; give --peer what --serve printed", Code.NOT_ALLOWED
+                f"cannot serve {TOOL}: the token is wrong; give --peer what --serve printed", Code.NOT_ALLOWED
             )
-        if hello.version != relay.VERSION:
+        if hello.version != relay.REMOTE_VERSION:
             raise KvxferdError(
-                f"cannot serve {VERB}: it speaks version {hello.version} and this side {relay.VERSION}; "
+                f"cannot serve {TOOL}: it speaks version {hello.version} and this side "
+                f"{relay.REMOTE_VERSION}; "
                 "install the same kvxferd on both",
                 Code.BAD_VERSION,
             )
         return hello.number
 
 
-class _Guest:
+class _BenchSession:
     """One bench that is served: what it has started here."""
 
     def __init__(self, host: str, writer: asyncio.StreamWriter) -> None:
-        self._directory = make_directory("kvxferd-bench-")
-        self._here = LocalHost(self._directory, host)
+        self._directory = make_work_directory("kvxferd-bench-")
+        self._host = LocalHost(self._directory, host)
         self._writer = writer
-        self._names = itertools.count(1)
-        self._actors: dict[int, LocalActor] = {}
-        self._seats: dict[int, LocalSeat] = {}
+        self._ids = itertools.count(1)
+        self._workers: dict[int, LocalWorker] = {}
+        self._daemons: dict[int, LocalDaemon] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Grant wishes until the connection ends; then end everything."""
-        relay.notice_silence(self._writer.get_extra_info("socket"))
+        relay.enable_keepalive(self._writer.get_extra_info("socket"))
         try:
             while line := await reader.readline():
-                task = asyncio.ensure_future(self._answer(relay.WISHES.decode(line)))
+                task = asyncio.ensure_future(self._reply(relay.REQUESTS.decode(line)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._here.stop()
+            await self._host.stop()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _answer(self, wish: relay.AnyWish) -> None:
+    async def _reply(self, wish: relay.AnyRemoteRequest) -> None:
         try:
-            answer: relay.Granted | relay.Denied = await self._grant(wish)
+            answer: relay.RemoteDone | relay.RemoteRefused = await self._handle(wish)
         except KvxferdError as error:
-            answer = relay.Denied(number=wish.number, code=error.code.value, message=error.message)
+            answer = relay.RemoteRefused(number=wish.number, code=error.code.value, message=error.message)
         with contextlib.suppress(OSError):
             _write(self._writer, answer)
             await self._writer.drain()
 
-    async def _grant(self, wish: relay.AnyWish) -> relay.Granted:
+    async def _handle(self, wish: relay.AnyRemoteRequest) -> relay.RemoteDone:
         number = wish.number
         match wish:
             case relay.StartDaemon():
-                seat = await self._here.start_daemon(_allowed(wish.environment))
-                who = next(self._names)
-                self._seats[who] = seat
-                return relay.Granted(number=number, who=who, worker_socket=seat.worker_socket, pid=seat.pid)
-            case relay.Spawn():
-                actor = await self._here.spawn(wish.kind, _allowed(wish.environment))
-                who = next(self._names)
-                self._actors[who] = actor
-                return relay.Granted(number=number, who=who)
-            case relay.Tell():
+                seat = await self._host.start_daemon(_checked_environment(wish.environment))
+                who = next(self._ids)
+                self._daemons[who] = seat
+                return relay.RemoteDone(
+                    number=number, who=who, worker_socket=seat.worker_socket, pid=seat.pid
+                )
+            case relay.StartWorker():
+                actor = await self._host.start_worker(wish.kind, _checked_environment(wish.environment))
+                who = next(self._ids)
+                self._workers[who] = actor
+                return relay.RemoteDone(number=number, who=who)
+            case relay.RunCommand():
                 # Decoded and written anew, so that it is one line and nothing but a command.
-                line = speech.to_line(speech.read_command(bytes(wish.command)))
-                reply = await self._known(wish.who).process.ask(line)
-                return relay.Granted(number=number, value=msgspec.Raw(reply.strip()))
-            case relay.Pause():
-                actor = self._known(wish.who)
+                line = speech.encode_line(speech.decode_command(bytes(wish.command)))
+                reply = await self._worker(wish.who).process.request(line)
+                return relay.RemoteDone(number=number, value=msgspec.Raw(reply.strip()))
+            case relay.SetPaused():
+                actor = self._worker(wish.who)
                 await (actor.pause() if wish.on else actor.resume())
-            case relay.Get():
-                value = await self._seat(wish.who).get(wish.path)
-                return relay.Granted(number=number, value=msgspec.Raw(msgspec.json.encode(value)))
-            case relay.End():
-                await (self._actors.get(wish.who) or self._seat(wish.who)).stop()
+            case relay.GetFromDaemon():
+                value = await self._daemon(wish.who).get(wish.path)
+                return relay.RemoteDone(number=number, value=msgspec.Raw(msgspec.json.encode(value)))
+            case relay.StopProcess():
+                await (self._workers.get(wish.who) or self._daemon(wish.who)).stop()
             case _:
-                raise KvxferdError(f"cannot serve {VERB}: {type(wish).__name__} comes first, once")
-        return relay.Granted(number=number)
+                raise KvxferdError(f"cannot serve {TOOL}: {type(wish).__name__} comes first, once")
+        return relay.RemoteDone(number=number)
 
-    def _known(self, who: int) -> LocalActor:
-        if who not in self._actors:
-            raise KvxferdError(f"cannot serve {VERB}: nothing here is called {who}", Code.NOT_FOUND)
-        return self._actors[who]
+    def _worker(self, who: int) -> LocalWorker:
+        if who not in self._workers:
+            raise KvxferdError(f"cannot serve {TOOL}: nothing here is called {who}", Code.NOT_FOUND)
+        return self._workers[who]
 
-    def _seat(self, who: int) -> LocalSeat:
-        if who not in self._seats:
-            raise KvxferdError(f"cannot serve {VERB}: no daemon here is called {who}", Code.NOT_FOUND)
-        return self._seats[who]
+    def _daemon(self, who: int) -> LocalDaemon:
+        if who not in self._daemons:
+            raise KvxferdError(f"cannot serve {TOOL}: no daemon here is called {who}", Code.NOT_FOUND)
+        return self._daemons[who]
 
 
-def _is_same(token: str, other: str) -> bool:
+def _tokens_match(token: str, other: str) -> bool:
     # As bytes: of text, the library compares ASCII only, and raises for anything else.
     return hmac.compare_digest(token.encode(errors="replace"), other.encode())
 
 
-def _allowed(environment: dict[str, str]) -> dict[str, str]:
+def _checked_environment(environment: dict[str, str]) -> dict[str, str]:
     if odd := [name for name in environment if not name.startswith(ENVIRONMENT_PREFIX)]:
-        raise KvxferdError(f"cannot serve {VERB}: it may not set {', '.join(odd)}", Code.NOT_ALLOWED)
+        raise KvxferdError(f"cannot serve {TOOL}: it may not set {', '.join(odd)}", Code.NOT_ALLOWED)
     return environment
 
 
-def _write(writer: asyncio.StreamWriter, answer: relay.Granted | relay.Denied) -> None:
+def _write(writer: asyncio.StreamWriter, answer: relay.RemoteDone | relay.RemoteRefused) -> None:
     writer.write(msgspec.json.encode(answer) + b"\n")

@@ -13,18 +13,18 @@ from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy, find_model
 
 Role = Literal["source", "sink"]
-FIRST = Rank(0, 0)
+FIRST_RANK = Rank(0, 0)
 ROLES: tuple[Role, ...] = ("source", "sink")
 
 # Fewer, and a list of blocks could hardly be anything but contiguous.
-BLOCKS_IN_A_LIST = 8
+BLOCKS_PER_LIST = 8
 
 # A cache of nearly nothing, for requests with very many blocks: what a call costs, not what a byte does.
 _IDS = ModelFacts("ids", 0, (LayerKind.FULL,), ((TokenComponent("latent", 1, 4, is_replicated=True),),))
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """One rank's cache of a model: what a rank of its usual deployment holds."""
 
     model: str
@@ -69,14 +69,14 @@ class Shape:
         return bool(self.facts(1 << 20, 1).states)
 
 
-SHAPES: dict[str, Shape] = {
-    "llama-3-70b": Shape("llama-3-70b", 8, 16, "Llama-3-70B, a rank of TP8"),
-    "qwen3-8b": Shape("qwen3-8b", 1, 16, "Qwen3-8B, TP1"),
-    "deepseek-v3": Shape("deepseek-v3", 1, 64, "DeepSeek-V3, MLA"),
-    "mamba2-hybrid": Shape("nemotron-h-8b", 1, 16, "Nemotron-H-8B, Mamba2 and attention"),
+SHAPES: dict[str, ModelShape] = {
+    "llama-3-70b": ModelShape("llama-3-70b", 8, 16, "Llama-3-70B, a rank of TP8"),
+    "qwen3-8b": ModelShape("qwen3-8b", 1, 16, "Qwen3-8B, TP1"),
+    "deepseek-v3": ModelShape("deepseek-v3", 1, 64, "DeepSeek-V3, MLA"),
+    "mamba2-hybrid": ModelShape("nemotron-h-8b", 1, 16, "Nemotron-H-8B, Mamba2 and attention"),
 }
-IDS = "ids"
-_BY_NAME = SHAPES | {IDS: Shape(IDS, 1, 16, "64 bytes a block")}
+IDS_SHAPE = "ids"
+_BY_NAME = SHAPES | {IDS_SHAPE: ModelShape(IDS_SHAPE, 1, 16, "64 bytes a block")}
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,7 +92,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return spec and layout of every rank of one side's engine."""
         return _engine(self, role)
 
-    def layout(self, rank: Rank = FIRST) -> RankLayout:
+    def layout(self, rank: Rank = FIRST_RANK) -> RankLayout:
         """Return one rank's layout: the same on both sides."""
         return self.engine("source")[rank][1]
 
@@ -154,4 +154,4 @@ def layers_for(shape_name: str, size_bytes: int) -> int:
         return shape.num_layers
     one = Deployment(name="one", shape=shape_name, layers=1, pool_blocks=1)
     layer_bytes = footprint(one.layout()).block_bytes
-    return max(1, min(shape.num_layers, size_bytes // (BLOCKS_IN_A_LIST * layer_bytes)))
+    return max(1, min(shape.num_layers, size_bytes // (BLOCKS_PER_LIST * layer_bytes)))

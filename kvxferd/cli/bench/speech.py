@@ -15,7 +15,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     """Base of both directions."""
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory that another process of this machine can open: a descriptor of a process."""
 
     pid: int
@@ -36,7 +36,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 # --- to a rank of kvxferd
 
 
-class Begin(Line, frozen=True, tag="begin"):
+class StartRank(Line, frozen=True, tag="begin"):
     """Be this rank: allocate, connect, register."""
 
     deployment: Deployment
@@ -45,7 +45,7 @@ class Begin(Line, frozen=True, tag="begin"):
     worker_socket: str
 
 
-class Publish(Line, frozen=True, tag="publish"):
+class PublishCommand(Line, frozen=True, tag="publish"):
     """Publish one transfer for each name; the n-th has the blocks of slot n modulo the case's slots."""
 
     case: Case
@@ -58,19 +58,19 @@ class AwaitRelease(Line, frozen=True, tag="await-release"):
     names: list[str]
 
 
-class Prepare(Line, frozen=True, tag="prepare"):
+class PrepareCommand(Line, frozen=True, tag="prepare"):
     """Say that these will be pulled."""
 
     refs: list[dict[str, Any]]
 
 
-class Abandon(Line, frozen=True, tag="abandon"):
+class AbandonCommand(Line, frozen=True, tag="abandon"):
     """Say that these will not be pulled after all."""
 
     refs: list[dict[str, Any]]
 
 
-class Pull(Line, frozen=True, tag="pull"):
+class PullCommand(Line, frozen=True, tag="pull"):
     """Pull them in order, at most `window` at a time, from the moment `at` on (0: now).
 
     `lent`: the client does not copy the block ids, which stay as they are. `gap_s`: between the end of
@@ -119,24 +119,24 @@ class Check(Line, frozen=True, tag="check"):
 # --- to a NIXL agent of its own, or a plain copy
 
 
-class Attach(Line, frozen=True, tag="attach"):
+class AttachMemory(Line, frozen=True, tag="attach"):
     """Register the memory of a rank, in place of the last one."""
 
     deployment: Deployment
-    memory: Place
+    memory: ProcessMemory
 
 
-class Meet(Line, frozen=True, tag="meet"):
+class AddRemote(Line, frozen=True, tag="meet"):
     """Get to know the source's agent, and where its memory lies."""
 
     metadata: str  # base64
     address: int
 
 
-class MeetMemory(Line, frozen=True, tag="meet-memory"):
+class MapSourceMemory(Line, frozen=True, tag="meet-memory"):
     """Map the source's memory itself, to copy from."""
 
-    memory: Place
+    memory: ProcessMemory
 
 
 class Move(Line, frozen=True, tag="move"):
@@ -148,7 +148,7 @@ class Move(Line, frozen=True, tag="move"):
     as_one: bool = False
 
 
-class Attend(Line, frozen=True, tag="attend"):
+class SetPolling(Line, frozen=True, tag="attend"):
     """Poll by hand while `on`, so that others can read from here."""
 
     on: bool
@@ -161,10 +161,10 @@ class Done(Line, frozen=True, tag="done"):
     """It is done."""
 
 
-class Begun(Line, frozen=True, tag="begun"):
+class RankStarted(Line, frozen=True, tag="begun"):
     """The rank is registered, and this is its memory."""
 
-    memory: Place
+    memory: ProcessMemory
     register_s: float
 
 
@@ -186,39 +186,50 @@ class Checked(Line, frozen=True, tag="checked"):
     wrong: int
 
 
-class Attached(Line, frozen=True, tag="attached"):
+class MemoryAttached(Line, frozen=True, tag="attached"):
     """The memory is registered; what a reader needs of it."""
 
     metadata: str  # base64
     address: int
 
 
-class Broken(Line, frozen=True, tag="broken"):
+class CommandFailed(Line, frozen=True, tag="broken"):
     """The process cannot go on."""
 
     message: str
 
 
-ToRank = Begin | Publish | AwaitRelease | Prepare | Abandon | Pull | PullBehind | Stamp | Wipe | Check
-ToMover = Attach | Meet | MeetMemory | Move | Attend
-Command = ToRank | ToMover
-Reply = Done | Begun | Published | Moved | Checked | Attached | Broken
+RankCommand = (
+    StartRank
+    | PublishCommand
+    | AwaitRelease
+    | PrepareCommand
+    | AbandonCommand
+    | PullCommand
+    | PullBehind
+    | Stamp
+    | Wipe
+    | Check
+)
+BaselineCommand = AttachMemory | AddRemote | MapSourceMemory | Move | SetPolling
+Command = RankCommand | BaselineCommand
+Reply = Done | RankStarted | Published | Moved | Checked | MemoryAttached | CommandFailed
 
 _ENCODER = msgspec.json.Encoder()
 _COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
-def to_line(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
     """Return it with its newline."""
     return _ENCODER.encode(line) + b"\n"
 
 
-def read_command(line: bytes) -> Command:
+def decode_command(line: bytes) -> Command:
     """Return what the bench said. Raises msgspec.DecodeError."""
     return _COMMANDS.decode(line)
 
 
-def read_reply(line: bytes) -> Reply:
+def decode_reply(line: bytes) -> Reply:
     """Return what a process said. Raises msgspec.DecodeError."""
     return _REPLIES.decode(line)

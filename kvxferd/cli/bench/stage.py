@@ -12,14 +12,14 @@ from typing import Any
 
 from kvxferd.cli.bench import speech
 from kvxferd.cli.bench.cases import Case
-from kvxferd.cli.bench.hosts import VERB, Actor, Host, Seat
-from kvxferd.cli.bench.shapes import FIRST, ROLES, Deployment, Role
-from kvxferd.cli.running import together
+from kvxferd.cli.bench.hosts import TOOL, DaemonHandle, Host, WorkerHandle
+from kvxferd.cli.bench.shapes import FIRST_RANK, ROLES, Deployment, Role
+from kvxferd.cli.running import gather_or_cancel
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
 
-GRANT_S = 30.0
-_LOOK_S = 0.002
+GRANT_TIMEOUT_S = 30.0
+_GRANT_POLL_S = 0.002
 
 Hosts = Mapping[Role, Host]
 
@@ -27,21 +27,21 @@ _names = itertools.count()
 
 
 @dataclass
-class Stage:
+class Testbed:
     """Daemons and baselines of one transport. `environment` is what the transport library is told."""
 
     hosts: Hosts
     environment: Mapping[str, str]
-    seats: dict[Role, Seat] = field(default_factory=dict)
-    raw: dict[Role, Actor] = field(default_factory=dict)
-    engine: dict[Role, Actor] = field(default_factory=dict)
-    copy: Actor | None = None
+    daemons: dict[Role, DaemonHandle] = field(default_factory=dict)
+    raw_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
+    engine_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
+    copy_worker: WorkerHandle | None = None
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, hosts: Hosts, environment: Mapping[str, str], baselines: bool = True
-    ) -> AsyncIterator[Stage]:
+    ) -> AsyncIterator[Testbed]:
         """Start it; at the end everything on it is ended."""
         stage = cls(hosts, environment)
         try:
@@ -51,14 +51,14 @@ class Stage:
             await stage._stop()
 
     @property
-    def copies(self) -> bool:
+    def can_copy(self) -> bool:
         """Whether one process can map both sides' memory."""
-        return self.copy is not None
+        return self.copy_worker is not None
 
     @asynccontextmanager
-    async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[Pair]:
+    async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[EnginePair]:
         """Give two engines of this deployment, registered with a daemon each."""
-        pair = Pair(self, deployment)
+        pair = EnginePair(self, deployment)
         try:
             await pair.start()
             if baselines:
@@ -69,60 +69,68 @@ class Stage:
 
     async def _start(self, baselines: bool) -> None:
         async def seat(role: Role) -> None:
-            self.seats[role] = await self.hosts[role].start_daemon(self.environment)
+            self.daemons[role] = await self.hosts[role].start_daemon(self.environment)
 
         async def agents(role: Role) -> None:
-            self.raw[role] = await self.hosts[role].spawn("raw", self.environment)
-            self.engine[role] = await self.hosts[role].spawn("engine", self.environment)
+            self.raw_workers[role] = await self.hosts[role].start_worker("raw", self.environment)
+            self.engine_workers[role] = await self.hosts[role].start_worker("engine", self.environment)
 
-        await together(*map(seat, ROLES))
+        await gather_or_cancel(*map(seat, ROLES))
         if baselines:
-            await together(*map(agents, ROLES))
-            if all(host.is_here for host in self.hosts.values()):
-                self.copy = await self.hosts["sink"].spawn("copy", self.environment)
+            await gather_or_cancel(*map(agents, ROLES))
+            if all(host.is_local for host in self.hosts.values()):
+                self.copy_worker = await self.hosts["sink"].start_worker("copy", self.environment)
 
     async def _stop(self) -> None:
-        actors = [*self.raw.values(), *self.engine.values(), *([self.copy] if self.copy else [])]
+        actors = [
+            *self.raw_workers.values(),
+            *self.engine_workers.values(),
+            *([self.copy_worker] if self.copy_worker else []),
+        ]
         await asyncio.gather(*(actor.stop() for actor in actors))
-        await asyncio.gather(*(seat.stop() for seat in self.seats.values()))
+        await asyncio.gather(*(seat.stop() for seat in self.daemons.values()))
 
-    async def _attach(self, pair: Pair) -> None:
+    async def _attach(self, pair: EnginePair) -> None:
         """Give the baselines the memory of the pair's first ranks."""
-        for agents in (self.raw, self.engine):
-            await together(*(agents[role].resume() for role in ROLES))
+        for agents in (self.raw_workers, self.engine_workers):
+            await gather_or_cancel(*(agents[role].resume() for role in ROLES))
             attached = {}
             for role in ROLES:
-                command = speech.Attach(deployment=pair.deployment, memory=pair.memory[role, FIRST])
-                attached[role] = await agents[role].ask(command, speech.Attached)
+                command = speech.AttachMemory(
+                    deployment=pair.deployment, memory=pair.memory[role, FIRST_RANK]
+                )
+                attached[role] = await agents[role].request(command, speech.MemoryAttached)
             source = attached["source"]
-            await agents["sink"].ask(
-                speech.Meet(metadata=source.metadata, address=source.address), speech.Done
+            await agents["sink"].request(
+                speech.AddRemote(metadata=source.metadata, address=source.address), speech.Done
             )
         # Their progress threads would take both cores for good.
-        await together(*(self.engine[role].pause() for role in ROLES))
-        if self.copy is not None:
-            sink, source_memory = pair.memory["sink", FIRST], pair.memory["source", FIRST]
-            await self.copy.ask(speech.Attach(deployment=pair.deployment, memory=sink), speech.Attached)
-            await self.copy.ask(speech.MeetMemory(memory=source_memory), speech.Done)
+        await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
+        if self.copy_worker is not None:
+            sink, source_memory = pair.memory["sink", FIRST_RANK], pair.memory["source", FIRST_RANK]
+            await self.copy_worker.request(
+                speech.AttachMemory(deployment=pair.deployment, memory=sink), speech.MemoryAttached
+            )
+            await self.copy_worker.request(speech.MapSourceMemory(memory=source_memory), speech.Done)
 
 
 @dataclass
-class Batch:
+class PublishedBatch:
     """Transfers that were published for one round."""
 
     names: list[str]
     refs: list[dict[str, Any]]
 
 
-class Pair:
+class EnginePair:
     """Two engines of one deployment: what is published by one, and pulled by the other."""
 
-    def __init__(self, stage: Stage, deployment: Deployment) -> None:
-        self.stage = stage
+    def __init__(self, testbed: Testbed, deployment: Deployment) -> None:
+        self.stage = testbed
         self.deployment = deployment
-        self.actors: dict[tuple[Role, Rank], Actor] = {}
-        self.memory: dict[tuple[Role, Rank], speech.Place] = {}
-        self._batches: list[Batch] = []
+        self.workers: dict[tuple[Role, Rank], WorkerHandle] = {}
+        self.memory: dict[tuple[Role, Rank], speech.ProcessMemory] = {}
+        self._batches: list[PublishedBatch] = []
 
     @property
     def ranks(self) -> list[Rank]:
@@ -134,25 +142,25 @@ class Pair:
         places = [(role, rank) for role in ROLES for rank in self.ranks]
 
         async def begin(role: Role, rank: Rank) -> None:
-            actor = await self.stage.hosts[role].spawn("rank", {})
-            self.actors[role, rank] = actor
-            socket = self.stage.seats[role].worker_socket
-            command = speech.Begin(deployment=self.deployment, role=role, rank=rank, worker_socket=socket)
-            self.memory[role, rank] = (await actor.ask(command, speech.Begun)).memory
+            actor = await self.stage.hosts[role].start_worker("rank", {})
+            self.workers[role, rank] = actor
+            socket = self.stage.daemons[role].worker_socket
+            command = speech.StartRank(deployment=self.deployment, role=role, rank=rank, worker_socket=socket)
+            self.memory[role, rank] = (await actor.request(command, speech.RankStarted)).memory
 
-        await together(*(begin(role, rank) for role, rank in places))
+        await gather_or_cancel(*(begin(role, rank) for role, rank in places))
 
     async def stop(self) -> None:
         """End every rank's process; the daemons let go of its memory."""
-        await asyncio.gather(*(actor.stop() for actor in self.actors.values()))
+        await asyncio.gather(*(actor.stop() for actor in self.workers.values()))
 
-    async def publish(self, case: Case, count: int) -> Batch:
+    async def publish(self, case: Case, count: int) -> PublishedBatch:
         """Publish so many transfers of a case."""
         names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
-        answer = await self.source.ask(speech.Publish(case=case, names=names), speech.Published)
-        return Batch(names, answer.refs)
+        answer = await self.source.request(speech.PublishCommand(case=case, names=names), speech.Published)
+        return PublishedBatch(names, answer.refs)
 
-    async def publish_prepared(self, case: Case, count: int) -> Batch:
+    async def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
         """Publish them, have every sink rank prepare them, and wait until all grants are there."""
         before = await self.num_grants()
         batch = await self.publish(case, count)
@@ -160,50 +168,54 @@ class Pair:
         await self.await_grants(before + count * len(self.ranks))
         return batch
 
-    async def prepare(self, batch: Batch) -> None:
+    async def prepare(self, batch: PublishedBatch) -> None:
         """Have every sink rank say that it will pull these."""
-        command = speech.Prepare(refs=batch.refs)
-        await together(*(self.actors["sink", rank].ask(command, speech.Done) for rank in self.ranks))
+        command = speech.PrepareCommand(refs=batch.refs)
+        await gather_or_cancel(
+            *(self.workers["sink", rank].request(command, speech.Done) for rank in self.ranks)
+        )
 
     async def num_grants(self) -> int:
         """Return how many grants the sink's daemon holds."""
-        answer = await self.stage.seats["sink"].get("/v1/peers")
+        answer = await self.stage.daemons["sink"].get("/v1/peers")
         return sum(peer["num_grants"] for peer in answer["peers"])
 
     async def await_grants(self, count: int) -> None:
         """Wait until so many are held. Raises KvxferdError when they do not come."""
-        deadline = time.monotonic() + GRANT_S
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
         while (held := await self.num_grants()) < count:
             if time.monotonic() > deadline:
-                raise KvxferdError(f"cannot run {VERB}: {held} of {count} grants came", Code.DEADLINE)
-            await asyncio.sleep(_LOOK_S)
+                raise KvxferdError(f"cannot run {TOOL}: {held} of {count} grants came", Code.DEADLINE)
+            await asyncio.sleep(_GRANT_POLL_S)
 
-    async def release(self, batch: Batch) -> None:
+    async def release(self, batch: PublishedBatch) -> None:
         """Wait until the transfers are over."""
         command = speech.AwaitRelease(names=batch.names)
-        await self.source.ask(command, speech.Done)
+        await self.source.request(command, speech.Done)
 
-    async def everywhere(self, role: Role, command: speech.Command) -> None:
+    async def request_all(self, role: Role, command: speech.Command) -> None:
         """Have every rank of a side do it."""
-        await together(*(self.actors[role, rank].ask(command, speech.Done) for rank in self.ranks))
+        await gather_or_cancel(
+            *(self.workers[role, rank].request(command, speech.Done) for rank in self.ranks)
+        )
 
-    async def require_right(self, check: speech.Check) -> None:
+    async def require_correct(self, check: speech.Check) -> None:
         """Have every sink rank compare what it holds. Raises KvxferdError where a word is wrong."""
         for rank in self.ranks:
-            answer = await self.actors["sink", rank].ask(check, speech.Checked)
+            answer = await self.workers["sink", rank].request(check, speech.Checked)
             if answer.wrong:
                 case = check.case
                 raise KvxferdError(
-                    f"cannot run {VERB}: {answer.wrong} wrong words in {rank} of {case.deployment.shape}, "
+                    f"cannot run {TOOL}: {answer.wrong} wrong words in {rank} of {case.deployment.shape}, "
                     f"{case.lists.value}, {case.blocks} blocks"
                 )
 
     @property
-    def source(self) -> Actor:
+    def source(self) -> WorkerHandle:
         """The rank that publishes."""
-        return self.actors["source", FIRST]
+        return self.workers["source", FIRST_RANK]
 
     @property
-    def sink(self) -> Actor:
+    def sink(self) -> WorkerHandle:
         """The first rank that pulls."""
-        return self.actors["sink", FIRST]
+        return self.workers["sink", FIRST_RANK]

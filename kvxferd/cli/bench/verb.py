@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvxferd.cli.bench.runner import Asked
+    from kvxferd.cli.bench.runner import BenchOptions
 
-FAILED = 2
-INTERRUPTED = 130
+EXIT_FAILED = 2
+EXIT_INTERRUPTED = 130
 
 # Known here so that --help needs neither numpy nor a model; a test holds them to what there is.
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
@@ -95,11 +95,11 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     if serve:
         if plot is not None or as_json or any(options.values()):
             raise click.UsageError("--serve takes no other flag: the other side says what is measured")
-        _serve(ctx, serve)
+        _serve_remote(ctx, serve)
         return
-    asked = _asked(options)
+    asked = _bench_options(options)
     if plot is not None:
-        _check_plot(plot)
+        _check_plot_path(plot)
     # numpy and asyncio are loaded for the bench alone.
     from kvxferd.cli.bench.runner import run_bench
     from kvxferd.cli.showing import console, print_json
@@ -108,44 +108,44 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
         result = run_bench(asked, lambda what: click.echo(f"kvxferd: {what}", err=True))
     except KeyboardInterrupt:
         click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
-        ctx.exit(INTERRUPTED)
+        ctx.exit(EXIT_INTERRUPTED)
     # Shown first: what follows may fail, on a full disk for one.
     if as_json:
         import msgspec
 
         print_json(msgspec.to_builtins(result))
     else:
-        from kvxferd.cli.bench.report import report
+        from kvxferd.cli.bench.report import render_report
 
-        console().print(report(result))
+        console().print(render_report(result))
     failures = [result.error] if result.error else []
     if plot is not None:
-        from kvxferd.cli.bench.plot import draw
+        from kvxferd.cli.bench.plot import write_plot
 
         try:
-            draw(result, plot)
+            write_plot(result, plot)
         except OSError as error:
             failures.append(f"cannot write {plot}: {error.strerror or error}")
     for failure in failures:
         click.echo(f"kvxferd: {failure}", err=True)
     if failures:
-        ctx.exit(FAILED)
+        ctx.exit(EXIT_FAILED)
 
 
-def _serve(ctx: click.Context, bind: str) -> None:
-    from kvxferd.cli.bench.serving import serve
+def _serve_remote(ctx: click.Context, bind: str) -> None:
+    from kvxferd.cli.bench.serving import serve_benches
 
     try:
-        serve(bind, lambda what: click.echo(f"kvxferd: {what}", err=True))
+        serve_benches(bind, lambda what: click.echo(f"kvxferd: {what}", err=True))
     except KeyboardInterrupt:
         click.echo("kvxferd: no longer serving; everything that was started is gone", err=True)
-        ctx.exit(INTERRUPTED)
+        ctx.exit(EXIT_INTERRUPTED)
 
 
-def _asked(options: dict[str, Any]) -> Asked:
-    from kvxferd.cli.bench.cases import Lists
-    from kvxferd.cli.bench.effort import ALL_IN_FLIGHT, ALL_SIZES, full, quick
-    from kvxferd.cli.bench.runner import Asked
+def _bench_options(options: dict[str, Any]) -> BenchOptions:
+    from kvxferd.cli.bench.cases import BlockPattern
+    from kvxferd.cli.bench.effort import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
+    from kvxferd.cli.bench.runner import BenchOptions
 
     peer = options["peer"]
     if peer and "#" not in peer:
@@ -156,21 +156,21 @@ def _asked(options: dict[str, Any]) -> Asked:
             if options[name]:
                 raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
         transports = options["transports"] or (("any",) if peer else ("cma",))
-        return Asked(quick(), transports, is_quick=True, measures=measures, peer=peer)
-    effort = full(
+        return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures, peer=peer)
+    effort = full_workload(
         options["shapes"] or SHAPE_NAMES,
         options["sizes"] or ALL_SIZES,
-        tuple(map(Lists, options["lists"] or LIST_NAMES)),
+        tuple(map(BlockPattern, options["lists"] or LIST_NAMES)),
         options["in_flight"] or ALL_IN_FLIGHT,
         options["rounds"] or 7,
     )
-    if not effort.pulls:
+    if not effort.points:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
     transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
-    return Asked(effort, transports, is_quick=False, measures=measures, peer=peer)
+    return BenchOptions(effort, transports, is_quick=False, measures=measures, peer=peer)
 
 
-def _check_plot(path: Path) -> None:
+def _check_plot_path(path: Path) -> None:
     """Find out before anything is measured that nothing could be drawn."""
     from importlib.util import find_spec
 

@@ -22,7 +22,7 @@ _COMPONENTS = {"k": 1, "v": 2}
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Held(NamedTuple):
+class RequestBlocks(NamedTuple):
     """A request's place in one rank's memory."""
 
     request: int
@@ -30,7 +30,7 @@ class Held(NamedTuple):
     num_tokens: int
 
 
-class Findings(NamedTuple):
+class ContentCheck(NamedTuple):
     """What a check found."""
 
     checked_items: int  # one item: one layer, component, head and token
@@ -38,13 +38,13 @@ class Findings(NamedTuple):
     first_wrong: str  # its coordinate, "" where there is none
 
 
-def write(memory: Bytes, layout: RankLayout, held: Held) -> None:
+def write(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> None:
     """Fill the request's blocks with what they must hold."""
     for tensor, where, want in _items(layout, held):
         memory[_addresses(tensor, where)] = want
 
 
-def check(memory: Bytes, layout: RankLayout, held: Held) -> Findings:
+def check(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> ContentCheck:
     """Compare every byte that the rank holds of the request."""
     checked = wrong = 0
     first = ""
@@ -55,7 +55,7 @@ def check(memory: Bytes, layout: RankLayout, held: Held) -> Findings:
         if bad.any() and not first:
             index, token = (int(i) for i in np.argwhere(bad)[0])
             first = f"layer {tensor.layer}, {tensor.component}, head {_heads(tensor)[index]}, token {token}"
-    return Findings(checked, wrong, first)
+    return ContentCheck(checked, wrong, first)
 
 
 def block_mask(layout: RankLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
@@ -70,7 +70,7 @@ def block_mask(layout: RankLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDAr
 
 def background(size: int) -> Bytes:
     """Return what a decode rank's memory holds before the first pull: nothing that is zero throughout."""
-    words = _mixed(np.arange(-(-size // 8), dtype=np.uint64))
+    words = _splitmix64(np.arange(-(-size // 8), dtype=np.uint64))
     return words.view(np.uint8)[:size].copy()
 
 
@@ -80,7 +80,7 @@ def region_bytes(layout: RankLayout) -> int:
     return region.size_bytes
 
 
-def _items(layout: RankLayout, held: Held) -> Iterator[tuple[CacheTensor, U64, Bytes]]:
+def _items(layout: RankLayout, held: RequestBlocks) -> Iterator[tuple[CacheTensor, U64, Bytes]]:
     """Yield each tensor, where its items start [head, token] and what they hold [head, token, byte]."""
     block_tokens = layout.groups[0].block_tokens
     for tensor in layout.tensors:
@@ -110,16 +110,16 @@ def _content(tensor: CacheTensor, request: int, num_tokens: int) -> Bytes:
     seed = np.uint64((request << 32 | tensor.layer << 8 | _COMPONENTS[tensor.component]) & (2**64 - 1))
     heads = np.array(_heads(tensor), dtype=np.uint64)
     tokens = np.arange(num_tokens, dtype=np.uint64)
-    items = _mixed(_mixed(_mixed(seed) + heads)[:, None] + tokens[None, :])
+    items = _splitmix64(_splitmix64(_splitmix64(seed) + heads)[:, None] + tokens[None, :])
     words = np.arange(-(-tensor.content_bytes // 8), dtype=np.uint64)
-    return _mixed(items[:, :, None] + words).view(np.uint8)[:, :, : tensor.content_bytes]
+    return _splitmix64(items[:, :, None] + words).view(np.uint8)[:, :, : tensor.content_bytes]
 
 
 def _heads(tensor: CacheTensor) -> list[int]:
     return [head for units in tensor.units for head in range(units.start, units.stop)]
 
 
-def _mixed(values: U64 | np.uint64) -> U64:
+def _splitmix64(values: U64 | np.uint64) -> U64:
     """The finaliser of splitmix64: one changed bit changes half of the result's."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(values, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_GOLDEN)

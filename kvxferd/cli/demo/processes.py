@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxferd.cli.children import LineProcess
+from kvxferd.cli.children import CommandProcess
 from kvxferd.cli.demo import speech
 from kvxferd.errors import KvxferdError
 
-VERB = "the demo"
+TOOL = "the demo"
 
 
 class WorkerProcess:
     """One rank of one engine."""
 
-    def __init__(self, process: LineProcess) -> None:
+    def __init__(self, process: CommandProcess) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, name: str, directory: Path) -> WorkerProcess:
         """Start it; it waits for `Begin`."""
-        return cls(await LineProcess.start(VERB, "kvxferd.cli.demo.worker", name, directory))
+        return cls(await CommandProcess.start(TOOL, "kvxferd.cli.demo.worker", name, directory))
 
-    async def ask(self, command: speech.Command) -> speech.Reply:
+    async def request(self, command: speech.Command) -> speech.Reply:
         """Return its answer. Raises KvxferdError if it cannot go on."""
-        reply = speech.read_reply(await self._process.ask(speech.to_line(command)))
-        if isinstance(reply, speech.Broken):
-            raise KvxferdError(f"cannot run {VERB}: worker {self._process.name}: {reply.message}")
+        reply = speech.decode_reply(await self._process.request(speech.encode_line(command)))
+        if isinstance(reply, speech.CommandFailed):
+            raise KvxferdError(f"cannot run {TOOL}: worker {self._process.name}: {reply.message}")
         return reply
 
     async def stop(self) -> None:

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from kvxferd.cli.children import DaemonProcess
 from kvxferd.cli.demo import speech
-from kvxferd.cli.demo.processes import VERB, WorkerProcess
+from kvxferd.cli.demo.processes import TOOL, WorkerProcess
 from kvxferd.cli.demo.shape import DemoShape, Role
-from kvxferd.cli.demo.tally import Tally
-from kvxferd.cli.running import make_directory, together, until_signal
+from kvxferd.cli.demo.tally import DemoResults
+from kvxferd.cli.running import gather_or_cancel, make_work_directory, run_until_signal
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
@@ -23,32 +23,34 @@ from kvxferd.observe.history import record_from_json
 R = TypeVar("R", bound=speech.Line)
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-PUBLISHER = Rank(0, 0)
+PUBLISHER_RANK = Rank(0, 0)
 # A daemon remembers 1024 records; each pull makes one, and handshakes a few.
-PULLS_BETWEEN_LOOKS = 256
+PULLS_PER_HISTORY_FETCH = 256
 
 
-class Fleet:
+class DemoCluster:
     """Every process of a demo, in a directory that goes with them."""
 
     def __init__(self, shape: DemoShape) -> None:
         self.shape = shape
         self.daemons: dict[Role, DaemonProcess] = {}
         self.workers: dict[tuple[Role, Rank], WorkerProcess] = {}
-        self._directory = make_directory("kvxferd-demo-")
+        self._directory = make_work_directory("kvxferd-demo-")
 
     async def start(self) -> None:
         """Start all; return when both daemons are ready. Raises KvxferdError."""
-        await together(*(self._start_daemon(role) for role in ROLES))
-        await together(*(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role)))
-        await together(*(daemon.ready() for daemon in self.daemons.values()))
+        await gather_or_cancel(*(self._start_daemon(role) for role in ROLES))
+        await gather_or_cancel(
+            *(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role))
+        )
+        await gather_or_cancel(*(daemon.wait_ready() for daemon in self.daemons.values()))
 
     async def register(self) -> None:
         """Have every worker register with its daemon. Raises KvxferdError."""
-        await together(
+        await gather_or_cancel(
             *(
-                worker.ask(
-                    speech.Begin(
+                worker.request(
+                    speech.StartRank(
                         shape=self.shape, role=role, rank=rank, worker_socket=self.daemons[role].worker_socket
                     )
                 )
@@ -56,12 +58,12 @@ class Fleet:
             )
         )
 
-    async def ask(
+    async def request_all(
         self, role: Role, command: Callable[[Rank], speech.Command], kind: type[R]
     ) -> dict[Rank, R]:
         """Give every rank of an engine a command; return their answers. Raises KvxferdError."""
         ranks = self.shape.ranks(role)
-        replies = await together(*(self.workers[role, rank].ask(command(rank)) for rank in ranks))
+        replies = await gather_or_cancel(*(self.workers[role, rank].request(command(rank)) for rank in ranks))
         for reply in replies:
             assert isinstance(reply, kind)
         return dict(zip(ranks, replies, strict=True))  # type: ignore[arg-type]
@@ -72,30 +74,30 @@ class Fleet:
         await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def tails(self) -> str:
+    def log_tails(self) -> str:
         """Return the last lines of both daemons' logs."""
-        return "\n".join(f"--- {role} daemon\n{daemon.tail()}" for role, daemon in self.daemons.items())
+        return "\n".join(f"--- {role} daemon\n{daemon.log_tail()}" for role, daemon in self.daemons.items())
 
     async def _start_daemon(self, role: Role) -> None:
         os.mkdir(self._directory / role)
-        self.daemons[role] = await DaemonProcess.start(VERB, role, self._directory / role)
+        self.daemons[role] = await DaemonProcess.start(TOOL, role, self._directory / role)
 
     async def _start_worker(self, role: Role, rank: Rank) -> None:
         self.workers[role, rank] = await WorkerProcess.start(f"{role}.{rank}", self._directory)
 
 
-def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> Tally:
+def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> DemoResults:
     """Run it and return what was seen; `on_request` is told how many requests are done.
 
     Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
     Raises KeyboardInterrupt for both.
     """
-    return asyncio.run(until_signal(_run(shape, on_request, damage)))
+    return asyncio.run(run_until_signal(_run(shape, on_request, damage)))
 
 
-async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> Tally:
-    tally = Tally(shape)
-    fleet = Fleet(shape)
+async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> DemoResults:
+    tally = DemoResults(shape)
+    fleet = DemoCluster(shape)
     try:
         started = time.monotonic()
         await fleet.start()
@@ -104,41 +106,45 @@ async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str)
         tally.registered_s = time.monotonic() - started - tally.daemons_ready_s
         on_request(0)
         for request in range(shape.requests):
-            await _move(fleet, tally, request, damage if request == 0 else "")
+            await _transfer_request(fleet, tally, request, damage if request == 0 else "")
             on_request(request + 1)
-        await _look(fleet, tally)
+        await _collect_pull_records(fleet, tally)
     except KvxferdError as error:
-        tally.error = f"{error.message}\n{fleet.tails()}"
+        tally.error = f"{error.message}\n{fleet.log_tails()}"
     finally:
         await fleet.stop()
     return tally
 
 
-async def _move(fleet: Fleet, tally: Tally, request: int, damage: str) -> None:
+async def _transfer_request(fleet: DemoCluster, tally: DemoResults, request: int, damage: str) -> None:
     """Move one request: written and published, pulled and checked, released."""
-    prefilled = await fleet.ask(
-        "prefill", lambda rank: speech.Prefill(request=request, publish=rank == PUBLISHER), speech.Prefilled
+    prefilled = await fleet.request_all(
+        "prefill",
+        lambda rank: speech.PrefillCommand(request=request, publish=rank == PUBLISHER_RANK),
+        speech.Prefilled,
     )
-    ref = prefilled[PUBLISHER].ref
+    ref = prefilled[PUBLISHER_RANK].ref
     assert ref is not None
-    pulled = await fleet.ask(
+    pulled = await fleet.request_all(
         "decode",
-        lambda rank: speech.Pull(request=request, ref=ref, damage=damage if rank == PUBLISHER else ""),
-        speech.Pulled,
+        lambda rank: speech.PullCommand(
+            request=request, ref=ref, damage=damage if rank == PUBLISHER_RANK else ""
+        ),
+        speech.PullResult,
     )
     tally.add_request(pulled)
     unread = not all(one.delivered for one in pulled.values())
-    freed = await fleet.ask(
+    freed = await fleet.request_all(
         "prefill",
-        lambda rank: speech.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER),
-        speech.Freed,
+        lambda rank: speech.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER_RANK),
+        speech.BlocksFreed,
     )
     tally.releases.update(one.why for one in freed.values())
-    if tally.pulls - len(tally.records) >= PULLS_BETWEEN_LOOKS:
-        await _look(fleet, tally)
+    if tally.pulls - len(tally.records) >= PULLS_PER_HISTORY_FETCH:
+        await _collect_pull_records(fleet, tally)
 
 
-async def _look(fleet: Fleet, tally: Tally) -> None:
+async def _collect_pull_records(fleet: DemoCluster, tally: DemoResults) -> None:
     """Read from the decode daemon where the pulls' time went."""
     answer = await asyncio.to_thread(fleet.daemons["decode"].control.get, "/v1/history")
     records = map(record_from_json, answer["records"])

@@ -14,7 +14,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     """Base of both directions."""
 
 
-class Begin(Line, frozen=True, tag="begin"):
+class StartRank(Line, frozen=True, tag="begin"):
     """Be this rank: allocate, connect, register."""
 
     shape: DemoShape
@@ -23,7 +23,7 @@ class Begin(Line, frozen=True, tag="begin"):
     worker_socket: str
 
 
-class Prefill(Line, frozen=True, tag="prefill"):
+class PrefillCommand(Line, frozen=True, tag="prefill"):
     """Write a request's cache and say that it is ready; one rank publishes it."""
 
     request: int
@@ -37,7 +37,7 @@ class AwaitRelease(Line, frozen=True, tag="await-release"):
     unpublish: bool
 
 
-class Pull(Line, frozen=True, tag="pull"):
+class PullCommand(Line, frozen=True, tag="pull"):
     """Pull a request's cache and check it. `damage` spoils one byte in between."""
 
     request: int
@@ -45,7 +45,7 @@ class Pull(Line, frozen=True, tag="pull"):
     damage: str = ""  # "item": among the pulled; "spill": among the others
 
 
-class Begun(Line, frozen=True, tag="begun"):
+class RankStarted(Line, frozen=True, tag="begun"):
     """The rank is registered."""
 
     register_s: float
@@ -57,13 +57,13 @@ class Prefilled(Line, frozen=True, tag="prefilled"):
     ref: dict[str, Any] | None  # from the rank that published
 
 
-class Freed(Line, frozen=True, tag="freed"):
+class BlocksFreed(Line, frozen=True, tag="freed"):
     """The request's blocks are the engine's again."""
 
     why: str
 
 
-class Pulled(Line, frozen=True, tag="pulled"):
+class PullResult(Line, frozen=True, tag="pulled"):
     """A pull ended, and this is what the memory holds."""
 
     delivered: bool
@@ -78,30 +78,30 @@ class Pulled(Line, frozen=True, tag="pulled"):
     first_wrong: str
 
 
-class Broken(Line, frozen=True, tag="broken"):
+class CommandFailed(Line, frozen=True, tag="broken"):
     """The worker cannot go on."""
 
     message: str
 
 
-Command = Begin | Prefill | AwaitRelease | Pull
-Reply = Begun | Prefilled | Freed | Pulled | Broken
+Command = StartRank | PrefillCommand | AwaitRelease | PullCommand
+Reply = RankStarted | Prefilled | BlocksFreed | PullResult | CommandFailed
 
 _ENCODER = msgspec.json.Encoder()
 _COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
-def to_line(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
     """Return it with its newline."""
     return _ENCODER.encode(line) + b"\n"
 
 
-def read_command(line: bytes) -> Command:
+def decode_command(line: bytes) -> Command:
     """Return what the demo said."""
     return _COMMANDS.decode(line)
 
 
-def read_reply(line: bytes) -> Reply:
+def decode_reply(line: bytes) -> Reply:
     """Return what a worker said."""
     return _REPLIES.decode(line)

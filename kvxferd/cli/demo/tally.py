@@ -15,7 +15,7 @@ from kvxferd.ids import PullId, Rank
 
 
 @dataclass(slots=True)
-class Tally:
+class DemoResults:
     """One run of the demo. A pull is one decode rank's read of one request."""
 
     shape: DemoShape
@@ -45,7 +45,7 @@ class Tally:
         return self.pulls - self.delivered
 
     @property
-    def is_good(self) -> bool:
+    def is_ok(self) -> bool:
         """Whether everything that was asked for arrived, and nothing else changed."""
         return (
             not self.error
@@ -61,7 +61,7 @@ class Tally:
         spent = sum(self.request_s)
         return self.bytes / spent / 1e9 if spent else 0.0
 
-    def add_request(self, pulled: dict[Rank, speech.Pulled]) -> None:
+    def add_request(self, pulled: dict[Rank, speech.PullResult]) -> None:
         """Take what every decode rank reported of one request."""
         self.requests += 1
         self.request_s.append(max(one.elapsed_s for one in pulled.values()))
@@ -77,7 +77,7 @@ class Tally:
     def as_json(self) -> dict[str, Any]:
         """Return everything as one plain object."""
         return {
-            "ok": self.is_good,
+            "ok": self.is_ok,
             "error": self.error,
             "prefill": str(self.shape.prefill),
             "decode": str(self.shape.decode),
@@ -98,7 +98,7 @@ class Tally:
             "daemons_ready_s": round(self.daemons_ready_s, 4),
             "registered_s": round(self.registered_s, 4),
             "first_request_s": round(self.first_request_s, 6),
-            "pull_s": spread(self.pull_s),
+            "pull_s": summarize_times(self.pull_s),
             "phases_s": self.phases(),
         }
 
@@ -106,12 +106,12 @@ class Tally:
         """Return the spread of each phase over the delivered pulls, in the order in which they pass."""
         delivered = [record for record in self.records.values() if record.outcome == "delivered"]
         return {
-            phase: spread(times)
+            phase: summarize_times(times)
             for phase in PHASES
             if (times := [record.phases_s[phase] for record in delivered if phase in record.phases_s])
         }
 
-    def _add_pull(self, rank: Rank, one: speech.Pulled) -> None:
+    def _add_pull(self, rank: Rank, one: speech.PullResult) -> None:
         self.pulls += 1
         self.checked_items += one.checked_items
         self.wrong_items += one.wrong_items
@@ -129,7 +129,7 @@ class Tally:
             self.first_failure = self.first_failure or f"{where}: {one.message} [{one.code}]"
 
 
-def spread(times: list[float]) -> dict[str, float]:
+def summarize_times(times: list[float]) -> dict[str, float]:
     """Return median, 99th percentile and mean in seconds; zeros where there are no times."""
     if not times:
         return {"p50": 0.0, "p99": 0.0, "mean": 0.0}

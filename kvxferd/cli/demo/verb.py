@@ -12,8 +12,8 @@ from kvxferd.layout.presets import LAYOUT_NAMES
 if TYPE_CHECKING:
     from kvxferd.cli.demo.shape import DemoShape
 
-WRONG = 1
-INTERRUPTED = 130
+EXIT_WRONG_BYTES = 1
+EXIT_INTERRUPTED = 130
 
 _count = click.IntRange(min=1)
 
@@ -58,11 +58,11 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kvxferd.cli.demo.report import report
+    from kvxferd.cli.demo.report import render_report
     from kvxferd.cli.demo.runner import run_demo
     from kvxferd.cli.showing import console, print_json
 
-    shape = _shape(options)
+    shape = _demo_shape(options)
     shape.check()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -77,15 +77,15 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
             tally = run_demo(shape, on_request, damage)
     except KeyboardInterrupt:
         click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
-        ctx.exit(INTERRUPTED)
+        ctx.exit(EXIT_INTERRUPTED)
     if as_json:
         print_json(tally.as_json())
     else:
-        console().print(report(tally))
-    ctx.exit(0 if tally.is_good else WRONG)
+        console().print(render_report(tally))
+    ctx.exit(0 if tally.is_ok else EXIT_WRONG_BYTES)
 
 
-def _shape(options: dict[str, Any]) -> DemoShape:
+def _demo_shape(options: dict[str, Any]) -> DemoShape:
     from kvxferd.cli.demo.shape import DemoShape, EngineShape
 
     def engine(role: str) -> EngineShape:

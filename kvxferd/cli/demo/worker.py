@@ -16,24 +16,24 @@ import numpy as np
 from kvxferd import client
 from kvxferd.cli.demo import content, speech
 from kvxferd.cli.demo.shape import GROUP, DemoShape, Role
-from kvxferd.cli.tether import tether
+from kvxferd.cli.tether import die_with_parent
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.memory import SealedMemory
-from kvxferd.polling import readable_of
+from kvxferd.polling import wait_readable
 
-CONNECT_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 # Ranks beyond the movers that are kept ready wait for one to be made.
-REGISTER_S = 60.0
+REGISTER_TIMEOUT_S = 60.0
 PULL_DEADLINE_S = 30.0
 # A release follows the last reader's acknowledgement; an abandoned lease ends within this too.
-RELEASE_S = 45.0
+RELEASE_TIMEOUT_S = 45.0
 
 
-class Worker:
+class DemoWorker:
     """A registered rank, its memory, and what it was told by its daemon."""
 
-    def __init__(self, begin: speech.Begin) -> None:
+    def __init__(self, begin: speech.StartRank) -> None:
         self._shape: DemoShape = begin.shape
         self._role: Role = begin.role
         self._layout = begin.shape.rank_layout(begin.role, Rank(*begin.rank))
@@ -41,26 +41,26 @@ class Worker:
         self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
         if begin.role == "decode":
             self._bytes[:] = content.background(self._bytes.size)
-        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_S)
+        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
         (region,) = self._layout.regions
         self._rank = self._client.register(
             engine=begin.shape.spec(begin.role, Rank(*begin.rank)),
             layout=self._layout,
             regions={RegionId(region.region): self._memory},
-            timeout_s=REGISTER_S,
+            timeout_s=REGISTER_TIMEOUT_S,
         )
         self._published: dict[int, client.TransferRef] = {}
-        self._unread: list[client.Event] = []
+        self._pending_events: list[client.Event] = []
 
     def close(self) -> None:
         """Leave: the daemon unmaps the memory."""
         self._client.close()
 
-    def prefill(self, command: speech.Prefill) -> speech.Prefilled:
+    def prefill(self, command: speech.PrefillCommand) -> speech.Prefilled:
         """Write a request's blocks; publish it, or say that this rank is ready."""
-        held = self._held(command.request)
+        held = self._request_blocks(command.request)
         content.write(self._bytes, self._layout, held)
-        name = _name(command.request)
+        name = _transfer_id(command.request)
         if not command.publish:
             self._rank.ready(name)
             return speech.Prefilled(ref=None)
@@ -70,40 +70,40 @@ class Worker:
         self._published[command.request] = ref
         return speech.Prefilled(ref=ref.to_dict())
 
-    def await_release(self, command: speech.AwaitRelease) -> speech.Freed:
+    def await_release(self, command: speech.AwaitRelease) -> speech.BlocksFreed:
         """Wait until the request's blocks may be used again."""
-        name = _name(command.request)
+        name = _transfer_id(command.request)
         if command.unpublish:
             self._rank.unpublish(self._published[command.request])
-        deadline = time.monotonic() + RELEASE_S
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while True:
             match self._next_event(deadline):
                 case client.Released(transfer_id, why) if transfer_id == name:
-                    return speech.Freed(why=why.value)
+                    return speech.BlocksFreed(why=why.value)
                 case client.PublishRefused(transfer_id, code, message) if transfer_id == name:
                     raise KvxferdError(message, code)
 
-    def pull(self, command: speech.Pull) -> speech.Pulled:
+    def pull(self, command: speech.PullCommand) -> speech.PullResult:
         """Pull a request into this rank's blocks, then check the whole memory."""
-        held = self._held(command.request)
+        held = self._request_blocks(command.request)
         before = self._bytes.copy()
         blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
         started = time.monotonic()
         ticket = self._rank.pull(
             command.ref, blocks=blocks, num_tokens=held.num_tokens, deadline_s=PULL_DEADLINE_S
         )
-        end = self._end_of(ticket, started + 2 * PULL_DEADLINE_S)
+        end = self._await_outcome(ticket, started + 2 * PULL_DEADLINE_S)
         elapsed_s = time.monotonic() - started
         if isinstance(end, client.Failed) and not end.safe_to_reuse:
-            self._await_quiet(ticket)
+            self._await_quiesced(ticket)
         mask = content.block_mask(self._layout, held.block_ids)
         if command.damage:
-            self._damage(command.damage, mask)
+            self._corrupt_byte(command.damage, mask)
         spilled = int(np.count_nonzero((self._bytes != before) & ~mask))
         if isinstance(end, client.Failed):
-            return _failed(end, elapsed_s, spilled)
+            return _failed_result(end, elapsed_s, spilled)
         found = content.check(self._bytes, self._layout, held)
-        return speech.Pulled(
+        return speech.PullResult(
             delivered=True,
             code="",
             message="",
@@ -116,16 +116,16 @@ class Worker:
             first_wrong=found.first_wrong,
         )
 
-    def _held(self, request: int) -> content.Held:
-        return content.Held(request, self._shape.block_ids(self._role, request), self._shape.tokens)
+    def _request_blocks(self, request: int) -> content.RequestBlocks:
+        return content.RequestBlocks(request, self._shape.block_ids(self._role, request), self._shape.tokens)
 
-    def _end_of(self, ticket: client.PullTicket, deadline: float) -> client.Delivered | client.Failed:
+    def _await_outcome(self, ticket: client.PullTicket, deadline: float) -> client.Delivered | client.Failed:
         while True:
             event = self._next_event(deadline)
             if isinstance(event, client.Delivered | client.Failed) and event.ticket is ticket:
                 return event
 
-    def _await_quiet(self, ticket: client.PullTicket) -> None:
+    def _await_quiesced(self, ticket: client.PullTicket) -> None:
         deadline = time.monotonic() + PULL_DEADLINE_S
         while True:
             event = self._next_event(deadline)
@@ -134,18 +134,18 @@ class Worker:
 
     def _next_event(self, deadline: float) -> client.Event:
         """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
-        while not self._unread:
+        while not self._pending_events:
             left = deadline - time.monotonic()
-            readable = readable_of([self._rank.fileno()], left)
-            self._unread = list(self._rank.poll())
-            if not readable and not self._unread and left <= 0:
+            readable = wait_readable([self._rank.fileno()], left)
+            self._pending_events = list(self._rank.poll())
+            if not readable and not self._pending_events and left <= 0:
                 raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
-        event = self._unread.pop(0)
+        event = self._pending_events.pop(0)
         if isinstance(event, client.Disconnected):
             raise KvxferdError(event.message, event.code)
         return event
 
-    def _damage(self, what: str, mask: np.ndarray) -> None:
+    def _corrupt_byte(self, what: str, mask: np.ndarray) -> None:
         """Spoil one byte, to show that the check finds it."""
         place = int(np.argmax(mask if what == "item" else ~mask))
         self._bytes[place] ^= 0xFF
@@ -153,41 +153,43 @@ class Worker:
 
 def main() -> None:
     """Obey until standard input is closed."""
-    tether()
-    worker: Worker | None = None
+    die_with_parent()
+    worker: DemoWorker | None = None
     try:
         for line in sys.stdin.buffer:
-            command = speech.read_command(line)
-            if isinstance(command, speech.Begin):
+            command = speech.decode_command(line)
+            if isinstance(command, speech.StartRank):
                 started = time.monotonic()
-                worker = Worker(command)
-                _say(speech.Begun(register_s=time.monotonic() - started))
+                worker = DemoWorker(command)
+                _send_reply(speech.RankStarted(register_s=time.monotonic() - started))
             elif worker is not None:
-                _say(_obey(worker, command))
+                _send_reply(_handle(worker, command))
     except KvxferdError as error:
-        _say(speech.Broken(message=f"{error.message} [{error.code.value}]"))
+        _send_reply(speech.CommandFailed(message=f"{error.message} [{error.code.value}]"))
     except Exception as error:
         traceback.print_exc()
-        _say(speech.Broken(message=f"{type(error).__name__}: {error}"))
+        _send_reply(speech.CommandFailed(message=f"{type(error).__name__}: {error}"))
     finally:
         if worker is not None:
             worker.close()
 
 
-def _obey(worker: Worker, command: speech.Prefill | speech.AwaitRelease | speech.Pull) -> speech.Line:
+def _handle(
+    worker: DemoWorker, command: speech.PrefillCommand | speech.AwaitRelease | speech.PullCommand
+) -> speech.Line:
     match command:
-        case speech.Prefill():
+        case speech.PrefillCommand():
             return worker.prefill(command)
         case speech.AwaitRelease():
             return worker.await_release(command)
-        case speech.Pull():
+        case speech.PullCommand():
             return worker.pull(command)
         case _:
             assert_never(command)
 
 
-def _failed(end: client.Failed, elapsed_s: float, spilled: int) -> speech.Pulled:
-    return speech.Pulled(
+def _failed_result(end: client.Failed, elapsed_s: float, spilled: int) -> speech.PullResult:
+    return speech.PullResult(
         delivered=False,
         code=end.code.value,
         message=end.message,
@@ -201,12 +203,12 @@ def _failed(end: client.Failed, elapsed_s: float, spilled: int) -> speech.Pulled
     )
 
 
-def _name(request: int) -> str:
+def _transfer_id(request: int) -> str:
     return f"req-{request}"
 
 
-def _say(line: speech.Line) -> None:
-    sys.stdout.buffer.write(speech.to_line(line))
+def _send_reply(line: speech.Line) -> None:
+    sys.stdout.buffer.write(speech.encode_line(line))
     sys.stdout.buffer.flush()
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import kvxferd
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok, warn
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.errors import KvxferdError
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Ask for its status."""
     try:
         answer = node.daemon.get("/v1/status")
     except KvxferdError as error:
         found, _, todo = error.message.removeprefix("cannot ask the daemon at ").partition("; ")
-        yield no("daemon", found, todo or "see its log")
+        yield fail("daemon", found, todo or "see its log")
         return
     facts = {"version": answer["version"], "endpoint": answer["node"]["endpoint"]}
     if not answer["ready"]:
-        yield no("daemon", "not ready: " + "; ".join(answer["reasons"]), "see its log", **facts)
+        yield fail("daemon", "not ready: " + "; ".join(answer["reasons"]), "see its log", **facts)
     elif answer["version"] != kvxferd.__version__:
         found = f"version {answer['version']}, and this command is of {kvxferd.__version__}"
         yield warn("daemon", found, "use the command of the daemon's own environment", **facts)

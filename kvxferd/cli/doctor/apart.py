@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-END_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 _ERROR_CHARS = 300
 
 
-class Outcome(NamedTuple):
+class IsolatedResult(NamedTuple):
     """How such a process ended."""
 
     value: Any  # what it printed last, as JSON; None: nothing
-    refusal: str  # why there is no value; "" where there is one
-    errors: str  # all that it wrote to standard error
+    failure: str  # why there is no value; "" where there is one
+    stderr: str  # all that it wrote to standard error
 
 
-class Apart:
+class IsolatedProcess:
     """One process of a module, its standard output and input ours. Killed, children and all, on `end`."""
 
     def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -45,7 +45,7 @@ class Apart:
         """The process."""
         return self._process.pid
 
-    def first_line(self, limit_s: float) -> Outcome:
+    def read_first_line(self, limit_s: float) -> IsolatedResult:
         """Return the first line that it prints, while it goes on. Standard error comes with `end`."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
@@ -57,16 +57,16 @@ class Apart:
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return Outcome(None, f"it said nothing for {limit_s:g} s", "")
+                return IsolatedResult(None, f"it said nothing for {limit_s:g} s", "")
             if not (chunk := os.read(fd, 1 << 20)):
-                return self.end(END_S)
+                return self.finish(EXIT_TIMEOUT_S)
             self._output += chunk
-        return Outcome(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
+        return IsolatedResult(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
 
-    def end(self, limit_s: float, said: bytes = b"") -> Outcome:
+    def finish(self, limit_s: float, stdin: bytes = b"") -> IsolatedResult:
         """Say this on its standard input, close that, and wait for it to end; kill it if it does not."""
         try:
-            output, errors = self._process.communicate(said, timeout=limit_s)
+            output, errors = self._process.communicate(stdin, timeout=limit_s)
             late = ""
         except subprocess.TimeoutExpired:
             self._kill()
@@ -80,22 +80,22 @@ class Apart:
         lines = self._output.splitlines()
         with contextlib.suppress(msgspec.DecodeError):
             if not late and lines and self._process.returncode == 0:
-                return Outcome(msgspec.json.decode(lines[-1]), "", text)
-        return Outcome(None, late or _end_of(self._process.returncode, text), text)
+                return IsolatedResult(msgspec.json.decode(lines[-1]), "", text)
+        return IsolatedResult(None, late or _failure_reason(self._process.returncode, text), text)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def run_apart(
-    module: str, flags: Sequence[str], environment: Mapping[str, str], limit_s: float, said: bytes = b""
-) -> Outcome:
+def run_isolated(
+    module: str, flags: Sequence[str], environment: Mapping[str, str], limit_s: float, stdin: bytes = b""
+) -> IsolatedResult:
     """Run a module to its end. Its last line of output is its value."""
-    return Apart(module, flags, environment).end(limit_s, said)
+    return IsolatedProcess(module, flags, environment).finish(limit_s, stdin)
 
 
-def _end_of(status: int, errors: str) -> str:
+def _failure_reason(status: int, errors: str) -> str:
     """Say how a process ended that had nothing to show: its own last word, or the signal that killed it."""
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"

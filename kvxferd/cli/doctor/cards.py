@@ -9,16 +9,16 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok, warn
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok, warn
 
-CARDS = Path("/sys/class/infiniband")
+INFINIBAND_DIR = Path("/sys/class/infiniband")
 _VERBS = Path("/dev/infiniband")
 _SIOCGIFFLAGS = 0x8913
 _UP_AND_RUNNING = 0x1 | 0x40
 _INTERFACES = Path("/sys/class/net")
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """List what there is."""
     interfaces = [_interface(name) for _, name in socket.if_nameindex() if name != "lo"]
     up = [text for is_up, text in interfaces if is_up]
@@ -27,16 +27,17 @@ def check(node: Node) -> Iterator[Finding]:
     else:
         found = ", ".join(text for _, text in interfaces) or "none but loopback"
         yield warn("interfaces", found, "bring one up: no other node can be read")
-    cards = sorted(CARDS.iterdir()) if CARDS.is_dir() else []
+    cards = sorted(INFINIBAND_DIR.iterdir()) if INFINIBAND_DIR.is_dir() else []
     if not cards:
-        yield no("rdma", "there is no RDMA card", "without one, other nodes are read over TCP")
+        yield fail("rdma", "there is no RDMA card", "without one, other nodes are read over TCP")
     for card in cards:
         yield _card(card)
 
 
 def _card(card: Path) -> Finding:
     ports = [
-        f"port {p.name} {_say(p / 'state')}, {_say(p / 'rate')}" for p in sorted((card / "ports").iterdir())
+        f"port {p.name} {_read_text(p / 'state')}, {_read_text(p / 'rate')}"
+        for p in sorted((card / "ports").iterdir())
     ]
     found = f"{card.name}: {'; '.join(ports)}"
     if not any("ACTIVE" in port for port in ports):
@@ -46,12 +47,12 @@ def _card(card: Path) -> Finding:
     )
     if not openable:
         todo = "give this user (or the container) /dev/infiniband/uverbs* with read and write"
-        return no("rdma", f"{found}; no device file can be opened", todo)
+        return fail("rdma", f"{found}; no device file can be opened", todo)
     return ok("rdma", found)
 
 
 def _interface(name: str) -> tuple[bool, str]:
-    is_up, speed = _is_up(name), _say(_INTERFACES / name / "speed")
+    is_up, speed = _is_up(name), _read_text(_INTERFACES / name / "speed")
     known = speed.isdigit()  # -1, or an error, of a virtual one
     return is_up, f"{name} {'up' if is_up else 'down'}" + (f" {int(speed) / 1000:g} Gb/s" if known else "")
 
@@ -64,7 +65,7 @@ def _is_up(name: str) -> bool:
     return bool(flags & _UP_AND_RUNNING == _UP_AND_RUNNING)
 
 
-def _say(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-from kvxferd.cli.doctor.finding import Finding, Node, ok, warn
-from kvxferd.control.descriptor_budget import descriptors_needed
+from kvxferd.cli.doctor.finding import CheckContext, Finding, ok, warn
+from kvxferd.control.descriptor_budget import fds_needed
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """The hard limit: the daemon raises its soft one to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = descriptors_needed(node.config.limits)
+    needed = fds_needed(node.config.limits)
     if hard != resource.RLIM_INFINITY and hard < needed:
         yield warn(
             "descriptors",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.config import Config
 
 
@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     WARN = "warn"  # it works, and something should be better
-    NO = "no"  # this cannot be done here
+    FAIL = "no"  # this cannot be done here
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,15 +32,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""  # of the check that found it, as `--check` takes it
 
 
-class Node(NamedTuple):
+class CheckContext(NamedTuple):
     """What is examined."""
 
     config: Config
-    daemon: Daemon
+    daemon: ControlClient
     environment: Mapping[str, str]  # what movers would have: this process's, and the settings' for them
 
 
-Check = Callable[[Node], Iterable[Finding]]
+Check = Callable[[CheckContext], Iterable[Finding]]
 
 
 def ok(check: str, found: str, **facts: Any) -> Finding:
@@ -53,6 +53,8 @@ def warn(check: str, found: str, todo: str, **facts: Any) -> Finding:
     return Finding(check=check, verdict=Verdict.WARN, found=found, todo=todo, facts=facts)
 
 
-def no(check: str, found: str, todo: str, *, essential: bool = False, **facts: Any) -> Finding:
+def fail(check: str, found: str, todo: str, *, essential: bool = False, **facts: Any) -> Finding:
     """It cannot be done."""
-    return Finding(check=check, verdict=Verdict.NO, found=found, todo=todo, essential=essential, facts=facts)
+    return Finding(
+        check=check, verdict=Verdict.FAIL, found=found, todo=todo, essential=essential, facts=facts
+    )

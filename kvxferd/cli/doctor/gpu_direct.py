@@ -6,14 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxferd.cli.doctor.cards import CARDS
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok, warn
+from kvxferd.cli.doctor.cards import INFINIBAND_DIR
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok, warn
 
 _PEERMEM = tuple(Path("/sys/module", name) for name in ("nvidia_peermem", "nv_peer_mem"))
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Nothing where there is no GPU."""
     if not _DRIVER.exists():
         return
@@ -26,13 +26,13 @@ def check(node: Node) -> Iterator[Finding]:
         )
     else:
         yield ok("ucx cuda", ", ".join(libraries))
-    if not (CARDS.is_dir() and any(CARDS.iterdir())):
+    if not (INFINIBAND_DIR.is_dir() and any(INFINIBAND_DIR.iterdir())):
         return
     loaded = [path.name for path in _PEERMEM if path.exists()]
     if loaded:
         yield ok("gpudirect", f"{loaded[0]} is loaded")
     else:
-        yield no(
+        yield fail(
             "gpudirect",
             "nvidia_peermem is not loaded; the row of the GPU says whether it has dma-buf",
             "modprobe nvidia_peermem, or an open kernel driver with dma-buf and a kernel of 5.12 or newer",

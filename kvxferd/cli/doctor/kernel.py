@@ -6,20 +6,20 @@ import os
 import platform
 from collections.abc import Iterator
 
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import SealedMemory, check_memfd, map_memfd
 
 _SIZE = 1 << 16
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Do what a registration does."""
     release = platform.release()
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        yield no(
+        yield fail(
             "kernel",
             f"{release}: pidfd_open fails: {error.strerror}",
             "run a kernel of 5.3 or newer, without a seccomp filter that forbids pidfd_open",
@@ -35,15 +35,15 @@ def check(node: Node) -> Iterator[Finding]:
             is_shared = memory.buffer[:5] == b"there"
             mapping.unmap()
     except (OSError, KvxferdError) as error:
-        yield _no_memory(str(error))
+        yield _memfd_failure(str(error))
         return
     yield (
         ok("sealed memory", "a sealed memfd is shared as it must be")
         if is_shared
-        else _no_memory("what is written to one mapping of a memfd is not seen in the other")
+        else _memfd_failure("what is written to one mapping of a memfd is not seen in the other")
     )
 
 
-def _no_memory(found: str) -> Finding:
+def _memfd_failure(found: str) -> Finding:
     todo = "let the sandbox or seccomp filter pass memfd_create and fcntl's seals; no cache can be registered"
-    return no("sealed memory", found, todo, essential=True)
+    return fail("sealed memory", found, todo, essential=True)

@@ -6,24 +6,24 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxferd.cli.doctor.finding import Finding, Node, ok, warn
-from kvxferd.cli.showing import in_bytes
+from kvxferd.cli.doctor.finding import CheckContext, Finding, ok, warn
+from kvxferd.cli.showing import format_bytes
 
 _CARDS = Path("/sys/class/infiniband")
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """A mover inherits this limit. Root with CAP_IPC_LOCK is not held to it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "unlimited", limit=-1)
     elif _may_lock():
-        yield ok("locked memory", f"limit {in_bytes(soft)}, and CAP_IPC_LOCK passes it", limit=soft)
+        yield ok("locked memory", f"limit {format_bytes(soft)}, and CAP_IPC_LOCK passes it", limit=soft)
     else:
         matters = "" if _has_cards() else "; it matters once there is an RDMA card"
         yield warn(
             "locked memory",
-            f"limit {in_bytes(soft)}: an RDMA card cannot register a cache larger than that{matters}",
+            f"limit {format_bytes(soft)}: an RDMA card cannot register a cache larger than that{matters}",
             "raise it: LimitMEMLOCK=infinity in the unit, ulimit -l unlimited, or give CAP_IPC_LOCK",
             limit=soft,
         )

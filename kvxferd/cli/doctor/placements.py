@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvxferd.cli.doctor.apart import run_apart
-from kvxferd.cli.doctor.finding import Finding, Node, Verdict
-from kvxferd.cli.running import make_directory
+from kvxferd.cli.doctor.apart import run_isolated
+from kvxferd.cli.doctor.finding import CheckContext, Finding, Verdict
+from kvxferd.cli.running import make_work_directory
 
-LIMIT_S = 120.0  # a daemon, its first GPU context and some pulls
-COPY = "device copy"
+TRIAL_TIMEOUT_S = 120.0  # a daemon, its first GPU context and some pulls
+DEVICE_COPY = "device copy"
 PLACEMENTS = ("direct", "resident", "staged")
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came of one placement."""
 
     placement: str
@@ -25,21 +25,21 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lanes: str = ""
 
 
-def try_placements(node: Node, gpus: Sequence[Finding]) -> tuple[Tried, ...]:
+def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[PlacementResult, ...]:
     """Try each on the first GPU, in processes that may crash or hang. Nothing where there is no GPU."""
-    devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.NO and "uuid" in gpu.facts]
+    devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.FAIL and "uuid" in gpu.facts]
     if not devices:
         return ()
-    return tuple(_try(node, placement, devices[0]) for placement in (COPY, *PLACEMENTS))
+    return tuple(_try_placement(node, placement, devices[0]) for placement in (DEVICE_COPY, *PLACEMENTS))
 
 
-def _try(node: Node, placement: str, device: str) -> Tried:
-    directory = make_directory("kvxferd-doctor-")
+def _try_placement(node: CheckContext, placement: str, device: str) -> PlacementResult:
+    directory = make_work_directory("kvxferd-doctor-")
     try:
         flags = [placement, device, str(directory)]
-        outcome = run_apart("kvxferd.cli.doctor.placing", flags, node.environment, LIMIT_S)
+        outcome = run_isolated("kvxferd.cli.doctor.placing", flags, node.environment, TRIAL_TIMEOUT_S)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if outcome.value is None:
-        return Tried(placement=placement, refusal=outcome.refusal)
-    return Tried(placement=placement, **outcome.value)
+        return PlacementResult(placement=placement, refusal=outcome.failure)
+    return PlacementResult(placement=placement, **outcome.value)

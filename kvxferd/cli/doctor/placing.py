@@ -19,8 +19,8 @@ from typing import Any
 
 from kvxferd import client
 from kvxferd.cli.children import DaemonProcess
-from kvxferd.cli.doctor.placements import COPY
-from kvxferd.cli.tether import tether
+from kvxferd.cli.doctor.placements import DEVICE_COPY
+from kvxferd.cli.tether import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -28,10 +28,10 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.drivers import open_driver
-from kvxferd.polling import readable_of
+from kvxferd.polling import wait_readable
 
 NUM_PULLS = 4  # the first connects
-EVENT_S = 30.0
+EVENT_TIMEOUT_S = 30.0
 BLOCK_TOKENS = 16
 # 512 KiB a block, and 256 MiB in all: long enough that a link's speed shows.
 NUM_HEADS, HEAD_DIM = 8, 128
@@ -40,7 +40,7 @@ NUM_LAYERS = 8
 FAKE_BLOCKS = 16  # a driver of memfds is tried for its way, not for its speed
 
 
-class Device:
+class TrialDevice:
     """The one that memory is on."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
@@ -58,7 +58,7 @@ class Device:
         handle = self.driver.create(self.uuid, rounded)
         address = self.driver.reserve(rounded)
         self.driver.map(address, rounded, handle)
-        self.driver.allow(self.uuid, address, rounded)
+        self.driver.set_access(self.uuid, address, rounded)
         self.driver.release(handle)
         return address
 
@@ -85,10 +85,10 @@ class Device:
         return content
 
 
-class Engine:
+class TrialEngine:
     """One rank, and its memory."""
 
-    def __init__(self, device: Device, name: str, placement: str, num_blocks: int) -> None:
+    def __init__(self, device: TrialDevice, name: str, placement: str, num_blocks: int) -> None:
         self.spec = EngineSpec(
             EngineId(f"doctor-{name}"),
             Generation("1"),
@@ -130,34 +130,36 @@ class Engine:
 
     def await_event(self, kind: type[client.Event]) -> Any:
         """Return the next event of a kind. Raises KvxferdError at any other end, or when nothing comes."""
-        while readable_of([self.rank.fileno()], EVENT_S):
+        while wait_readable([self.rank.fileno()], EVENT_TIMEOUT_S):
             for event in self.rank.poll():
                 if isinstance(event, kind):
                     return event
                 if isinstance(event, client.Failed):
                     raise KvxferdError(f"the pull failed: {event.message} [{event.code}]", event.code)
-        raise KvxferdError(f"no {kind.__name__} came for {EVENT_S:g} s")
+        raise KvxferdError(f"no {kind.__name__} came for {EVENT_TIMEOUT_S:g} s")
 
 
-def copy_speed(device: Device, num_blocks: int) -> dict[str, Any]:
+def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:
     """Return the speed of a plain copy on the device, of as many bytes as a pull has."""
-    engines = [Engine(device, name, "direct", num_blocks) for name in ("from", "to")]
+    engines = [TrialEngine(device, name, "direct", num_blocks) for name in ("from", "to")]
     size = engines[0].size_bytes
     best = min(device.copy(engines[1].address, engines[0].address, size) for _ in range(NUM_PULLS))
     return {"gigabytes_per_s": size / best / 1e9}
 
 
-async def placement_speed(device: Device, placement: str, num_blocks: int, directory: Path) -> dict[str, Any]:
+async def measure_placement(
+    device: TrialDevice, placement: str, num_blocks: int, directory: Path
+) -> dict[str, Any]:
     """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
     environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
     if placement == "staged":
         environment["KVXFERD_MOVER_PLACEMENT"] = "staged"
     daemon = await DaemonProcess.start("doctor", "doctor's", directory, environment)
     try:
-        await daemon.ready()
-        return await asyncio.to_thread(_pulled, device, placement, num_blocks, daemon)
+        await daemon.wait_ready()
+        return await asyncio.to_thread(_pull_and_verify, device, placement, num_blocks, daemon)
     except KvxferdError:
-        print(daemon.tail(), file=sys.stderr)
+        print(daemon.log_tail(), file=sys.stderr)
         raise
     finally:
         await daemon.stop()
@@ -169,10 +171,12 @@ def _mover_environment() -> str:
     return ",".join(filter(None, [given, name and f"{DRIVER_VARIABLE}={name}"]))
 
 
-def _pulled(device: Device, placement: str, num_blocks: int, daemon: DaemonProcess) -> dict[str, Any]:
+def _pull_and_verify(
+    device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
+) -> dict[str, Any]:
     device.driver.use(device.uuid)  # this is another thread
-    source, sink = (Engine(device, name, placement, num_blocks) for name in ("source", "sink"))
-    content = unlike_anywhere(source.size_bytes)
+    source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
+    content = unique_pages(source.size_bytes)
     device.write(source.address, content)
     for engine in (source, sink):
         engine.register(daemon.worker_socket)
@@ -182,11 +186,11 @@ def _pulled(device: Device, placement: str, num_blocks: int, daemon: DaemonProce
         device.write(sink.address, bytes(sink.size_bytes))
         ref = source.rank.publish(f"doctor-{number}", ids, num_tokens=num_tokens)
         source.rank.ready(f"doctor-{number}")
-        sink.rank.pull(ref.to_json(), ids, num_tokens=num_tokens, deadline_s=EVENT_S)
+        sink.rank.pull(ref.to_json(), ids, num_tokens=num_tokens, deadline_s=EVENT_TIMEOUT_S)
         best = min(best, sink.await_event(client.Delivered).wire_s)
         if device.read(sink.address, sink.size_bytes) != content:
             raise KvxferdError("other bytes were delivered than were sent")
-    found = _found(daemon)
+    found = _reported_placement(daemon)
     for engine in (source, sink):
         engine.rank.close()
     if found["kind"] != placement:
@@ -196,7 +200,7 @@ def _pulled(device: Device, placement: str, num_blocks: int, daemon: DaemonProce
     return {"gigabytes_per_s": source.size_bytes / best / 1e9, "lanes": found["lanes"]}
 
 
-def unlike_anywhere(size_bytes: int) -> bytes:
+def unique_pages(size_bytes: int) -> bytes:
     """Return bytes of which no two pages are alike, so that none can stand in for another."""
     noise, page = os.urandom(1 << 16), 4096
     pages = (
@@ -206,22 +210,22 @@ def unlike_anywhere(size_bytes: int) -> bytes:
     return b"".join(pages)[:size_bytes]
 
 
-def _found(daemon: DaemonProcess) -> dict[str, Any]:
+def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
     engines = daemon.control.get("/v1/engines")["engines"]
     return next(rank["placement"] for engine in engines for rank in engine["ranks"] if rank["placement"])
 
 
 def main() -> None:
     """Try it. What goes wrong is one line on standard error."""
-    tether(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     placement, uuid, directory = sys.argv[1:]
     try:
-        device = Device(open_driver(), uuid)
+        device = TrialDevice(open_driver(), uuid)
         num_blocks = FAKE_BLOCKS if device.driver.name == "fake" else NUM_BLOCKS
-        if placement == COPY:
-            said = copy_speed(device, num_blocks)
+        if placement == DEVICE_COPY:
+            said = measure_copy(device, num_blocks)
         else:
-            said = asyncio.run(placement_speed(device, placement, num_blocks, Path(directory)))
+            said = asyncio.run(measure_placement(device, placement, num_blocks, Path(directory)))
     except KvxferdError as error:
         sys.exit(f"{error.message} [{error.code.value}]")
     print(json.dumps(said), flush=True)

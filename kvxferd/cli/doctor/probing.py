@@ -7,60 +7,64 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvxferd.cli.doctor.apart import Apart, run_apart
-from kvxferd.cli.doctor.finding import Node
-from kvxferd.core.lanes import ITSELF, NODE, for_data, parse_lanes, parse_line
+from kvxferd.cli.doctor.apart import IsolatedProcess, run_isolated
+from kvxferd.cli.doctor.finding import CheckContext
+from kvxferd.core.lanes import ITSELF, NODE, data_transports, parse_line, parse_transports
 
 SIZE_BYTES = 16 << 20
-LIMIT_S = 30.0  # a cold import on a machine that is busy
-END_S = 5.0
+READ_TIMEOUT_S = 30.0  # a cold import on a machine that is busy
+EXIT_TIMEOUT_S = 5.0
 _MODULE = "kvxferd.cli.doctor.reading"
 
 
-class Reading(NamedTuple):
+class ReadResult(NamedTuple):
     """What came of a read between two processes."""
 
     value: dict[str, Any]  # of `reading`; {}: nothing came of it
-    refusal: str
-    ucx: str  # UCX's version; "": not known
-    itself: str  # transports for data to itself
-    node: str  # and to the other process
+    failure: str
+    ucx_version: str  # UCX's version; "": not known
+    loopback_transports: str  # transports for data to itself
+    node_transports: str  # and to the other process
 
 
-def read_between(node: Node, transports: str = "") -> Reading:
+def read_between(node: CheckContext, transports: str = "") -> ReadResult:
     """Read. `transports`: UCX's names for those to use; "": as movers choose."""
     environment = dict(node.environment)
     if transports:
         environment["UCX_TLS"] = transports
-    return _read(tuple(sorted(environment.items())), node.config.mover.library)
+    return _read_cached(tuple(sorted(environment.items())), node.config.mover.library)
 
 
 @functools.cache
-def _read(variables: tuple[tuple[str, str], ...], library: str) -> Reading:
+def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadResult:
     environment = {"UCX_LOG_LEVEL": "info", **dict(variables)}
-    source = Apart(_MODULE, ["source", str(SIZE_BYTES), library], environment)
-    outcome = source.first_line(LIMIT_S)
+    source = IsolatedProcess(_MODULE, ["source", str(SIZE_BYTES), library], environment)
+    outcome = source.read_first_line(READ_TIMEOUT_S)
     if outcome.value is not None:
         line = msgspec.json.encode(outcome.value) + b"\n"
-        outcome = run_apart(_MODULE, ["reader", str(SIZE_BYTES), library], environment, LIMIT_S, line)
-    ended = source.end(END_S)
-    errors = outcome.errors + ended.errors
-    lanes, version = _said(errors)
-    return Reading(outcome.value or {}, _plain(outcome.refusal), version, lanes[ITSELF], lanes[NODE])
+        outcome = run_isolated(
+            _MODULE, ["reader", str(SIZE_BYTES), library], environment, READ_TIMEOUT_S, line
+        )
+    ended = source.finish(EXIT_TIMEOUT_S)
+    errors = outcome.stderr + ended.stderr
+    lanes, version = _parse_ucx_log(errors)
+    return ReadResult(
+        outcome.value or {}, _without_class_name(outcome.failure), version, lanes[ITSELF], lanes[NODE]
+    )
 
 
-def _said(errors: str) -> tuple[dict[str, str], str]:
+def _parse_ucx_log(errors: str) -> tuple[dict[str, str], str]:
     """Return by reach what UCX chose, and its version."""
     lanes, version = {ITSELF: "", NODE: ""}, ""
     for said in filter(None, map(parse_line, errors.splitlines())):
         if said.text.startswith("Version "):
             version = said.text.split()[1]
-        if (connected := parse_lanes(said.text)) is not None:
-            lanes[connected.reach] = lanes.get(connected.reach) or for_data(connected.transports)
+        if (connected := parse_transports(said.text)) is not None:
+            lanes[connected.reach] = lanes.get(connected.reach) or data_transports(connected.transports)
     return lanes, version
 
 
-def _plain(refusal: str) -> str:
+def _without_class_name(refusal: str) -> str:
     """Leave out which class an error was of: ``kvxferd.errors.MoverError: cannot ...``."""
     head, separator, rest = refusal.partition(": ")
     return rest if separator and "." in head and " " not in head else refusal

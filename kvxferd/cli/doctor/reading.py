@@ -17,7 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvxferd.cli.tether import tether
+from kvxferd.cli.tether import die_with_parent
 
 if TYPE_CHECKING:
     from kvxferd.mover.transport import Span, Transport
@@ -30,7 +30,7 @@ def main() -> None:
 
     Arguments: role, size in bytes, library ("auto", "nixl", "rixl").
     """
-    tether(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     role, size = sys.argv[1], int(sys.argv[2])
     # The libraries log to standard output, which is for the answer.
     answer = os.fdopen(os.dup(1), "w")
@@ -46,22 +46,22 @@ def main() -> None:
     transport.register(span)
     if role == "source":
         memory[:] = os.urandom(1 << 16) * (size >> 16)
-        _say(_describe(transport, span, memory), answer)
+        _print_json(_describe_memory(transport, span, memory), answer)
         poller = select.poll()
         poller.register(0, select.POLLIN)
         while not poller.poll(0):
             transport.progress()
     else:
-        found = _read(transport, span, memory, json.loads(sys.stdin.readline()))
-        _say({**found, "plugins": library.plugins()}, answer)
+        found = _read_and_verify(transport, span, memory, json.loads(sys.stdin.readline()))
+        _print_json({**found, "plugins": library.plugins()}, answer)
     os._exit(0)  # destructors of the library have nothing to say any more, and could hang
 
 
-def _say(value: dict[str, Any], answer: TextIO) -> None:
+def _print_json(value: dict[str, Any], answer: TextIO) -> None:
     print(json.dumps(value), file=answer, flush=True)
 
 
-def _describe(transport: Transport, span: Span, memory: mmap.mmap) -> dict[str, Any]:
+def _describe_memory(transport: Transport, span: Span, memory: mmap.mmap) -> dict[str, Any]:
     return {
         "metadata": transport.metadata([span]).hex(),
         "address": span.address,
@@ -69,7 +69,9 @@ def _describe(transport: Transport, span: Span, memory: mmap.mmap) -> dict[str, 
     }
 
 
-def _read(transport: Transport, span: Span, memory: mmap.mmap, source: dict[str, Any]) -> dict[str, Any]:
+def _read_and_verify(
+    transport: Transport, span: Span, memory: mmap.mmap, source: dict[str, Any]
+) -> dict[str, Any]:
     import numpy as np
 
     from kvxferd.mover.probe import tcp_bytes_received

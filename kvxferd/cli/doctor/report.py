@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxferd.cli.doctor.finding import Finding, Verdict
-from kvxferd.cli.doctor.placements import Tried
-from kvxferd.cli.showing import console, plain
+from kvxferd.cli.doctor.placements import PlacementResult
+from kvxferd.cli.showing import console, plain_text
 
-WELL, LACKING, NO_GPU = 0, 1, 3  # 2 is what cannot be run, as everywhere
-_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
+EXIT_OK, EXIT_FAILED, EXIT_NO_GPU = 0, 1, 3  # 2 is what cannot be run, as everywhere
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
@@ -24,12 +24,12 @@ def print_findings(findings: Sequence[Finding]) -> None:
         table.add_column(head, overflow="fold")
     for finding in findings:
         verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
-        said = (plain(finding.found), plain(finding.todo))
-        table.add_row(plain(finding.name), plain(finding.check), verdict, *said)
+        said = (plain_text(finding.found), plain_text(finding.todo))
+        table.add_row(plain_text(finding.name), plain_text(finding.check), verdict, *said)
     console().print(table)
 
 
-def print_placements(tried: Sequence[Tried]) -> None:
+def print_placements(tried: Sequence[PlacementResult]) -> None:
     """Print the short table: placement, works or the exact refusal, speed against a plain device copy."""
     table = Table(title="Placements of GPU memory", title_justify="left")
     for head in ("placement", "works", "GB/s", "of a device copy"):
@@ -38,29 +38,29 @@ def print_placements(tried: Sequence[Tried]) -> None:
     for one in tried:
         speed = f"{one.gigabytes_per_s:.3g}" if one.gigabytes_per_s else ""
         share = f"{one.gigabytes_per_s / copy:.1%}" if one.gigabytes_per_s and copy else ""
-        table.add_row(one.placement, plain(one.refusal or "yes" + _lanes(one)), speed, share)
+        table.add_row(one.placement, plain_text(one.refusal or "yes" + _over_transports(one)), speed, share)
     console().print(table)
 
 
-def _lanes(one: Tried) -> str:
+def _over_transports(one: PlacementResult) -> str:
     return f", over {one.lanes}" if one.lanes else ""
 
 
-def as_json(findings: Sequence[Finding], tried: Sequence[Tried] | None) -> dict[str, Any]:
+def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:
     """Return everything as one object."""
     said: dict[str, Any] = {
         "findings": msgspec.to_builtins(list(findings)),
-        "status": status(findings, tried),
+        "status": exit_status(findings, tried),
     }
     if tried is not None:
         said["placements"] = msgspec.to_builtins(list(tried))
     return said
 
 
-def status(findings: Sequence[Finding], tried: Sequence[Tried] | None) -> int:
+def exit_status(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> int:
     """Return the exit status. `tried`: placements, where they were asked for; none: there is no GPU."""
-    if any(finding.essential and finding.verdict is Verdict.NO for finding in findings):
-        return LACKING
+    if any(finding.essential and finding.verdict is Verdict.FAIL for finding in findings):
+        return EXIT_FAILED
     if tried is not None and not tried:
-        return NO_GPU
-    return LACKING if any(one.refusal for one in tried or ()) else WELL
+        return EXIT_NO_GPU
+    return EXIT_FAILED if any(one.refusal for one in tried or ()) else EXIT_OK

@@ -7,10 +7,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok, warn
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok, warn
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Whether this user could run a daemon there, and what the sockets let whom do."""
     path = Path(node.config.node.run_dir)
     if not _exists(path):
@@ -41,7 +41,7 @@ def _absent(path: Path) -> Iterator[Finding]:
     if os.access(parent, os.W_OK | os.X_OK):
         yield ok("run directory", f"{path} is not there; a daemon of this user makes it")
     else:
-        yield no(
+        yield fail(
             "run directory",
             f"{path} is not there, and uid {os.geteuid()} cannot make it in {parent}",
             "make it, owned by the daemon's user (RuntimeDirectory= in the unit), or set node.run_dir",

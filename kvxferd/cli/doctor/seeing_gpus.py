@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 
-from kvxferd.cli.tether import tether
+from kvxferd.cli.tether import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.memory.drivers import open_driver
 
 
 def main() -> None:
     """Print one line of JSON."""
-    tether(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     try:
         driver = open_driver()
         said = {

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 
 import kvxferd
-from kvxferd.cli.doctor.finding import Finding, Node, no, ok, warn
+from kvxferd.cli.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.cli.doctor.probing import read_between
 
 _PACKAGES = (
@@ -26,18 +26,18 @@ _PACKAGES = (
 INSTALL = "pip install 'kvxferd[daemon,nixl]' into this environment"
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Python, kvxferd, the transfer library and UCX."""
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
     yield ok("python", f"{platform.python_version()}, kvxferd {kvxferd.__version__}", packages=versions)
     reading = read_between(node)
     if not reading.value:
-        yield no("nixl", reading.refusal, f"{INSTALL}; without it there are no movers", essential=True)
+        yield fail("nixl", reading.failure, f"{INSTALL}; without it there are no movers", essential=True)
     else:
         plugins = reading.value["plugins"]
-        ucx = f"UCX {reading.ucx}" if reading.ucx else "UCX of unknown version"
+        ucx = f"UCX {reading.ucx_version}" if reading.ucx_version else "UCX of unknown version"
         found = f"{reading.value['library']}, {ucx}, plugins {', '.join(plugins)}"
-        yield ok("nixl", found, plugins=plugins, ucx=reading.ucx)
+        yield ok("nixl", found, plugins=plugins, ucx=reading.ucx_version)
     home = node.environment.get("HOME", "")
     if not os.access(home, os.R_OK | os.X_OK):
         yield warn(

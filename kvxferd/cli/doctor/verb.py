@@ -9,14 +9,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from kvxferd.cli.asking import Daemon
-from kvxferd.cli.doctor.finding import Check, Finding, Node, no
+from kvxferd.cli.asking import ControlClient
+from kvxferd.cli.doctor.finding import Check, CheckContext, Finding, fail
 from kvxferd.cli.showing import json_option, print_json
 from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.memory.driver import DRIVER_VARIABLE
 
-ANSWER_S = 5.0
+RESPONSE_TIMEOUT_S = 5.0
 # Each is the module of that name beside this one, and each may find several things.
 CHECKS = (
     *("software", "kernel", "same_node", "tcp", "shared_memory", "memlock", "descriptors"),
@@ -65,15 +65,15 @@ def doctor(
     from kvxferd.cli.doctor.placements import try_placements
 
     findings: list[Finding] = []
-    config = _config(config_path, findings)
-    node = Node(
+    config = load_config_or_finding(config_path, findings)
+    node = CheckContext(
         config,
-        Daemon(socket_path or config.control.socket, ANSWER_S),
+        ControlClient(socket_path or config.control.socket, RESPONSE_TIMEOUT_S),
         {**os.environ, **config.mover.environment, **({DRIVER_VARIABLE: driver} if driver else {})},
     )
-    for name, check in _chosen(names):
-        findings += _examine(name, check, node)
-    tried = try_placements(node, _examine("gpus", gpus.check, node)) if gpu else None
+    for name, check in select_checks(names):
+        findings += run_check(name, check, node)
+    tried = try_placements(node, run_check("gpus", gpus.check, node)) if gpu else None
     if as_json:
         print_json(report.as_json(findings, tried))
     else:
@@ -82,30 +82,30 @@ def doctor(
             report.print_placements(tried)
         elif tried is not None:
             click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
-    ctx.exit(report.status(findings, tried))
+    ctx.exit(report.exit_status(findings, tried))
 
 
-def _config(path: Path | None, findings: list[Finding]) -> Config:
+def load_config_or_finding(path: Path | None, findings: list[Finding]) -> Config:
     try:
         return load_config(path, os.environ, {})
     except KvxferdError as error:
         findings.append(
-            no("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
+            fail("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
         )
         return Config()
 
 
-def _chosen(names: tuple[str, ...]) -> list[tuple[str, Check]]:
+def select_checks(names: tuple[str, ...]) -> list[tuple[str, Check]]:
     if unknown := sorted(set(names) - set(CHECKS)):
         raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if not names or name in names]
     return [(name, import_module(f"kvxferd.cli.doctor.{name}").check) for name in chosen]
 
 
-def _examine(name: str, check: Check, node: Node) -> list[Finding]:
+def run_check(name: str, check: Check, node: CheckContext) -> list[Finding]:
     """A check that fails is a finding, too: the others are wanted all the more."""
     try:
         found = list(check(node))
     except Exception as error:
-        found = [no(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
+        found = [fail(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
     return [msgspec.structs.replace(finding, name=name) for finding in found]

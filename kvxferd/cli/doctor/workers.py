@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvxferd.cli.doctor.finding import Finding, Node, ok, warn
+from kvxferd.cli.doctor.finding import CheckContext, Finding, ok, warn
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import KvxferdError
 
-UNSEEN = "another PID namespace, or gone"
+NOT_VISIBLE = "another PID namespace, or gone"
 
 
-def check(node: Node) -> Iterator[Finding]:
+def check(node: CheckContext) -> Iterator[Finding]:
     """Ask the daemon who is registered, and the kernel where they are. Nothing where there is no daemon."""
     try:
         shown = msgspec.convert(node.daemon.get("/v1/status")["node"], NodeSnapshot)
@@ -26,7 +26,7 @@ def check(node: Node) -> Iterator[Finding]:
         return
     users = Counter(rank.worker_uid for rank in ranks)
     places = Counter(_namespace(rank.worker_pid) for rank in ranks)
-    found = f"{len(ranks)} ranks; {_counted('uid', users)}; {_counted('PID namespace', places)}"
+    found = f"{len(ranks)} ranks; {_format_counts('uid', users)}; {_format_counts('PID namespace', places)}"
     facts = {"uids": {str(k): v for k, v in users.items()}, "pid_namespaces": dict(places)}
     resident = [rank for rank in ranks if rank.placement is not None and rank.placement.kind == "resident"]
     if resident and (len(users) > 1 or len(places) > 1):
@@ -47,8 +47,8 @@ def _namespace(pid: int) -> str:
     except PermissionError:
         return "not for this user to see"
     except OSError:
-        return UNSEEN
+        return NOT_VISIBLE
 
 
-def _counted(what: str, counts: Counter[int] | Counter[str]) -> str:
+def _format_counts(what: str, counts: Counter[int] | Counter[str]) -> str:
     return what + " " + ", ".join(f"{key} ({count})" for key, count in sorted(counts.items()))

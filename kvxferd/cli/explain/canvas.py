@@ -25,7 +25,7 @@ def shade(scale: Scale, fraction: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def clean(text: str) -> str:
+def escape_xml(text: str) -> str:
     """Return text that XML can hold: no control characters."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
@@ -35,7 +35,7 @@ def text_width(text: str, size: float) -> float:
     return len(text) * size * CHARACTER_EM
 
 
-def fitting(variants: Sequence[str], width: float, size: float) -> str:
+def longest_fitting(variants: Sequence[str], width: float, size: float) -> str:
     """Return the first of the variants, longest first, that fits; "" if none does."""
     return next((text for text in variants if text_width(text, size) <= width), "")
 
@@ -52,12 +52,12 @@ class Canvas:
     ) -> None:
         """Draw a rectangle; `title` is what a viewer shows when pointed at."""
         stroke = f' stroke="{edge}"' if edge else ""
-        inside = f"<title>{clean(title)}</title>" if title else ""
+        inside = f"<title>{escape_xml(title)}</title>" if title else ""
         self._shapes.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"{stroke}>'
             f"{inside}</rect>"
         )
-        self._reach(x + width, y + height)
+        self._extend(x + width, y + height)
 
     def text(
         self,
@@ -74,10 +74,10 @@ class Canvas:
         weight = ' font-weight="600"' if bold else ""
         self._shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"'
-            f' pointer-events="none"{weight}>{clean(text)}</text>'
+            f' pointer-events="none"{weight}>{escape_xml(text)}</text>'
         )
         if anchor == "start":
-            self._reach(x + text_width(text, size), y + size * 0.3)
+            self._extend(x + text_width(text, size), y + size * 0.3)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = RULE, width: float = 1) -> None:
         """Draw a line."""
@@ -85,7 +85,7 @@ class Canvas:
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"'
             f' stroke-width="{width:g}"/>'
         )
-        self._reach(max(x1, x2), max(y1, y2))
+        self._extend(max(x1, x2), max(y1, y2))
 
     def paragraph(
         self, x: float, y: float, text: str, *, width: float, size: float = 12, fill: str = INK
@@ -96,15 +96,15 @@ class Canvas:
             self.text(x, y + number * size * 1.4, line, size=size, fill=fill)
         return y + len(lines) * size * 1.4
 
-    def svg(self, title: str, margin: float) -> str:
+    def to_svg(self, title: str, margin: float) -> str:
         """Return the document, as large as what is drawn and a margin."""
         width, height = self._right + margin, self._bottom + margin
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
             f' viewBox="0 0 {width:.0f} {height:.0f}" font-family="{FONT}" role="img">'
-            f"<title>{clean(title)}</title>"
+            f"<title>{escape_xml(title)}</title>"
             f'<rect width="100%" height="100%" fill="{PAPER}"/>' + "".join(self._shapes) + "</svg>\n"
         )
 
-    def _reach(self, right: float, bottom: float) -> None:
+    def _extend(self, right: float, bottom: float) -> None:
         self._right, self._bottom = max(self._right, right), max(self._bottom, bottom)

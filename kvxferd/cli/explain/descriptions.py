@@ -11,11 +11,18 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import Choices, ModelFacts, deployed, find_model, key_and_value, with_kv_dtype
+from kvxferd.layout.presets import (
+    DeploymentOptions,
+    ModelFacts,
+    deployed,
+    find_model,
+    key_and_value,
+    with_kv_dtype,
+)
 from kvxferd.layout.presets.facts import LayerKind
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import check_engine
@@ -27,16 +34,16 @@ _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp
 # Sixteen times the largest engine that we know of; a plan for each of its ranks takes 10 ms.
 MAX_ENGINE_RANKS = 1024
 
-_NUMBERS = ("tp", "pp", "block_tokens", "num_blocks", "cp", "interleave", "page_bytes")
-_WORDS = ("layout", "kv_dtype", "stages", "pages", "draft")
-_FORM = (
+_INTEGER_KEYS = ("tp", "pp", "block_tokens", "num_blocks", "cp", "interleave", "page_bytes")
+_TEXT_KEYS = ("layout", "kv_dtype", "stages", "pages", "draft")
+_USAGE = (
     "an engine is described by PRESET[,key=value...] (as in 'llama-3-70b,tp=8,pp=2,layout=HND'), by a "
     ".json or .toml file, or by @ENGINE_ID for one that is live in the daemon"
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class EngineDescription:
     """One described engine: every rank of it, checked."""
 
     label: str  # as the user wrote it
@@ -69,14 +76,14 @@ class _ModelForm(msgspec.Struct, forbid_unknown_fields=True):
     kv_dtype: str = "bfloat16"
 
 
-def read_description(text: str, daemon: Callable[[], Daemon]) -> Engine:
+def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescription:
     """Return the engine that `text` describes, every rank valid and the ranks complete.
 
     `daemon` is asked for only where the text begins with "@". Raises ConfigError naming what is
     wrong with the description, and KvxferdError where the daemon does not answer.
     """
     if text.startswith("@"):
-        ranks = _live(text[1:], daemon())
+        ranks = _from_daemon(text[1:], daemon())
     else:
         try:
             is_file = text.endswith((".json", ".toml")) or "/" in text
@@ -89,7 +96,7 @@ def read_description(text: str, daemon: Callable[[], Daemon]) -> Engine:
         check_engine(ranks)
     except KvxferdError as error:
         raise ConfigError(f"{error.message} (in {text!r})", error.code) from error
-    return Engine(text, ranks)
+    return EngineDescription(text, ranks)
 
 
 def _from_keys(text: str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
@@ -98,28 +105,28 @@ def _from_keys(text: str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(f"cannot use {text!r}: {pair!r} is no key=value; {_FORM}")
+            raise ConfigError(f"cannot use {text!r}: {pair!r} is no key=value; {_USAGE}")
         if key in keys:
             raise ConfigError(f"cannot use {text!r}: {key} is given twice")
         keys[key] = value
-    return _preset(find_model(name), keys)
+    return _from_preset(find_model(name), keys)
 
 
-def _preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     """Return a model's deployment by keys, whose values are text or what a file has."""
     chosen: dict[str, Any] = {}
     for key, value in keys.items():
-        if key not in (*_NUMBERS, *_WORDS):
+        if key not in (*_INTEGER_KEYS, *_TEXT_KEYS):
             raise ConfigError(
-                f"cannot use key {key!r}: the keys are {', '.join((*_NUMBERS, *_WORDS))}; {_FORM}"
+                f"cannot use key {key!r}: the keys are {', '.join((*_INTEGER_KEYS, *_TEXT_KEYS))}; {_USAGE}"
             )
-        chosen[key] = _number(key, value) if key in _NUMBERS else value
+        chosen[key] = _parse_integer(key, value) if key in _INTEGER_KEYS else value
     if "kv_dtype" in chosen:
-        model = _in_dtype(model, str(chosen.pop("kv_dtype")))
+        model = _with_kv_dtype(model, str(chosen.pop("kv_dtype")))
     if "stages" in chosen:
         stages = chosen["stages"]
         parts = stages.split("+") if isinstance(stages, str) else stages
-        chosen["stages"] = tuple(_number("stages", part) for part in parts)
+        chosen["stages"] = tuple(_parse_integer("stages", part) for part in parts)
         chosen.setdefault("pp", len(chosen["stages"]))
     if "pages" in chosen:
         pages = chosen.pop("pages")
@@ -128,7 +135,7 @@ def _preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[Engi
         chosen["shared_pages"] = pages == "shared"
     if "draft" in chosen:
         chosen["draft"] = find_model(chosen["draft"])
-    choices = Choices(**chosen)
+    choices = DeploymentOptions(**chosen)
     if choices.pp * choices.ranks_per_stage > MAX_ENGINE_RANKS:
         raise ConfigError(
             f"cannot explain {choices.pp} x {choices.ranks_per_stage} ranks: {MAX_ENGINE_RANKS} is the limit"
@@ -136,10 +143,10 @@ def _preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[Engi
     return deployed(model, choices)
 
 
-def _number(key: str, value: Any) -> Any:
+def _parse_integer(key: str, value: Any) -> Any:
     """Return a whole number; of num_blocks also a table of them by group."""
     if key == "num_blocks" and isinstance(value, Mapping):
-        return {group: _number(f"num_blocks.{group}", count) for group, count in value.items()}
+        return {group: _parse_integer(f"num_blocks.{group}", count) for group, count in value.items()}
     try:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError
@@ -148,7 +155,7 @@ def _number(key: str, value: Any) -> Any:
         raise ConfigError(f"cannot use {key}={value}: it must be a whole number") from None
 
 
-def _in_dtype(model: ModelFacts, name: str) -> ModelFacts:
+def _with_kv_dtype(model: ModelFacts, name: str) -> ModelFacts:
     dtype = _DTYPE_SYNONYMS.get(name, name)
     if dtype not in _ITEMSIZES:
         raise ConfigError(f"cannot use kv_dtype={name}: the dtypes are {', '.join(_ITEMSIZES)}")
@@ -179,24 +186,24 @@ def _from_content(name: str, content: dict[str, Any]) -> dict[Rank, tuple[Engine
         )
     rest = {key: value for key, value in content.items() if key != forms[0]}
     if forms == ["preset"]:
-        return _preset(find_model(str(content["preset"])), rest)
+        return _from_preset(find_model(str(content["preset"])), rest)
     try:
         if forms == ["model"]:
             form = msgspec.convert(content["model"], _ModelForm)
-            return _preset(_plain_model(form), rest)
+            return _from_preset(_plain_model(form), rest)
         listed = msgspec.convert(content["ranks"], list[_RankForm])
     except msgspec.ValidationError as error:
         raise ConfigError(f"cannot use {name!r}: in {forms[0]}: {error}") from error
-    return _complete(name, listed)
+    return _all_ranks(name, listed)
 
 
 def _plain_model(form: _ModelForm) -> ModelFacts:
     layers = (LayerKind.FULL,) * form.num_layers
     model = ModelFacts(form.name, form.num_kv_heads, layers, key_and_value(form.num_kv_heads, form.head_dim))
-    return _in_dtype(model, form.kv_dtype)
+    return _with_kv_dtype(model, form.kv_dtype)
 
 
-def _complete(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _all_ranks(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     """Return the ranks by their places; refuses an engine that lacks some."""
     ranks = {form.spec.rank: (form.spec, form.layout) for form in listed}
     if not ranks:
@@ -214,10 +221,10 @@ def _complete(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpec
     return ranks
 
 
-def _live(engine_id: str, daemon: Daemon) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _from_daemon(engine_id: str, daemon: ControlClient) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     answer = daemon.get(f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/layouts")
     try:
         listed = msgspec.convert(answer["ranks"], list[_RankForm])
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"cannot read what the daemon says of {engine_id!r}: {error}") from error
-    return _complete(f"@{engine_id}", listed)
+    return _all_ranks(f"@{engine_id}", listed)

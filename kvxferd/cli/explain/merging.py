@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.cli.showing import in_bytes
+from kvxferd.cli.showing import format_bytes
 from kvxferd.layout import GroupKind
-from kvxferd.plan.structs import Lane, Strip
+from kvxferd.plan.structs import GroupRead, StridePattern
 
 Lengths = npt.NDArray[np.uint64]
 
 
-class _Content(NamedTuple):
+class _PatternContent(NamedTuple):
     """What one strip moves of one component of one layer in one stretch of tokens."""
 
     unit_bytes: int
@@ -29,39 +29,39 @@ class _Content(NamedTuple):
         return self.unit_bytes * self.num_units * self.num_items
 
 
-def what_merges(lanes: Sequence[Lane], scattered: Lengths, in_a_row: Lengths) -> str:
+def describe_runs(lanes: Sequence[GroupRead], scattered: Lengths, in_a_row: Lengths) -> str:
     """Return a sentence on the runs of lanes, given their lengths for ids apart and for ids in a row."""
     lengths, counts = np.unique(scattered, return_counts=True)
-    contents = [_content(lane, strip) for lane in lanes for strip in lane.strips]
+    contents = [_content(lane, strip) for lane in lanes for strip in lane.patterns]
     usual = sorted(zip(counts.tolist(), lengths.tolist(), strict=True), reverse=True)[:4]
     is_state = lanes[0].local.kind is GroupKind.STATE
-    parts = [f"{in_bytes(length)} = {_named(length, contents, is_state)}" for _, length in usual]
+    parts = [f"{format_bytes(length)} = {_describe_run(length, contents, is_state)}" for _, length in usual]
     if len(lengths) > len(usual):
-        parts.append(f"{len(lengths) - len(usual)} more lengths up to {in_bytes(int(lengths[-1]))}")
+        parts.append(f"{len(lengths) - len(usual)} more lengths up to {format_bytes(int(lengths[-1]))}")
     sentence = "runs of " + ", ".join(parts)
     if is_state:
         return sentence
     grown = in_a_row.mean() / scattered.mean()
     if grown > 1.01:
-        sentence += f"; blocks in a row merge, up to {in_bytes(int(in_a_row.max()))}"
+        sentence += f"; blocks in a row merge, up to {format_bytes(int(in_a_row.max()))}"
     else:
         sentence += "; blocks in a row do not merge"
-    return sentence + _why_short(lanes)
+    return sentence + _why_runs_are_short(lanes)
 
 
-def _content(lane: Lane, strip: Strip) -> _Content:
+def _content(lane: GroupRead, strip: StridePattern) -> _PatternContent:
     unit_bytes = strip.local.num_chunks * strip.local.chunk_bytes
-    names = sorted({piece.component for piece in strip.pieces})
+    names = sorted({piece.component for piece in strip.extents})
     of, count = "/".join(names), strip.num_units
     if set(names) <= {"k", "v", "kv"}:
         heads, head = f"{count} head{'s' * (count > 1)}", "1 head"
     else:
         heads, head = (f"{count} of {of}", f"1 of {of}") if count > 1 else (of, of)
-    items = 1 if lane.local.kind is GroupKind.STATE else _items(lane)
-    return _Content(unit_bytes, count, items, heads, head)
+    items = 1 if lane.local.kind is GroupKind.STATE else _items_per_block(lane)
+    return _PatternContent(unit_bytes, count, items, heads, head)
 
 
-def _named(length: int, contents: Sequence[_Content], is_state: bool) -> str:
+def _describe_run(length: int, contents: Sequence[_PatternContent], is_state: bool) -> str:
     """Return what a run of this length holds, by the first reading that fits."""
     for c in contents:
         times = "" if is_state else f" x {c.num_items} token{'s' * (c.num_items > 1)}"
@@ -84,55 +84,55 @@ def _named(length: int, contents: Sequence[_Content], is_state: bool) -> str:
     return "mixed content" if largest is None else f"{largest.heads} and what touches it"
 
 
-def _why_short(lanes: Sequence[Lane]) -> str:
+def _why_runs_are_short(lanes: Sequence[GroupRead]) -> str:
     """Return what keeps runs short inside a block: the order of axes, or chunks."""
-    strips = [(lane, strip) for lane in lanes for strip in lane.strips]
+    strips = [(lane, strip) for lane in lanes for strip in lane.patterns]
     sides = [
         side
         for side, at in (("prefill", 1), ("decode", 0))
-        if any(_has_others_between_tokens(lane, strip, at) for lane, strip in strips)
+        if any(_has_gaps_between_tokens(lane, strip, at) for lane, strip in strips)
     ]
     reasons = [
         f"tokens are dealt out {turn} at a time"
-        for turn in sorted({_turn(lane) for lane in lanes})
+        for turn in sorted({_common_interleave(lane) for lane in lanes})
         if turn and turn < min(lanes[0].local.block_tokens, lanes[0].remote.block_tokens)
     ]
     if any(_is_transposed(lane, strip) for lane, strip in strips):
         reasons.append("heads and tokens lie in a different order on the two sides")
     elif sides:
         reasons.append(f"between two tokens of a head lie other bytes at {' and at '.join(sides)}")
-    if any(_chunks(strip) for _, strip in strips):
+    if any(_is_chunked(strip) for _, strip in strips):
         reasons.append("a head's content lies in chunks")
     return f" ({', and '.join(reasons)})" if reasons else ""
 
 
-def _items(lane: Lane) -> int:
+def _items_per_block(lane: GroupRead) -> int:
     """Return the items of a stretch: what lies in one block on both sides, and in one turn of the shards."""
     stretch = min(lane.local.block_tokens, lane.remote.block_tokens)
-    return min(stretch, _turn(lane) or stretch) // lane.granule_tokens
+    return min(stretch, _common_interleave(lane) or stretch) // lane.granule_tokens
 
 
-def _turn(lane: Lane) -> int:
+def _common_interleave(lane: GroupRead) -> int:
     """Return how many tokens in a row both ranks hold; 0 where tokens are not shared out differently."""
     if lane.local.shard == lane.remote.shard:
         return 0
     return min(side.shard.interleave for side in (lane.local, lane.remote) if side.shard.count > 1)
 
 
-def _is_transposed(lane: Lane, strip: Strip) -> bool:
+def _is_transposed(lane: GroupRead, strip: StridePattern) -> bool:
     """Whether one side has tokens inside heads and the other heads inside tokens, both more than one."""
-    if strip.num_units < 2 or _items(lane) < 2:
+    if strip.num_units < 2 or _items_per_block(lane) < 2:
         return False
     return (strip.local.unit < strip.local.token) != (strip.remote.unit < strip.remote.token)
 
 
-def _has_others_between_tokens(lane: Lane, strip: Strip, at: int) -> bool:
+def _has_gaps_between_tokens(lane: GroupRead, strip: StridePattern, at: int) -> bool:
     """Whether on the local (0) or remote side (1) what is read of one token ends before the next begins."""
     side = (strip.local, strip.remote)[at]
     content = side.num_chunks * side.chunk_bytes
     read = content * strip.num_units if side.unit == content or strip.num_units == 1 else content
-    return _items(lane) > 1 and side.token > read
+    return _items_per_block(lane) > 1 and side.token > read
 
 
-def _chunks(strip: Strip) -> bool:
+def _is_chunked(strip: StridePattern) -> bool:
     return max(strip.local.num_chunks, strip.remote.num_chunks) > 1

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvxferd.cli.explain.reckoning import RankReads
+from kvxferd.cli.explain.reckoning import DecodeRankReads
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
 from kvxferd.plan import Expander, Plan
-from kvxferd.plan.structs import Lane, Strip
+from kvxferd.plan.structs import GroupRead, StridePattern
 
 _BLOCK_0 = pack_ids([0])
 
@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
     prefill_block_stride: int
 
     @property
-    def shape(self) -> tuple[object, ...]:
+    def pattern(self) -> tuple[object, ...]:
         """What layers laid out alike have in common: everything but the layer and where it begins."""
         local, remote, _ = self.runs[0]
         relative = tuple((a - local, b - remote, length) for a, b, length in self.runs)
@@ -46,24 +46,24 @@ class ByteRanges(NamedTuple):
         return sum(length for _, _, length in self.runs)
 
 
-def byte_ranges(reads: RankReads) -> list[ByteRanges]:
+def byte_ranges(reads: DecodeRankReads) -> list[ByteRanges]:
     """Return the ranges of every component that a rank reads, by source, layer and component."""
     found = [
         ranges
-        for lane in reads.plan.lanes
-        for strip in lane.strips
-        for ranges in _strip_ranges(reads.plan, lane, strip)
+        for lane in reads.plan.group_reads
+        for strip in lane.patterns
+        for ranges in _pattern_ranges(reads.plan, lane, strip)
     ]
     return sorted(found, key=lambda r: (r.source, r.layer, r.component, r.units.start))
 
 
-def _strip_ranges(plan: Plan, lane: Lane, strip: Strip) -> Iterator[ByteRanges]:
+def _pattern_ranges(plan: Plan, lane: GroupRead, strip: StridePattern) -> Iterator[ByteRanges]:
     """Yield the ranges of each piece of a strip: expanded by itself, so that its runs stay its own."""
     local = {lane.local.group: PackedBlocks(_BLOCK_0)}
     remote = {lane.remote.group: PackedBlocks(_BLOCK_0)}
-    for piece in strip.pieces:
-        alone = msgspec.structs.replace(strip, pieces=(piece,))
-        part = msgspec.structs.replace(plan, lanes=(msgspec.structs.replace(lane, strips=(alone,)),))
+    for piece in strip.extents:
+        alone = msgspec.structs.replace(strip, extents=(piece,))
+        part = msgspec.structs.replace(plan, group_reads=(msgspec.structs.replace(lane, patterns=(alone,)),))
         runs = Expander(part).expand(
             local, remote, 1, {strip.local.region: 0}, {lane.rank: {strip.remote.region: 0}}
         )
@@ -83,7 +83,7 @@ def _strip_ranges(plan: Plan, lane: Lane, strip: Strip) -> Iterator[ByteRanges]:
         )
 
 
-class Alike(NamedTuple):
+class LayersInStep(NamedTuple):
     """Layers of one component whose ranges differ only by equal steps."""
 
     first: ByteRanges
@@ -92,19 +92,19 @@ class Alike(NamedTuple):
     prefill_step: int
 
 
-def in_steps(ranges: list[ByteRanges]) -> list[Alike]:
+def group_layers_in_step(ranges: list[ByteRanges]) -> list[LayersInStep]:
     """Return the ranges with layers in equal steps together, in the order in which they come first."""
-    found: dict[tuple[object, ...], list[Alike]] = {}
+    found: dict[tuple[object, ...], list[LayersInStep]] = {}
     for item in ranges:
-        last = found.setdefault(item.shape, [])
-        if last and (longer := _continued(last[-1], item)):
+        last = found.setdefault(item.pattern, [])
+        if last and (longer := _extended(last[-1], item)):
             last[-1] = longer
         else:
-            last.append(Alike(item, (item.layer,), 0, 0))
+            last.append(LayersInStep(item, (item.layer,), 0, 0))
     return [alike for group in found.values() for alike in group]
 
 
-def _continued(alike: Alike, item: ByteRanges) -> Alike | None:
+def _extended(alike: LayersInStep, item: ByteRanges) -> LayersInStep | None:
     """Return the layers with one more, if it follows in step."""
     count = len(alike.layers)
     steps = tuple(item.runs[0][side] - alike.first.runs[0][side] for side in (0, 1))
@@ -113,4 +113,4 @@ def _continued(alike: Alike, item: ByteRanges) -> Alike | None:
     decode_step, prefill_step = (step // count for step in steps)
     if count > 1 and (decode_step, prefill_step) != (alike.decode_step, alike.prefill_step):
         return None
-    return Alike(alike.first, (*alike.layers, item.layer), decode_step, prefill_step)
+    return LayersInStep(alike.first, (*alike.layers, item.layer), decode_step, prefill_step)

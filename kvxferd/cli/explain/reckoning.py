@@ -10,15 +10,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvxferd.cli.explain.descriptions import Engine
-from kvxferd.cli.explain.merging import Lengths, what_merges
+from kvxferd.cli.explain.descriptions import EngineDescription
+from kvxferd.cli.explain.merging import Lengths, describe_runs
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
 from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
-from kvxferd.plan.structs import BlockSide, Lane
+from kvxferd.plan.structs import BlockGeometry, GroupRead
 
-TOKENS = 1000  # of the request that is reckoned with
+REQUEST_TOKENS = 1000  # of the request that is reckoned with
 # Runs are counted over whole blocks of both sides where that is no more than so many tokens, and over
 # fewer than TOKENS where they would be so many: 16 MiB of arrays, a tenth of a second.
 MAX_SAMPLE_TOKENS = 8192
@@ -58,7 +58,7 @@ class RankRead:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankReads:
+class DecodeRankReads:
     """Everything that one decode rank reads."""
 
     rank: Rank
@@ -85,9 +85,9 @@ class RankReads:
 class Explanation:
     """What would happen between two engines: `ranks`, or why not: `refused`."""
 
-    prefill: Engine
-    decode: Engine
-    ranks: tuple[RankReads, ...] = ()
+    prefill: EngineDescription
+    decode: EngineDescription
+    ranks: tuple[DecodeRankReads, ...] = ()
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -96,7 +96,7 @@ class Explanation:
         """Of a request of 1,000 tokens, into all decode ranks."""
         return sum(rank.num_bytes for rank in self.ranks)
 
-    def served(self) -> dict[Rank, int]:
+    def bytes_by_source(self) -> dict[Rank, int]:
         """Return the bytes that each prefill rank gives away, 0 where it is not read."""
         given = dict.fromkeys(sorted(self.prefill.ranks), 0)
         for rank in self.ranks:
@@ -105,10 +105,10 @@ class Explanation:
         return given
 
 
-def explain_pair(prefill: Engine, decode: Engine) -> Explanation:
+def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Explanation:
     """Return what every rank of `decode` would read from `prefill`, or why it cannot."""
     remote = prefill.layouts()
-    ranks: list[RankReads] = []
+    ranks: list[DecodeRankReads] = []
     refused: dict[Refusal, None] = {}  # in order, each once
     for rank in sorted(decode.ranks):
         spec, layout = decode.ranks[rank]
@@ -117,13 +117,15 @@ def explain_pair(prefill: Engine, decode: Engine) -> Explanation:
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
             continue
-        ranks.append(RankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
+        ranks.append(DecodeRankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused))
     return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)))
 
 
-def _refusals(prefill: Engine, decode: Engine, rank: Rank, error: PlanError) -> Iterator[Refusal]:
+def _refusals(
+    prefill: EngineDescription, decode: EngineDescription, rank: Rank, error: PlanError
+) -> Iterator[Refusal]:
     """Yield every difference that one decode rank meets, else what the planner says."""
     spec, layout = decode.ranks[rank]
     differences = find_differences(spec, layout, prefill.spec, prefill.layouts())
@@ -140,18 +142,20 @@ def _refusals(prefill: Engine, decode: Engine, rank: Rank, error: PlanError) -> 
 def _reads(plan: Plan) -> Iterator[RankRead]:
     """Yield a plan's reads, source by source, attention before state."""
     for read in plan_reads(plan):
-        lanes = [lane for lane in plan.lanes if (lane.rank, lane.local.kind) == (read.source, read.kind)]
+        lanes = [
+            lane for lane in plan.group_reads if (lane.rank, lane.local.kind) == (read.source, read.kind)
+        ]
         num_bytes = scattered = in_a_row = 0.0
         sentences: dict[str, None] = {}
         for tokens, alike in _by_tokens(lanes).items():
-            part = msgspec.structs.replace(plan, lanes=tuple(alike))
+            part = msgspec.structs.replace(plan, group_reads=tuple(alike))
             (whole,) = plan_reads(part)
             size = whole.bytes_per_token * tokens + whole.bytes_per_state
             apart, together = _run_lengths(part)
             num_bytes += size
             scattered += size / apart.mean()
             in_a_row += size / together.mean()
-            sentences[what_merges(alike, apart, together)] = None
+            sentences[describe_runs(alike, apart, together)] = None
         yield RankRead(
             read.source,
             read.kind,
@@ -164,12 +168,12 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
         )
 
 
-def _by_tokens(lanes: list[Lane]) -> dict[int, list[Lane]]:
+def _by_tokens(lanes: list[GroupRead]) -> dict[int, list[GroupRead]]:
     """Return lanes by how many of the request's tokens they move: a sliding window only its own."""
-    found: dict[int, list[Lane]] = {}
+    found: dict[int, list[GroupRead]] = {}
     for lane in lanes:
         window = lane.local.sliding_window
-        found.setdefault(TOKENS if window is None else min(TOKENS, window), []).append(lane)
+        found.setdefault(REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window), []).append(lane)
     return found
 
 
@@ -178,36 +182,38 @@ def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
 
     Ids that are apart merge nothing, so a sample of a few blocks tells as much as a whole request.
     """
-    spans = [side.id_tokens for lane in plan.lanes for side in (lane.local, lane.remote) if side.id_tokens]
+    spans = [
+        side.id_tokens for lane in plan.group_reads for side in (lane.local, lane.remote) if side.id_tokens
+    ]
     step = math.lcm(*spans) if spans else 1
     if step > MAX_SAMPLE_TOKENS:
         step = max(spans)
-    apart = _lengths(plan, step, 2)
-    steps = min(-(-TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if spans else 1
-    return apart, _lengths(plan, step * steps, 1)
+    apart = _sample_run_lengths(plan, step, 2)
+    steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if spans else 1
+    return apart, _sample_run_lengths(plan, step * steps, 1)
 
 
-def _lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
+def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     """Return the run lengths of a request whose ids are `stride` apart on both sides."""
-    local = {lane.local.group: _ids(lane.local, tokens, stride) for lane in plan.lanes}
-    remote = {lane.remote.group: _ids(lane.remote, tokens, stride) for lane in plan.lanes}
-    mine = dict.fromkeys((s.local.region for lane in plan.lanes for s in lane.strips), 0)
-    theirs = dict.fromkeys((s.remote.region for lane in plan.lanes for s in lane.strips), 0)
-    bases = {lane.rank: theirs for lane in plan.lanes}
+    local = {lane.local.group: _sample_block_ids(lane.local, tokens, stride) for lane in plan.group_reads}
+    remote = {lane.remote.group: _sample_block_ids(lane.remote, tokens, stride) for lane in plan.group_reads}
+    mine = dict.fromkeys((s.local.region for lane in plan.group_reads for s in lane.patterns), 0)
+    theirs = dict.fromkeys((s.remote.region for lane in plan.group_reads for s in lane.patterns), 0)
+    bases = {lane.rank: theirs for lane in plan.group_reads}
     parts = Expander(plan).parts(local, remote, tokens, mine, bases)
     return np.concatenate([runs.length for part in parts for runs in part.values()])
 
 
-def _ids(side: BlockSide, tokens: int, stride: int) -> PackedBlocks:
+def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBlocks:
     """Return a made-up block list; its ids need not exist, as nothing is read."""
     if side.kind is GroupKind.STATE:
         return PackedBlocks(pack_ids([0]), state_at=tokens)
     return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))
 
 
-def _notes(ranks: list[RankReads]) -> Iterator[str]:
+def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:
     """Yield what is possible and still worth knowing."""
-    lanes = [lane for rank in ranks for lane in rank.plan.lanes]
+    lanes = [lane for rank in ranks for lane in rank.plan.group_reads]
     pairs = {(lane.local.group, lane.local.sliding_window, lane.remote.sliding_window) for lane in lanes}
     for group, mine, theirs in sorted(pairs, key=str):
         if theirs is not None and (mine is None or mine > theirs):

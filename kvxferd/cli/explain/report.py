@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvxferd.cli.explain.ranges import ByteRanges
-from kvxferd.cli.explain.reckoning import Explanation, RankRead, RankReads
+from kvxferd.cli.explain.reckoning import DecodeRankReads, Explanation, RankRead
 
 
-def as_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) -> dict[str, Any]:
+def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) -> dict[str, Any]:
     """Return `ranks`, or `refused`; with `ranges`, those of the one rank asked for as `byte_ranges`."""
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
@@ -21,7 +21,7 @@ def as_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) ->
     return about
 
 
-def _rank(rank: RankReads) -> dict[str, Any]:
+def _rank(rank: DecodeRankReads) -> dict[str, Any]:
     return {
         "decode_rank": list(rank.rank),
         "start_layer": rank.layers[0],

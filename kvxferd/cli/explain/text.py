@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvxferd.cli.explain.ranges import Alike, ByteRanges, in_steps
-from kvxferd.cli.explain.reckoning import Explanation, RankRead, RankReads
-from kvxferd.cli.explain.wording import engine_in_short, load_in_words, ranks_in_short, spans, units_in_short
-from kvxferd.cli.showing import in_bytes, plain
+from kvxferd.cli.explain.ranges import ByteRanges, LayersInStep, group_layers_in_step
+from kvxferd.cli.explain.reckoning import DecodeRankReads, Explanation, RankRead
+from kvxferd.cli.explain.wording import format_engine, format_load, format_numbers, format_ranks, format_units
+from kvxferd.cli.showing import format_bytes, plain_text
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
 
@@ -23,7 +23,7 @@ MAX_RANGES = 48
 def print_explanation(console: Console, explanation: Explanation) -> None:
     """Print everything but byte ranges."""
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
-        console.print(plain(f"{role:8}{engine.label}: {engine_in_short(engine)}"), soft_wrap=True)
+        console.print(plain_text(f"{role:8}{engine.label}: {format_engine(engine)}"), soft_wrap=True)
     console.print()
     if explanation.refused:
         _print_refused(console, explanation)
@@ -32,12 +32,12 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     console.print()
     console.print(_reads_table(explanation))
     console.print()
-    for sentence, count in _merges(explanation).items():
-        console.print(plain(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
+    for sentence, count in _count_run_sentences(explanation).items():
+        console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
     for note in explanation.notes:
-        console.print(plain(f"note: {note}"), soft_wrap=True)
-    told = f"in all {in_bytes(explanation.num_bytes)}; {load_in_words(explanation)}"
-    console.print(plain(told), soft_wrap=True)
+        console.print(plain_text(f"note: {note}"), soft_wrap=True)
+    told = f"in all {format_bytes(explanation.num_bytes)}; {format_load(explanation)}"
+    console.print(plain_text(told), soft_wrap=True)
 
 
 def _print_refused(console: Console, explanation: Explanation) -> None:
@@ -45,7 +45,7 @@ def _print_refused(console: Console, explanation: Explanation) -> None:
     table = Table("field", "prefill", "decode", "why")
     for refusal in explanation.refused:
         cells = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
-        table.add_row(*(plain(cell) for cell in cells))
+        table.add_row(*(plain_text(cell) for cell in cells))
     console.print(table)
 
 
@@ -57,13 +57,13 @@ def _print_matrix(console: Console, explanation: Explanation) -> None:
     names = [str(rank.rank) for rank in explanation.ranks]
     margin = max(map(len, names)) + 1
     width = 2 if margin + 2 * len(prefill) + 14 <= console.width else 1
-    console.print(plain("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:"))
+    console.print(plain_text("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:"))
     for line in _column_heads(prefill, margin, width):
-        console.print(plain(line), soft_wrap=True)
+        console.print(plain_text(line), soft_wrap=True)
     for name, rank, row in zip(names, explanation.ranks, given, strict=True):
         cells = "".join(_shade(row[source], most) * width for source in prefill)
-        console.print(plain(f"{name:{margin}}|{cells}| {in_bytes(rank.num_bytes)}"), soft_wrap=True)
-    console.print(plain(_legend(most, margin)))
+        console.print(plain_text(f"{name:{margin}}|{cells}| {format_bytes(rank.num_bytes)}"), soft_wrap=True)
+    console.print(plain_text(_legend(most, margin)))
 
 
 def _shade(size: float, most: float) -> str:
@@ -74,7 +74,7 @@ def _shade(size: float, most: float) -> str:
 
 
 def _legend(most: int, margin: int) -> str:
-    steps = [f"{SHADES[i]} {in_bytes(most * i / (len(SHADES) - 1))}" for i in range(1, len(SHADES))]
+    steps = [f"{SHADES[i]} {format_bytes(most * i / (len(SHADES) - 1))}" for i in range(1, len(SHADES))]
     return " " * margin + " · not read   " + "   ".join(steps)
 
 
@@ -96,7 +96,7 @@ def _column_heads(prefill: list[Rank], margin: int, width: int) -> Iterator[str]
         )
 
 
-def _bytes_from(rank: RankReads, source: Rank) -> int:
+def _bytes_from(rank: DecodeRankReads, source: Rank) -> int:
     return sum(read.num_bytes for read in rank.reads if read.source == source)
 
 
@@ -112,13 +112,13 @@ def _reads_table(explanation: Explanation) -> Table:
         if several:
             table.add_row(*(Text(cell, style="bold") for cell in _total_row(rank)))
         for read in rank.reads:
-            table.add_row(*(plain(cell) for cell in _read_row("" if several else str(rank.rank), read)))
+            table.add_row(*(plain_text(cell) for cell in _read_row("" if several else str(rank.rank), read)))
     return table
 
 
-def _total_row(rank: RankReads) -> tuple[str, ...]:
+def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
     """Return a decode rank's own row: whom it reads, and how much in all."""
-    attention, state = (ranks_in_short(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
+    attention, state = (format_ranks(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
     if not rank.reads:
         return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0")
     whom = attention if state in ("-", attention) else f"{attention}; state {state}"
@@ -126,11 +126,11 @@ def _total_row(rank: RankReads) -> tuple[str, ...]:
         str(rank.rank),
         whom if attention != "-" else state,
         f"{len(rank.reads)} reads",
-        spans(range(*rank.layers)),
+        format_numbers(range(*rank.layers)),
         "",
-        in_bytes(rank.num_bytes),
+        format_bytes(rank.num_bytes),
         f"{rank.num_runs:,}",
-        in_bytes(rank.num_bytes / rank.num_runs),
+        format_bytes(rank.num_bytes / rank.num_runs),
         f"{sum(read.fewest_runs for read in rank.reads):,}",
     )
 
@@ -140,16 +140,16 @@ def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
         name,
         str(read.source),
         read.kind.value,
-        spans(read.layers),
-        units_in_short(read.units),
-        in_bytes(read.num_bytes),
+        format_numbers(read.layers),
+        format_units(read.units),
+        format_bytes(read.num_bytes),
         f"{read.num_runs:,}",
-        in_bytes(read.mean_run_bytes),
+        format_bytes(read.mean_run_bytes),
         f"{read.fewest_runs:,}",
     )
 
 
-def _merges(explanation: Explanation) -> dict[str, int]:
+def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
     """Return what is said of runs, and of how many reads."""
     found: dict[str, int] = {}
     for rank in explanation.ranks:
@@ -159,7 +159,7 @@ def _merges(explanation: Explanation) -> dict[str, int]:
     return found
 
 
-def print_ranges(console: Console, rank: RankReads, ranges: list[ByteRanges]) -> None:
+def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[ByteRanges]) -> None:
     """Print the byte ranges of block 0 on both sides, layers in equal steps together."""
     console.print()
     table = Table(
@@ -170,24 +170,24 @@ def print_ranges(console: Console, rank: RankReads, ranges: list[ByteRanges]) ->
         table.add_column(head)
     for head in ("runs", "next layer", "next block"):
         table.add_column(head, justify="right")
-    rows = in_steps(ranges)
+    rows = group_layers_in_step(ranges)
     for row in rows[:MAX_RANGES]:
-        table.add_row(*(plain(cell) for cell in _range_row(row)))
+        table.add_row(*(plain_text(cell) for cell in _range_row(row)))
     console.print(table)
-    console.print(plain("steps are bytes at decode / at prefill; --json has every range of every layer"))
+    console.print(plain_text("steps are bytes at decode / at prefill; --json has every range of every layer"))
     if len(rows) > MAX_RANGES:
-        console.print(plain(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
+        console.print(plain_text(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
 
 
-def _range_row(row: Alike) -> tuple[str, ...]:
+def _range_row(row: LayersInStep) -> tuple[str, ...]:
     item = row.first
     local, remote, length = item.runs[0]
     count = len(item.runs)
     return (
         str(item.source),
-        spans(row.layers),
+        format_numbers(row.layers),
         item.component,
-        spans(range(item.units.start, item.units.stop)),
+        format_numbers(range(item.units.start, item.units.stop)),
         f"{item.decode_region} [{local}, {local + length})",
         f"{item.prefill_region} [{remote}, {remote + length})",
         f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvxferd.cli.asking import Daemon, asks_daemon
+from kvxferd.cli.asking import ControlClient, with_control_client
 from kvxferd.cli.showing import console, json_option, print_json
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Rank
 
 if TYPE_CHECKING:
-    from kvxferd.cli.explain.reckoning import Explanation, RankReads
+    from kvxferd.cli.explain.reckoning import DecodeRankReads, Explanation
 
-REFUSED = 1
+EXIT_REFUSED = 1
 
 
 @click.command()
@@ -26,11 +26,11 @@ REFUSED = 1
     "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
 )
 @json_option
-@asks_daemon
+@with_control_client
 @click.pass_context
 def explain(
     ctx: click.Context,
-    daemon: Daemon,
+    daemon: ControlClient,
     prefill: str,
     decode: str,
     rank: str | None,
@@ -44,34 +44,34 @@ def explain(
     daemon only for @ENGINE_ID. Exits with 1 if the two cannot be read from one another.
     """
     # numpy is loaded for this verb alone.
-    from kvxferd.cli.explain.descriptions import read_description
-    from kvxferd.cli.explain.picture import draw
+    from kvxferd.cli.explain.descriptions import parse_engine
+    from kvxferd.cli.explain.picture import draw_svg
     from kvxferd.cli.explain.ranges import byte_ranges
     from kvxferd.cli.explain.reckoning import explain_pair
-    from kvxferd.cli.explain.report import as_json as report
-    from kvxferd.cli.explain.text import print_explanation, print_ranges
+    from kvxferd.cli.explain.report import explanation_json
+    from kvxferd.cli.explain.text import print_byte_ranges, print_explanation
 
-    asked = _rank(rank)
-    engines = [read_description(text, lambda: daemon) for text in (prefill, decode)]
+    asked = _parse_rank(rank)
+    engines = [parse_engine(text, lambda: daemon) for text in (prefill, decode)]
     explanation = explain_pair(*engines)
-    chosen = _chosen(explanation, asked)
+    chosen = _reads_of_rank(explanation, asked)
     ranges = None if chosen is None else byte_ranges(chosen)
     if svg is not None:
         try:
-            svg.write_text(draw(explanation), "utf-8")
+            svg.write_text(draw_svg(explanation), "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
     if as_json:
-        print_json(report(explanation, ranges))
+        print_json(explanation_json(explanation, ranges))
     else:
         out = console()
         print_explanation(out, explanation)
         if chosen is not None and ranges is not None:
-            print_ranges(out, chosen, ranges)
-    ctx.exit(REFUSED if explanation.refused else 0)
+            print_byte_ranges(out, chosen, ranges)
+    ctx.exit(EXIT_REFUSED if explanation.refused else 0)
 
 
-def _rank(text: str | None) -> Rank | None:
+def _parse_rank(text: str | None) -> Rank | None:
     if text is None:
         return None
     try:
@@ -81,7 +81,7 @@ def _rank(text: str | None) -> Rank | None:
     return Rank(pp_rank, tp_rank)
 
 
-def _chosen(explanation: Explanation, rank: Rank | None) -> RankReads | None:
+def _reads_of_rank(explanation: Explanation, rank: Rank | None) -> DecodeRankReads | None:
     """Return the reads of the rank asked for; nothing where all is refused."""
     if rank is None:
         return None

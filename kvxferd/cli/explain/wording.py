@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvxferd.cli.explain.descriptions import Engine
+from kvxferd.cli.explain.descriptions import EngineDescription
 from kvxferd.cli.explain.reckoning import Explanation
-from kvxferd.cli.showing import in_bytes
+from kvxferd.cli.showing import format_bytes
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
 
 
-def spans(numbers: Iterable[int]) -> str:
+def format_numbers(numbers: Iterable[int]) -> str:
     """Return whole numbers as ranges, both ends included: ``0-3, 7``. Many ranges end in their count."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
@@ -29,50 +29,50 @@ def spans(numbers: Iterable[int]) -> str:
     return f"{sum(b - a + 1 for a, b in ranges)} of {ranges[0][0]}-{ranges[-1][1]}"
 
 
-def layers_in_short(layers: Iterable[int]) -> str:
+def format_layers(layers: Iterable[int]) -> str:
     """Return layers for a small place: ``L0-39``, ``24 of L0-50``."""
-    text = spans(layers)
+    text = format_numbers(layers)
     count, of, rest = text.partition(" of ")
     return f"{count}{of}L{rest}" if of else f"L{text}"
 
 
-def ranks_in_short(ranks: Sequence[Rank]) -> str:
+def format_ranks(ranks: Sequence[Rank]) -> str:
     """Return ranks stage by stage: ``pp0.tp0-3, pp1.tp0-3``."""
     stages: dict[int, list[int]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp_rank, []).append(rank.tp_rank)
-    texts = {pp: spans(tps).replace(", ...,", "..").replace(", ", "+") for pp, tps in stages.items()}
+    texts = {pp: format_numbers(tps).replace(", ...,", "..").replace(", ", "+") for pp, tps in stages.items()}
     return ", ".join(f"pp{pp}.tp{text}" for pp, text in texts.items()) or "-"
 
 
-def units_in_short(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
+def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
     """Return components with equal units together: ``k v heads 0-3``."""
     together: dict[str, list[str]] = {}
     for name, held in units.items():
-        together.setdefault(_held(held), []).append(name)
-    return "; ".join(f"{_word(names)} {held}".strip() for held, names in together.items())
+        together.setdefault(_format_held(held), []).append(name)
+    return "; ".join(f"{_component_label(names)} {held}".strip() for held, names in together.items())
 
 
-def heads_in_short(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
+def format_heads(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
     """Return the heads read (h), or state heads (s); "latent" where there is nothing to divide."""
     for name, mark in (("k", "h"), ("v", "h"), ("kv", "h"), ("ssm", "s")):
         if name in units:
-            return mark + _held(units[name])
+            return mark + _format_held(units[name])
     return "latent" if "latent" in units else next(iter(units), "")
 
 
-def _held(ranges: tuple[UnitRange, ...]) -> str:
-    return spans(unit for held in ranges for unit in range(held.start, held.stop))
+def _format_held(ranges: tuple[UnitRange, ...]) -> str:
+    return format_numbers(unit for held in ranges for unit in range(held.start, held.stop))
 
 
-def _word(names: list[str]) -> str:
+def _component_label(names: list[str]) -> str:
     heads = set(names) <= {"k", "v", "kv"}
     if heads:
         return f"{' '.join(names)} heads"
     return " ".join(names)
 
 
-def engine_in_short(engine: Engine) -> str:
+def format_engine(engine: EngineDescription) -> str:
     """Return one line on an engine: sizes, layers, blocks and bytes."""
     spec = engine.spec
     groups = engine.ranks[min(engine.ranks)][1].groups
@@ -96,12 +96,12 @@ def engine_in_short(engine: Engine) -> str:
     return ", ".join(parts)
 
 
-def load_in_words(explanation: Explanation) -> str:
+def format_load(explanation: Explanation) -> str:
     """Return which prefill rank gives most, and which give nothing."""
-    served = explanation.served()
+    served = explanation.bytes_by_source()
     idle = [rank for rank, given in served.items() if not given]
     busiest = max(served, key=lambda rank: served[rank])
-    told = f"the busiest prefill rank is {busiest} with {in_bytes(served[busiest])}"
+    told = f"the busiest prefill rank is {busiest} with {format_bytes(served[busiest])}"
     if len(set(served.values())) == 1:
-        told = f"every prefill rank gives {in_bytes(served[busiest])}"
-    return told + (f"; not read at all: {ranks_in_short(idle)}" if idle else "")
+        told = f"every prefill rank gives {format_bytes(served[busiest])}"
+    return told + (f"; not read at all: {format_ranks(idle)}" if idle else "")

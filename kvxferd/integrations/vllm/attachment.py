@@ -10,27 +10,27 @@ from kvxferd import client
 from kvxferd.client import Publisher
 from kvxferd.errors import KvxferdError
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.orders import Enrolled
+from kvxferd.integrations.vllm.orders import RegisteredEngine
 
 
-def attach(options: Options, told: Enrolled) -> Publisher:
+def open_publisher(options: Options, engine: RegisteredEngine) -> Publisher:
     """Return the publisher of an engine whose ranks are registered. Blocks. Raises KvxferdError."""
     deadline = time.monotonic() + options.connect_timeout_s
-    connection = reach(options, f"vllm {told.engine_id} scheduler", deadline)
+    connection = connect_to_daemon(options, f"vllm {engine.engine_id} scheduler", deadline)
     try:
-        return connection.attach(told.engine_id, told.generation)
+        return connection.attach(engine.engine_id, engine.generation)
     except BaseException:
         connection.close()
         raise
 
 
-def attach_beside(options: Options, told: Enrolled) -> Future[Publisher]:
+def open_publisher_in_thread(options: Options, engine: RegisteredEngine) -> Future[Publisher]:
     """The same beside an engine that runs already, and must neither wait nor end for it."""
     arriving: Future[Publisher] = Future()
 
     def work() -> None:
         try:
-            arriving.set_result(attach(options, told))
+            arriving.set_result(open_publisher(options, engine))
         except Exception as error:
             arriving.set_exception(error)
 
@@ -39,7 +39,7 @@ def attach_beside(options: Options, told: Enrolled) -> Future[Publisher]:
     return arriving
 
 
-def reach(options: Options, name: str, deadline: float) -> client.Client:
+def connect_to_daemon(options: Options, name: str, deadline: float) -> client.Client:
     """Return a connection to the node's daemon. Raises KvxferdError saying what to start."""
     try:
         return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)

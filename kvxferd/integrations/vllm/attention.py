@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvxferd.ids import GroupName
-from kvxferd.integrations.vllm.cpu_attention import HalfPacking, pack_keys, pack_values
+from kvxferd.integrations.vllm.cpu_attention import HalfPacking, key_packing, value_packing
 from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts
-from kvxferd.integrations.vllm.names import Place
-from kvxferd.integrations.vllm.refusal import refused
-from kvxferd.integrations.vllm.views import View
+from kvxferd.integrations.vllm.names import LayerKey
+from kvxferd.integrations.vllm.refusal import layer_error
+from kvxferd.integrations.vllm.views import TensorView
 from kvxferd.layout import CacheTensor, UnitRange
 
 # Backends that keep one token's key and then its value in the content of a head (`split(head_size, -1)`
 # in each one's forward). Others of the same name()s rearrange the block, so class names count.
-_KEY_THEN_VALUE = frozenset(
+_KEY_THEN_VALUE_BACKENDS = frozenset(
     {
         "FlashAttentionBackend",
         "FlashAttentionDiffKVBackend",
@@ -31,9 +31,9 @@ _KEY_THEN_VALUE = frozenset(
         "TritonAttentionDiffKVBackend",
     }
 )
-_CPU = "CPUAttentionBackend"
+_CPU_BACKEND = "CPUAttentionBackend"
 # Backends of latents, all of which store a token's latent as one row.
-_LATENT = frozenset(
+_MLA_BACKENDS = frozenset(
     {
         "AMXMLABackend",
         "CPUMLABackend",
@@ -51,12 +51,12 @@ _LATENT = frozenset(
         "TritonMLABackend",
     }
 )
-_INDEXER = "DeepseekV32IndexerBackend"
+_INDEXER_BACKEND = "DeepseekV32IndexerBackend"
 _INDEXER_SCALE_BYTES = 4  # one float32 for each 128 bytes of key
 _INDEXER_KEY_BYTES = 128
 
 
-class _Grid(NamedTuple):
+class _KvStrides(NamedTuple):
     """Byte strides of a cache's axes, and where keys and values begin."""
 
     block: int
@@ -67,27 +67,32 @@ class _Grid(NamedTuple):
 
 
 def attention_tensors(
-    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName, heads: UnitRange
+    layer: LayerFacts,
+    cache: AttentionFacts,
+    key: LayerKey,
+    view: TensorView,
+    group: GroupName,
+    heads: UnitRange,
 ) -> list[CacheTensor]:
     """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood.
 
     The view has passed `check_shape`.
     """
     if cache.is_indexer:
-        return _indexer(layer, cache, place, view, group)
+        return _indexer_tensors(layer, cache, key, view, group)
     if cache.head_size_v == 0:
-        return _latent(layer, cache, place, view, group)
-    if layer.backend == _CPU:
-        return _halves(layer, cache, place, view, group, heads)
-    if layer.backend not in _KEY_THEN_VALUE:
-        raise refused(
+        return _latent_tensors(layer, cache, key, view, group)
+    if layer.backend == _CPU_BACKEND:
+        return _cpu_tensors(layer, cache, key, view, group, heads)
+    if layer.backend not in _KEY_THEN_VALUE_BACKENDS:
+        raise layer_error(
             layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
         )
-    grid = _grid(layer, cache, view)
+    grid = _kv_strides(layer, cache, view)
     return [
         CacheTensor(
-            layer=place.layer,
-            component=place.component(name),
+            layer=key.layer,
+            component=key.component(name),
             group=group,
             region=view.region,
             offset=view.offset + offset,
@@ -107,7 +112,7 @@ def attention_tensors(
     ]
 
 
-def check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
+def check_shape(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> None:
     """Check that a tensor has the axes, heads and content that its spec tells of. Raises LayoutError."""
     content = (cache.head_size + cache.head_size_v) * cache.itemsize
     if len(view.shape) == 4:
@@ -117,53 +122,53 @@ def check_shape(layer: LayerFacts, cache: AttentionFacts, view: View) -> None:
         found = (view.shape[3], view.content_bytes)
         wanted = (cache.num_heads, content // 2)
     else:
-        raise refused(layer.name, f"a tensor of shape {view.shape} is none that is known here")
-    if found != wanted or not view.is_dense_inside:
-        raise refused(
+        raise layer_error(layer.name, f"a tensor of shape {view.shape} is none that is known here")
+    if found != wanted or not view.is_last_axis_contiguous:
+        raise layer_error(
             layer.name,
             f"its tensor of shape {view.shape} has {found[0]} heads of {found[1]} bytes, its spec "
             f"{wanted[0]} of {wanted[1]}",
         )
 
 
-def tokens_of(view: View) -> int:
+def kernel_block_tokens(view: TensorView) -> int:
     """Return the tokens of one kernel block of a tensor that has passed `check_shape`."""
     return view.shape[2]
 
 
-def num_kernel_blocks(view: View) -> int:
+def num_kernel_blocks(view: TensorView) -> int:
     """Return how many kernel blocks a tensor has that has passed `check_shape`."""
     if len(view.shape) == 5 and view.shape[0] == 2:
         return view.shape[1]
     return view.shape[0]
 
 
-def _grid(layer: LayerFacts, cache: AttentionFacts, view: View) -> _Grid:
+def _kv_strides(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> _KvStrides:
     """Return the strides of a cache whose tokens' content lies by itself."""
     if len(view.shape) == 4:
         block, head, token, _ = view.strides
-        return _Grid(block, head, token, 0, cache.head_size * cache.itemsize)
+        return _KvStrides(block, head, token, 0, cache.head_size * cache.itemsize)
     if view.shape[0] == view.shape[1] == 2:
-        raise refused(layer.name, f"of a tensor of shape {view.shape} two axes may be keys and values")
+        raise layer_error(layer.name, f"of a tensor of shape {view.shape} two axes may be keys and values")
     if view.shape[0] == 2:
         split, block, token, head, _ = view.strides
     else:
         block, split, token, head, _ = view.strides
-    return _Grid(block, head, token, 0, split)
+    return _KvStrides(block, head, token, 0, split)
 
 
-def _latent(
-    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName
+def _latent_tensors(
+    layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: GroupName
 ) -> list[CacheTensor]:
     """A latent: one row a token, the same on every rank."""
-    if layer.backend not in _LATENT or len(view.shape) != 4:
-        raise refused(
+    if layer.backend not in _MLA_BACKENDS or len(view.shape) != 4:
+        raise layer_error(
             layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
         )
     return [
         CacheTensor(
-            layer=place.layer,
-            component=place.component("latent"),
+            layer=key.layer,
+            component=key.component("latent"),
             group=group,
             region=view.region,
             offset=view.offset,
@@ -179,22 +184,22 @@ def _latent(
     ]
 
 
-def _indexer(
-    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName
+def _indexer_tensors(
+    layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: GroupName
 ) -> list[CacheTensor]:
     """The keys of sparse attention's indexer: in each block all keys, then all scales."""
     row = _INDEXER_KEY_BYTES + _INDEXER_SCALE_BYTES
     is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
-    if layer.backend != _INDEXER or not is_dense or view.content_bytes != row:
-        raise refused(
+    if layer.backend != _INDEXER_BACKEND or not is_dense or view.content_bytes != row:
+        raise layer_error(
             layer.name,
             f"an indexer's keys in {layer.backend}, {view.content_bytes} bytes a token, are not known here",
         )
-    keys = tokens_of(view) * _INDEXER_KEY_BYTES
+    keys = kernel_block_tokens(view) * _INDEXER_KEY_BYTES
     return [
         CacheTensor(
-            layer=place.layer,
-            component=place.component(name),
+            layer=key.layer,
+            component=key.component(name),
             group=group,
             region=view.region,
             offset=view.offset + offset,
@@ -213,39 +218,46 @@ def _indexer(
     ]
 
 
-def _halves(
-    layer: LayerFacts, cache: AttentionFacts, place: Place, view: View, group: GroupName, heads: UnitRange
+def _cpu_tensors(
+    layer: LayerFacts,
+    cache: AttentionFacts,
+    key: LayerKey,
+    view: TensorView,
+    group: GroupName,
+    heads: UnitRange,
 ) -> list[CacheTensor]:
     """CPU attention: in a head's page of a block first all keys, then all values, each packed in its way."""
-    tokens = tokens_of(view)
+    tokens = kernel_block_tokens(view)
     is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
     if not is_dense or cache.head_size != cache.head_size_v:
-        raise refused(
+        raise layer_error(
             layer.name,
             f"CPU attention has a head's block in one piece, keys and values alike, and its tensor has "
             f"shape {view.shape} and strides of {view.strides} bytes",
         )
     if not layer.isa:
-        raise refused(layer.name, "the instruction set for which CPU attention packs its blocks is not known")
+        raise layer_error(
+            layer.name, "the instruction set for which CPU attention packs its blocks is not known"
+        )
     half = tokens * cache.head_size * cache.itemsize
     try:
         packings = (
-            ("k", 0, pack_keys(layer.isa, tokens, cache.head_size, cache.itemsize)),
-            ("v", half, pack_values(layer.isa, tokens, cache.head_size, cache.itemsize)),
+            ("k", 0, key_packing(layer.isa, tokens, cache.head_size, cache.itemsize)),
+            ("v", half, value_packing(layer.isa, tokens, cache.head_size, cache.itemsize)),
         )
     except ValueError as error:
-        raise refused(layer.name, str(error)) from error
+        raise layer_error(layer.name, str(error)) from error
     return [
-        _half(cache, place.layer, place.component(name), view, group, heads, offset, packing)
+        _cpu_tensor(cache, key.layer, key.component(name), view, group, heads, offset, packing)
         for name, offset, packing in packings
     ]
 
 
-def _half(
+def _cpu_tensor(
     cache: AttentionFacts,
     layer: int,
     component: str,
-    view: View,
+    view: TensorView,
     group: GroupName,
     heads: UnitRange,
     offset: int,

@@ -9,15 +9,15 @@ from kvxferd.integrations.vllm import reading
 from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.groups import CacheGroups
 
-__all__ = ["CacheStorage", "DerivedCaches", "derive"]
+__all__ = ["CacheStorage", "DerivedCaches", "derive_layout"]
 
 
-def derive(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
+def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
     """Return the layout of this rank and the memory behind it, in a worker of vLLM.
 
     Raises LayoutError, naming the layer or group and why, for what is not understood.
     """
-    tp_rank, pp_rank, stage = reading.here(vllm_config)
+    tp_rank, pp_rank, stage = reading.read_position(vllm_config)
     layers = reading.read_layers(
         kv_cache_config,
         vllm_config,
@@ -25,4 +25,4 @@ def derive(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any)
         fp8_dtype=reading.platform_fp8_dtype(),
     )
     worker = reading.read_worker(vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage)
-    return derive_layout(kv_caches, layers, CacheGroups.of(vllm_config, kv_cache_config), worker)
+    return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)

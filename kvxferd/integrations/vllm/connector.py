@@ -24,16 +24,16 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.attachment import attach, attach_beside
-from kvxferd.integrations.vllm.caches import derive
-from kvxferd.integrations.vllm.enrolment import enrol
+from kvxferd.integrations.vllm.attachment import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.caches import derive_caches
+from kvxferd.integrations.vllm.enrolment import register_caches
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.orders import Enrolled, Orders
-from kvxferd.integrations.vllm.scheduler import SchedulerSide
-from kvxferd.integrations.vllm.sharing import share
-from kvxferd.integrations.vllm.worker import Results, WorkerSide
+from kvxferd.integrations.vllm.orders import RegisteredEngine, StepMetadata
+from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.sharing import share_memory
+from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")
 
@@ -42,21 +42,21 @@ _LOG = init_logger("vllm.kvxferd")
 class KvxferdMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's orders, from the scheduler to the workers."""
 
-    orders: Orders
+    step: StepMetadata
 
 
 @dataclass
 class KvxferdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker is, said once at start."""
 
-    enrolled: Enrolled
+    engine: RegisteredEngine
 
 
 @dataclass
 class KvxferdWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The same, said with the first step: inside MultiConnector the handshake may be another child's."""
 
-    enrolled: Enrolled
+    engine: RegisteredEngine
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """All ranks say the same."""
@@ -71,14 +71,14 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
-        self._groups = CacheGroups.of(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._told: Enrolled | None = None
-        self._has_told = False
-        self._ended = Results()
+        self._groups = CacheGroups.from_vllm(vllm_config, kv_cache_config)
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
+        self._registered_engine: RegisteredEngine | None = None
+        self._has_reported_engine = False
+        self._step_results = Results()
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
+            self._scheduler = ConnectorScheduler(
                 self._groups,
                 self._options.num_readers,
                 self._options.lease_s,
@@ -89,33 +89,35 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this rank's caches with the daemon. Blocks, at engine start."""
-        derived = derive(kv_caches, self._kv_cache_config, self._vllm_config)
+        derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config)
         devices = {storage.device for storage in derived.storages}
-        sleep.check(self._vllm_config.model_config, devices, KVConnectorBase_V1)
-        shared = share(derived, adopt=self._options.adopt_cpu_memory)
+        sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
+        shared = share_memory(derived, adopt=self._options.adopt_cpu_memory)
         for line in shared.report:
             _LOG.info("%s", line)
-        self._worker, self._told = enrol(self._vllm_config, derived, shared, self._options)
-        sleep.watch(self._worker, shared.renewed)
+        self._worker, self._registered_engine = register_caches(
+            self._vllm_config, derived, shared, self._options
+        )
+        sleep.add_worker(self._worker, shared.export_again)
 
     def unregister_kv_caches(self) -> None:
         """Return once no other process maps this rank's caches. vLLM 0.33 asks for it before it sleeps."""
-        sleep.fall_asleep()
+        sleep.suspend_workers()
 
     def restore_kv_caches(self) -> None:
         """Register them again. vLLM 0.33 asks for it after it woke."""
-        sleep.wake_up(None)
+        sleep.resume_workers(None)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's side must know of the engine."""
-        return None if self._told is None else KvxferdHandshake(self._told)
+        return None if self._registered_engine is None else KvxferdHandshake(self._registered_engine)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carry out a step's orders, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KvxferdMetadata)
-        if self._worker is not None and self._told is not None:
-            self._worker.carry_out(connector_metadata.orders, says_ready=self._told.needs_ready)
+        if self._worker is not None and self._registered_engine is not None:
+            self._worker.start_step(connector_metadata.step, needs_ready=self._registered_engine.needs_ready)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads began when the metadata was bound."""
@@ -131,11 +133,11 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return what ended since the last step, the failed among the received."""
-        self._ended = self._worker.take_results() if self._worker is not None else Results()
+        self._step_results = self._worker.collect_results() if self._worker is not None else Results()
         return KVConnectorTransferResults(
-            finished_sending=self._ended.sent,
-            finished_recving=self._ended.received,
-            failed_recving=self._ended.failed,
+            finished_sending=self._step_results.sent,
+            finished_recving=self._step_results.received,
+            failed_recving=self._step_results.failed,
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -145,14 +147,14 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of failed pulls where a block id alone names a block."""
-        return self._ended.bad_blocks
+        return self._step_results.failed_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Say once more what this engine is."""
-        if self._has_told or self._told is None:
+        if self._has_reported_engine or self._registered_engine is None:
             return None
-        self._has_told = True
-        return KvxferdWorkerMetadata(self._told)
+        self._has_reported_engine = True
+        return KvxferdWorkerMetadata(self._registered_engine)
 
     # --- scheduler
 
@@ -160,12 +162,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take what every worker, of every pipeline stage, has said. Raises ValueError."""
-        enrolled = {said.enrolled for said in metadata.values() if isinstance(said, KvxferdHandshake)}
+        enrolled = {said.engine for said in metadata.values() if isinstance(said, KvxferdHandshake)}
         if len(enrolled) > 1:
             raise ValueError(f"the workers of one engine are of several: {sorted(map(str, enrolled))}")
-        for told in enrolled if self._waits_for_publisher else ():
+        for told in enrolled if self._needs_publisher else ():
             assert self._scheduler is not None
-            self._scheduler.attach(attach(self._options, told), told.needs_ready)
+            self._scheduler.attach(open_publisher(self._options, told), told.needs_ready)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The same where nobody says pipeline ranks."""
@@ -199,15 +201,15 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
         assert self._scheduler is not None
-        return KvxferdMetadata(self._scheduler.take_orders())
+        return KvxferdMetadata(self._scheduler.build_step_metadata())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of what ended on all workers."""
         assert self._scheduler is not None
         said = connector_output.kv_connector_worker_meta
-        if isinstance(said, KvxferdWorkerMetadata) and self._waits_for_publisher:
-            arriving = attach_beside(self._options, said.enrolled)
-            self._scheduler.attach_when(arriving, said.enrolled.needs_ready)
+        if isinstance(said, KvxferdWorkerMetadata) and self._needs_publisher:
+            arriving = open_publisher_in_thread(self._options, said.engine)
+            self._scheduler.attach_later(arriving, said.engine.needs_ready)
         self._scheduler.pulls_ended(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -226,7 +228,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KvxferdStats | None:
         """Return what was counted since the last look."""
         side = self._worker or self._scheduler
-        counted = None if side is None else side.tally.take()
+        counted = None if side is None else side.stats.collect()
         return None if counted is None else KvxferdStats(counted)
 
     @classmethod
@@ -249,12 +251,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End the sessions: what is published is released, pulls fail."""
         if self._worker is not None:
             self._worker.close()
-            sleep.forget(self._worker)
+            sleep.remove_worker(self._worker)
         if self._scheduler is not None:
             self._scheduler.close()
 
     @property
-    def _waits_for_publisher(self) -> bool:
+    def _needs_publisher(self) -> bool:
         assert self._scheduler is not None
         return self._kv_transfer_config.is_kv_producer and not self._scheduler.is_attached
 

@@ -35,7 +35,7 @@ class HalfPacking(NamedTuple):
     encoding: str
 
 
-def pack_keys(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def key_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
     """Return how the keys of one head lie. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
         return HalfPacking(1, itemsize, itemsize, head_size, block_tokens * itemsize, "")
@@ -43,10 +43,10 @@ def pack_keys(isa: str, block_tokens: int, head_size: int, itemsize: int) -> Hal
         _require_multiple(block_tokens, _AMX_GROUP_TOKENS, "block of", "tokens")
         group = _AMX_GROUP_TOKENS * head_size * itemsize
         return HalfPacking(_AMX_GROUP_TOKENS, group, group, 1, 0, "cpu-attn.amx")
-    return _opaque(isa, block_tokens, head_size, itemsize)
+    return _opaque_packing(isa, block_tokens, head_size, itemsize)
 
 
-def pack_values(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def value_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
     """Return how the values of one head lie. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
         return HalfPacking(1, head_size * itemsize, head_size * itemsize, 1, 0, "")
@@ -57,10 +57,10 @@ def pack_values(isa: str, block_tokens: int, head_size: int, itemsize: int) -> H
         tiles = head_size // _AMX_TILE_ELEMENTS
         stride = block_tokens // _AMX_PAIR * pair
         return HalfPacking(_AMX_PAIR, pair, pair, tiles, stride, "cpu-attn.amx")
-    return _opaque(isa, block_tokens, head_size, itemsize)
+    return _opaque_packing(isa, block_tokens, head_size, itemsize)
 
 
-def _opaque(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def _opaque_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
     half = block_tokens * head_size * itemsize
     return HalfPacking(block_tokens, half, half, 1, 0, f"cpu-attn.{isa}")
 

@@ -11,16 +11,16 @@ from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.attention import (
     attention_tensors,
     check_shape,
+    kernel_block_tokens,
     num_kernel_blocks,
-    tokens_of,
 )
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.names import is_draft, place_of
-from kvxferd.integrations.vllm.refusal import refused
+from kvxferd.integrations.vllm.names import is_draft, layer_key_of
+from kvxferd.integrations.vllm.refusal import layer_error
 from kvxferd.integrations.vllm.states import state_tensors
-from kvxferd.integrations.vllm.units import held_units
-from kvxferd.integrations.vllm.views import View, look
+from kvxferd.integrations.vllm.units import unit_range_of_rank
+from kvxferd.integrations.vllm.views import TensorView, tensor_view
 from kvxferd.layout import (
     CacheTensor,
     Group,
@@ -96,16 +96,16 @@ class _Derivation:
         self._storages: dict[int, CacheStorage] = {}
         self._per_id: dict[int, int] = {}  # kernel blocks in an id, by group
         self._tensors: list[CacheTensor] = []
-        self._blocks: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
+        self._tensors_by_group: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
         described = {layer.name for layer in layers}
         for layer in layers:
             if layer.name not in kv_caches:
-                raise refused(layer.name, "vLLM registered no tensor for it")
-            self._add(layer, _as_tuple(kv_caches[layer.name]))
+                raise layer_error(layer.name, "vLLM registered no tensor for it")
+            self._add_layer(layer, _as_tuple(kv_caches[layer.name]))
         owned = {_identity(t) for name in described for t in _as_tuple(kv_caches[name])}
         for name in kv_caches.keys() - described:
             if any(_identity(tensor) not in owned for tensor in _as_tuple(kv_caches[name])):
-                raise refused(name, "no cache group has it, and its tensor is no other layer's")
+                raise layer_error(name, "no cache group has it, and its tensor is no other layer's")
 
     def result(self) -> DerivedCaches:
         """Return what was derived."""
@@ -113,37 +113,37 @@ class _Derivation:
         layout = RankLayout(
             start_layer=stage.start,
             end_layer=stage.stop,
-            groups=tuple(self._group(index) for index in self._groups),
+            groups=tuple(self._layout_group(index) for index in self._groups),
             tensors=tuple(sorted(self._tensors, key=lambda t: (t.layer, t.component))),
             regions=tuple(RegionSpec(s.region, s.size_bytes) for s in self._storages.values()),
         )
-        blocks = {name: tuple(tensors) for name, tensors in self._blocks.items()}
+        blocks = {name: tuple(tensors) for name, tensors in self._tensors_by_group.items()}
         return DerivedCaches(layout, tuple(self._storages.values()), blocks)
 
-    def _add(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _add_layer(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
         """Describe one layer's cache."""
         group, name = self._groups[layer.group], self._names[layer.group]
-        place = place_of(layer.name, self._worker)
-        views = tuple(self._look(tensor) for tensor in tensors)
+        place = layer_key_of(layer.name, self._worker)
+        views = tuple(self._view_of(tensor) for tensor in tensors)
         if isinstance(layer.cache, AttentionFacts):
             if group.kind is CacheKind.STATE or len(views) != 1:
-                raise refused(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
+                raise layer_error(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
             check_shape(layer, layer.cache, views[0])
             self._check_blocks(layer, group, views[0])
-            heads = self._heads(layer, layer.cache, place.layer)
+            heads = self._held_heads(layer, layer.cache, place.layer)
             self._tensors += attention_tensors(layer, layer.cache, place, views[0], name, heads)
         else:
             if group.kind is not CacheKind.STATE:
-                raise refused(layer.name, f"a state in a group of kind {group.kind}")
+                raise layer_error(layer.name, f"a state in a group of kind {group.kind}")
             if any(view.shape[0] != self._worker.num_blocks for view in views):
-                raise refused(
+                raise layer_error(
                     layer.name,
                     f"its tensor has {views[0].shape[0]} blocks, its group {self._worker.num_blocks}",
                 )
             self._tensors += state_tensors(layer, layer.cache, place, views, name, self._worker)
-        self._blocks[name].extend(tensors)
+        self._tensors_by_group[name].extend(tensors)
 
-    def _look(self, tensor: torch.Tensor) -> View:
+    def _view_of(self, tensor: torch.Tensor) -> TensorView:
         """Return a tensor's view; notes its storage."""
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -155,25 +155,26 @@ class _Derivation:
                 region, address, -(-end // page) * page - address, tensor.device.type, storage
             )
         found = self._storages[start]
-        return look(tensor, found.region, found.address)
+        return tensor_view(tensor, found.region, found.address)
 
-    def _check_blocks(self, layer: LayerFacts, group: CacheGroup, view: View) -> None:
+    def _check_blocks(self, layer: LayerFacts, group: CacheGroup, view: TensorView) -> None:
         """Check that kernel blocks are whole parts of ids, the same in all layers of the group."""
         ratio, rest = divmod(num_kernel_blocks(view), max(1, self._worker.num_blocks))
-        if rest or ratio < 1 or tokens_of(view) * ratio != group.block_tokens:
-            raise refused(
+        if rest or ratio < 1 or kernel_block_tokens(view) * ratio != group.block_tokens:
+            raise layer_error(
                 layer.name,
-                f"its tensor has {num_kernel_blocks(view)} blocks of {tokens_of(view)} tokens, its group "
+                f"its tensor has {num_kernel_blocks(view)} blocks of {kernel_block_tokens(view)} tokens, "
+                "its group "
                 f"{self._worker.num_blocks} of {group.block_tokens}",
             )
         if self._per_id.setdefault(group.index, ratio) != ratio:
-            raise refused(
+            raise layer_error(
                 layer.name,
                 f"its blocks are split into {ratio}, those of other layers of its group into "
                 f"{self._per_id[group.index]}",
             )
 
-    def _heads(self, layer: LayerFacts, cache: AttentionFacts, number: int) -> UnitRange:
+    def _held_heads(self, layer: LayerFacts, cache: AttentionFacts, number: int) -> UnitRange:
         """Return which of the layer's KV heads this rank holds."""
         worker = self._worker
         total = worker.num_draft_kv_heads if is_draft(number, worker) else worker.num_kv_heads
@@ -183,11 +184,11 @@ class _Derivation:
             # A layer with heads of a number of its own: divided all the same, as more than one is left.
             total = cache.num_heads * worker.tp_size
         try:
-            return held_units(cache.num_heads, total, worker.tp_size, worker.tp_rank)
+            return unit_range_of_rank(cache.num_heads, total, worker.tp_size, worker.tp_rank)
         except ValueError as error:
-            raise refused(layer.name, f"its KV heads: {error}") from error
+            raise layer_error(layer.name, f"its KV heads: {error}") from error
 
-    def _group(self, index: int) -> Group:
+    def _layout_group(self, index: int) -> Group:
         """Return a group of the layout. Every stage has every group, as block lists are the engine's."""
         group = self._groups[index]
         if group.kind is CacheKind.STATE:

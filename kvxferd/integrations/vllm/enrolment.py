@@ -9,34 +9,36 @@ from typing import Any, NamedTuple
 from kvxferd import client
 from kvxferd.client.ordering import Completion
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm.agreement import agree
-from kvxferd.integrations.vllm.attachment import reach
+from kvxferd.integrations.vllm.agreement import agree_on_generation
+from kvxferd.integrations.vllm.attachment import connect_to_daemon
 from kvxferd.integrations.vllm.caches import DerivedCaches
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.options import Options, home_of
-from kvxferd.integrations.vllm.orders import Enrolled
+from kvxferd.integrations.vllm.orders import RegisteredEngine
 from kvxferd.integrations.vllm.reading import draft_model
-from kvxferd.integrations.vllm.sharing import Shared, register
-from kvxferd.integrations.vllm.worker import WorkerSide
+from kvxferd.integrations.vllm.sharing import SharedCaches, register_rank
+from kvxferd.integrations.vllm.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
 
 
-class Enrolment(NamedTuple):
+class Registration(NamedTuple):
     """A registered rank, and what the scheduler's side is told of it."""
 
-    side: WorkerSide
-    told: Enrolled
+    worker: ConnectorWorker
+    engine: RegisteredEngine
 
 
-def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Options) -> Enrolment:
+def register_caches(
+    vllm_config: Any, derived: DerivedCaches, shared: SharedCaches, options: Options
+) -> Registration:
     """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
 
     Every worker of the engine has to come here: they settle the generation together.
     """
     # vLLM hands out a step's tokens while the draft of that step still writes its own layers.
     is_ahead = draft_model(vllm_config) is not None and any(s.device != "cpu" for s in derived.storages)
-    generation, needs_ready = agree(shared.mirror is not None or is_ahead)
+    generation, needs_ready = agree_on_generation(shared.bounce_buffers is not None or is_ahead)
     spec = engine_spec(
         vllm_config,
         generation=generation,
@@ -45,7 +47,7 @@ def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Opt
         publish_implies_ready=not needs_ready,
     )
     began = time.monotonic()
-    rank = _register(options, spec, derived, shared, began + options.connect_timeout_s)
+    rank = _register_with_retries(options, spec, derived, shared, began + options.connect_timeout_s)
     _LOG.info(
         "rank (%d, %d) of %s@%s is registered at %s: %d layers, %.1f MiB, %.3f s",
         spec.pp_rank,
@@ -57,17 +59,17 @@ def enrol(vllm_config: Any, derived: DerivedCaches, shared: Shared, options: Opt
         sum(region.size_bytes for region in derived.layout.regions) / 2**20,
         time.monotonic() - began,
     )
-    side = WorkerSide(
+    side = ConnectorWorker(
         rank,
         options.pull_deadline_s,
-        speaks_for_engine=(spec.pp_rank, spec.tp_rank) == (0, 0),
-        mirror=shared.mirror,
-        launched=_recorded if is_ahead else None,
+        is_lead_rank=(spec.pp_rank, spec.tp_rank) == (0, 0),
+        bounce_buffers=shared.bounce_buffers,
+        record_launched=_record_event if is_ahead else None,
     )
-    return Enrolment(side, Enrolled(str(spec.engine_id), generation, needs_ready))
+    return Registration(side, RegisteredEngine(str(spec.engine_id), generation, needs_ready))
 
 
-def _recorded() -> Completion:
+def _record_event() -> Completion:
     """Return an event behind all that this thread has launched on its stream."""
     import torch
 
@@ -76,15 +78,15 @@ def _recorded() -> Completion:
     return event
 
 
-def _register(
-    options: Options, spec: Any, derived: DerivedCaches, shared: Shared, deadline: float
+def _register_with_retries(
+    options: Options, spec: Any, derived: DerivedCaches, shared: SharedCaches, deadline: float
 ) -> client.RankHandle:
     name = f"vllm {spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
-    connection = reach(options, name, deadline)
+    connection = connect_to_daemon(options, name, deadline)
     while True:
         try:
             left = max(1.0, deadline - time.monotonic())
-            return register(connection, spec, derived.layout, shared, left)
+            return register_rank(connection, spec, derived.layout, shared, left)
         except EngineError as error:
             if error.code is not Code.BUSY or time.monotonic() + error.retry_after_s > deadline:
                 connection.close()

@@ -38,7 +38,7 @@ class CacheGroups:
     )
 
     @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
+    def from_vllm(cls, vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
         """Read them, on either side. Raises LayoutError for a kind of group that is not known here."""
         return cls(
             read_groups(kv_cache_config, vllm_config),
@@ -62,7 +62,7 @@ class CacheGroups:
         return any(group.kind is CacheKind.SLIDING for group in self.groups)
 
     @property
-    def are_failures_by_block(self) -> bool:
+    def can_report_failed_blocks(self) -> bool:
         """Whether vLLM may be told of a failed load by its block ids, and keep the blocks before them.
 
         An id names a block only where there is one group, and the blocks before it hold the tokens
@@ -72,7 +72,7 @@ class CacheGroups:
         return self.num_listed == 1 and all(group.kind is CacheKind.FULL for group in self.groups)
 
     @property
-    def prefill_backoff(self) -> int:
+    def num_tokens_left_to_decode(self) -> int:
         """How many of a prompt's last tokens the prefill engine must leave to the decode engine.
 
         A decode engine computes at least the last token by itself, and a state cannot go back by one: so it
@@ -84,10 +84,10 @@ class CacheGroups:
 
     def prefill_tokens(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt are computed, published and pulled; the rest is decode's."""
-        left = self.prefill_backoff
+        left = self.num_tokens_left_to_decode
         return num_prompt_tokens - left if num_prompt_tokens > left else num_prompt_tokens
 
-    def clip(
+    def select_blocks(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int, num_computed_tokens: int = 0
     ) -> dict[str, BlockList]:
         """Return the lists to publish, or to pull into, of a request with `num_tokens` tokens.
@@ -98,13 +98,13 @@ class CacheGroups:
         naming the group, where a list has no block for a token that is needed.
         """
         if len(block_ids) != self.num_listed:
-            raise _invalid(
+            raise _blocks_invalid(
                 f"cannot use {len(block_ids)} block lists: the engine has {self.num_listed} groups"
             )
         return {
             name: BlockList(ids=array.array("i"))
             if num_computed_tokens >= num_tokens
-            else _clip_one(name, group, block_ids[group.index], num_tokens, num_computed_tokens)
+            else _select_group_blocks(name, group, block_ids[group.index], num_tokens, num_computed_tokens)
             for name, group in zip(self.names, self.groups, strict=True)
         }
 
@@ -113,7 +113,7 @@ class CacheGroups:
         return {int(block) for listed in lists.values() for block in listed.ids}  # type: ignore[union-attr]
 
 
-def _clip_one(
+def _select_group_blocks(
     name: str, group: CacheGroup, ids: Sequence[int], num_tokens: int, num_computed_tokens: int
 ) -> BlockList:
     """Return one group's list."""
@@ -123,7 +123,7 @@ def _clip_one(
     per_id = group.block_tokens * group.shard_count
     end = -(-num_tokens // per_id)
     if len(ids) < end:
-        raise _invalid(
+        raise _blocks_invalid(
             f"cannot use the {len(ids)} blocks of group {name!r}: {num_tokens} tokens at {per_id} a block "
             f"take {end}"
         )
@@ -133,7 +133,7 @@ def _clip_one(
     needed = array.array("i", ids[start:end])
     if NULL_BLOCK in needed:
         token = (start + needed.index(NULL_BLOCK)) * per_id
-        raise _invalid(f"cannot use the blocks of group {name!r}: there is none for token {token}")
+        raise _blocks_invalid(f"cannot use the blocks of group {name!r}: there is none for token {token}")
     return BlockList(ids=needed, first_token=start * per_id)
 
 
@@ -146,16 +146,16 @@ def _state_block(name: str, group: CacheGroup, ids: Sequence[int], num_tokens: i
     place = -(-num_tokens // group.block_tokens) - 1 if group.state_by_position else 0
     behind = len(ids) - 1 - place
     if behind < 0 or ids[place] == NULL_BLOCK:
-        raise _invalid(
+        raise _blocks_invalid(
             f"cannot use the state of group {name!r}: there is no block for it at token {num_tokens}"
         )
     if behind > group.speculative_blocks:
-        raise _invalid(
+        raise _blocks_invalid(
             f"cannot use the state of group {name!r}: {behind} blocks follow the one of token {num_tokens}, "
             f"and {group.speculative_blocks} are scratch: it has moved on"
         )
     return ids[place]
 
 
-def _invalid(message: str) -> EngineError:
+def _blocks_invalid(message: str) -> EngineError:
     return EngineError(message, Code.BLOCKS_INVALID)

@@ -23,8 +23,8 @@ def engine_spec(
     A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
     `fingerprint` stands for the derived one where an operator knows better.
     """
-    tp_rank, pp_rank, _ = reading.here(vllm_config)
-    return spec_of(
+    tp_rank, pp_rank, _ = reading.read_position(vllm_config)
+    return spec_of_rank(
         vllm_config,
         tp_rank=tp_rank,
         pp_rank=pp_rank,
@@ -35,7 +35,7 @@ def engine_spec(
     )
 
 
-def spec_of(
+def spec_of_rank(
     vllm_config: Any,
     *,
     tp_rank: int,
@@ -71,14 +71,14 @@ def model_fingerprint(vllm_config: Any) -> str:
     model. How the engine is parallelised or laid out is no part of it, nor under which name or path it
     found the model.
     """
-    parts = [_one_model(vllm_config.model_config)]
+    parts = [_model_part(vllm_config.model_config)]
     draft = reading.draft_model(vllm_config)
     if draft is not None:
-        parts.append(f"{vllm_config.speculative_config.method}:{_one_model(draft)}")
+        parts.append(f"{vllm_config.speculative_config.method}:{_model_part(draft)}")
     return "+".join(parts)
 
 
-def _one_model(model: Any) -> str:
+def _model_part(model: Any) -> str:
     """Return one model's part."""
     architecture = (getattr(model, "architectures", None) or ["unnamed"])[0]
     dtype = str(model.dtype).removeprefix("torch.")

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class _Pair(NamedTuple):
     """One of vLLM's tensors, as bytes, and its image in a shared buffer."""
 
-    own: torch.Tensor
-    image: torch.Tensor
+    tensor: torch.Tensor
+    buffer: torch.Tensor
     block_axis: int
     per_id: int  # kernel blocks in an id
 
 
-class Mirror:
+class BounceBuffers:
     """The mirrored part of a rank's cache: whole blocks are copied, of every layer of a group."""
 
     def __init__(self, derived: DerivedCaches, buffers: Mapping[RegionId, SealedMemory]) -> None:
@@ -45,15 +45,19 @@ class Mirror:
 
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
         """Copy blocks from vLLM's tensors, before they are read. Whoever writes them has finished."""
-        for pair, places in self._touched(blocks):
-            pair.image.index_copy_(pair.block_axis, places, pair.own.index_select(pair.block_axis, places))
+        for pair, places in self._selected(blocks):
+            pair.buffer.index_copy_(
+                pair.block_axis, places, pair.tensor.index_select(pair.block_axis, places)
+            )
 
     def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
         """Copy blocks to vLLM's tensors, after they have arrived. Nobody else writes them."""
-        for pair, places in self._touched(blocks):
-            pair.own.index_copy_(pair.block_axis, places, pair.image.index_select(pair.block_axis, places))
+        for pair, places in self._selected(blocks):
+            pair.tensor.index_copy_(
+                pair.block_axis, places, pair.buffer.index_select(pair.block_axis, places)
+            )
 
-    def _touched(self, blocks: Mapping[str, BlockList]) -> Sequence[tuple[_Pair, torch.Tensor]]:
+    def _selected(self, blocks: Mapping[str, BlockList]) -> Sequence[tuple[_Pair, torch.Tensor]]:
         """Return every pair with the kernel blocks that the lists name in it."""
         import torch
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvxferd.integrations.vllm.facts import WorkerFacts
-from kvxferd.integrations.vllm.refusal import refused
+from kvxferd.integrations.vllm.refusal import layer_error
 
 # A draft that is a model of its own numbers its layers from 0, and so do some models' own drafts (the
 # MTP of Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H). All others go on where the model ends.
 _DRAFTS_FROM_ZERO = ("draft_model.", "mtp.")
 
 
-class Place(NamedTuple):
+class LayerKey(NamedTuple):
     """A cache's layer, and what tells it from other caches of the same kind in that layer."""
 
     layer: int
@@ -23,7 +23,7 @@ class Place(NamedTuple):
         return name + self.suffix
 
 
-def place_of(name: str, worker: WorkerFacts) -> Place:
+def layer_key_of(name: str, worker: WorkerFacts) -> LayerKey:
     """Return where a layer's cache stands in the whole model. Raises LayoutError.
 
     The first number in a name is the layer, counted over all pipeline stages; layers of a draft
@@ -31,17 +31,17 @@ def place_of(name: str, worker: WorkerFacts) -> Place:
     """
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if not numbers:
-        raise refused(name, "its name has no layer number")
+        raise layer_error(name, "its name has no layer number")
     layer = numbers[0]
     if name.startswith(_DRAFTS_FROM_ZERO):
         layer += worker.num_model_layers
     if layer not in worker.stage:
-        raise refused(
+        raise layer_error(
             name,
             f"layer {layer} is none of this rank's, [{worker.stage.start}, {worker.stage.stop}) "
             f"of {worker.num_layers} ({worker.num_draft_layers} of them a draft's)",
         )
-    return Place(layer, "".join(f".{number}" for number in numbers[1:]))
+    return LayerKey(layer, "".join(f".{number}" for number in numbers[1:]))
 
 
 def is_draft(layer: int, worker: WorkerFacts) -> bool:

@@ -14,7 +14,7 @@ from kvxferd.wire.common import TransferRef
 
 
 @dataclass(frozen=True, slots=True)
-class PullOrder:
+class PullSpec:
     """Read a transfer's tokens into a request's blocks, on every rank."""
 
     request_id: str
@@ -26,7 +26,7 @@ class PullOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class SendOrder:
+class PublishSpec:
     """A request was published: ranks copy its blocks out or wait for what they launched, then say ready."""
 
     request_id: str
@@ -36,26 +36,26 @@ class SendOrder:
 
 
 @dataclass(slots=True)
-class Orders:
+class StepMetadata:
     """One step's orders, in the order in which a worker carries them out."""
 
     prepares: list[TransferRef] = field(default_factory=list)
-    pulls: list[PullOrder] = field(default_factory=list)
+    pulls: list[PullSpec] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # request ids whose pull is not wanted any more
     abandons: list[TransferRef] = field(default_factory=list)  # nobody here will read these
-    sends: list[SendOrder] = field(default_factory=list)
+    publishes: list[PublishSpec] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # request ids whose published blocks are free
 
     @property
     def is_empty(self) -> bool:
         """Nothing to do."""
         return not (
-            self.prepares or self.pulls or self.cancels or self.abandons or self.sends or self.released
+            self.prepares or self.pulls or self.cancels or self.abandons or self.publishes or self.released
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class RegisteredEngine:
     """What a worker says once its rank is registered."""
 
     engine_id: str

@@ -18,19 +18,19 @@ from kvxferd.integrations.vllm.facts import (
     StateFacts,
     WorkerFacts,
 )
-from kvxferd.integrations.vllm.refusal import refused
+from kvxferd.integrations.vllm.refusal import layer_error
 
-_SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec")
-_LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", *_SLIDING)
-_STATE = "MambaSpec"
-_UNIFORM = "UniformTypeKVCacheSpecs"
+_SLIDING_WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_MLA_SPECS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", *_SLIDING_WINDOW_SPECS)
+_STATE_SPEC = "MambaSpec"
+_UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
 # How a configuration calls the number of groups of B and C of Mamba2.
 _GROUP_COUNTS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 # Ways of speculative decoding that keep nothing in the cache.
-_DRAFTS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
+_METHODS_WITHOUT_DRAFT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
 # One opaque row per token, contents and scales together: sizes as MLAAttention's spec has them.
-_OPAQUE_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
+_OPAQUE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 
 def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...]:
@@ -46,7 +46,7 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...
         )
     groups = kv_cache_config.kv_cache_groups
     return tuple(
-        _group(index, _specs(groups[index].kv_cache_spec), parallel.decode_context_parallel_size)
+        _read_group(index, _specs(groups[index].kv_cache_spec), parallel.decode_context_parallel_size)
         for index in kv_cache_config.transfer_group_ids
     )
 
@@ -65,11 +65,13 @@ def read_layers(
         for name in group.layer_names:
             module = modules.get(name)
             spec = _spec_of(group.kv_cache_spec, name)
-            if _kind(spec) == _STATE:
-                cache: AttentionFacts | StateFacts = _state(spec, vllm_config, is_conv_dim_first)
+            if _class_name(spec) == _STATE_SPEC:
+                cache: AttentionFacts | StateFacts = _read_state(spec, vllm_config, is_conv_dim_first)
             else:
-                cache = _attention(name, spec, module, vllm_config, fp8_dtype)
-            layers.append(LayerFacts(name, index, cache, _backend(module), str(getattr(module, "isa", ""))))
+                cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
+            layers.append(
+                LayerFacts(name, index, cache, _backend_name(module), str(getattr(module, "isa", "")))
+            )
     return layers
 
 
@@ -109,12 +111,12 @@ def draft_model(vllm_config: Any) -> Any | None:
     # For these vLLM names a model all the same, the model itself where there is no other.
     return (
         None
-        if speculative is None or speculative.method in _DRAFTS_WITHOUT_CACHE
+        if speculative is None or speculative.method in _METHODS_WITHOUT_DRAFT_CACHE
         else speculative.draft_model_config
     )
 
 
-def here(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
+def read_position(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
     """Return this worker's tensor-parallel rank, its pipeline stage, and that stage's layers. Asks vLLM."""
     from vllm.distributed import parallel_state
     from vllm.distributed.utils import get_pp_indices
@@ -127,32 +129,32 @@ def here(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
 
 def _specs(spec: Any) -> list[Any]:
     """Return the specs of a group's layers: one for all, or one for each."""
-    return list(spec.kv_cache_specs.values()) if _kind(spec) == _UNIFORM else [spec]
+    return list(spec.kv_cache_specs.values()) if _class_name(spec) == _UNIFORM_SPEC else [spec]
 
 
 def _spec_of(spec: Any, layer: str) -> Any:
-    return spec.kv_cache_specs[layer] if _kind(spec) == _UNIFORM else spec
+    return spec.kv_cache_specs[layer] if _class_name(spec) == _UNIFORM_SPEC else spec
 
 
-def _kind(spec: Any) -> str:
+def _class_name(spec: Any) -> str:
     return type(spec).__name__
 
 
-def _group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
+def _read_group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
     """Return one group."""
     found = {_group_of(index, spec, dcp_size) for spec in specs}
     if len(found) != 1:
         raise LayoutError(
             f"cannot describe cache group {index}: its layers differ in how blocks are used: "
-            + ", ".join(sorted({_kind(spec) for spec in specs}))
+            + ", ".join(sorted({_class_name(spec) for spec in specs}))
         )
     return found.pop()
 
 
 def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
     """Return the group of one layer's spec."""
-    kind = _kind(spec)
-    if kind == _STATE:
+    kind = _class_name(spec)
+    if kind == _STATE_SPEC:
         return CacheGroup(
             index,
             CacheKind.STATE,
@@ -160,10 +162,10 @@ def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
             speculative_blocks=spec.num_speculative_blocks,
             state_by_position=spec.mamba_cache_mode != "none",
         )
-    if kind not in _ATTENTION:
+    if kind not in _ATTENTION_SPECS:
         raise LayoutError(f"cannot describe cache group {index}: a cache of {kind} is not known here")
     shards = dcp_size if spec.dcp_sharded else 1
-    if kind not in _SLIDING:
+    if kind not in _SLIDING_WINDOW_SPECS:
         return CacheGroup(index, CacheKind.FULL, spec.block_size, shard_count=shards)
     if getattr(spec, "bounded_replay", False):
         raise LayoutError(
@@ -173,29 +175,31 @@ def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
     return CacheGroup(index, CacheKind.SLIDING, spec.block_size, kept, shards)
 
 
-def _attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
+def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
     """Return the facts of an attention layer. Raises LayoutError."""
     cache_config = vllm_config.cache_config
     asked = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
     opaque = getattr(spec, "cache_dtype_str", None)
-    is_opaque = opaque in _OPAQUE_ROWS
+    is_opaque = opaque in _OPAQUE_DTYPES
     mode = spec.kv_quant_mode.name
     if mode not in ("NONE", "FP8_PER_TENSOR") and not is_opaque:
-        raise refused(name, f"a cache of dtype {asked!r} ({mode}) is not known here; use bfloat16 or fp8")
+        raise layer_error(name, f"a cache of dtype {asked!r} ({mode}) is not known here; use bfloat16 or fp8")
     if mode == "FP8_PER_TENSOR" and getattr(cache_config, "calculate_kv_scales", False):
-        raise refused(name, "its fp8 scales are calculated at run time and differ from engine to engine")
+        raise layer_error(name, "its fp8 scales are calculated at run time and differ from engine to engine")
     if spec.tokens_per_state != 1:
-        raise refused(name, f"a cache with a state for {spec.tokens_per_state} tokens is not known here")
+        raise layer_error(name, f"a cache with a state for {spec.tokens_per_state} tokens is not known here")
     if spec.num_head_slots not in (None, spec.num_kv_heads):
-        raise refused(name, f"{spec.num_head_slots} slots for {spec.num_kv_heads} heads are not known here")
+        raise layer_error(
+            name, f"{spec.num_head_slots} slots for {spec.num_kv_heads} heads are not known here"
+        )
     if spec.state_content_bytes is not None and not is_opaque:
-        raise refused(name, f"a content of {spec.state_content_bytes} bytes is not known here")
-    if _kind(spec) not in _LATENT:
+        raise layer_error(name, f"a content of {spec.state_content_bytes} bytes is not known here")
+    if _class_name(spec) not in _MLA_SPECS:
         heads, size, size_v = spec.num_kv_heads, spec.head_size, spec.head_size_v
     else:
         heads, size_v = 1, 0
         size = spec.state_content_bytes if is_opaque else spec.head_size
-    dtype, itemsize = _dtype(spec.dtype)
+    dtype, itemsize = _dtype_name_and_size(spec.dtype)
     if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_opaque:
         dtype = "float8_e5m2" if "e5m2" in asked else fp8_dtype
     role = getattr(spec, "cache_role", None)
@@ -210,12 +214,12 @@ def _attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: s
     )
 
 
-def _state(spec: Any, vllm_config: Any, is_conv_dim_first: bool) -> StateFacts:
+def _read_state(spec: Any, vllm_config: Any, is_conv_dim_first: bool) -> StateFacts:
     """Return the facts of a layer with a recurrent state."""
     return StateFacts(
         mixer=spec.mamba_type.name.lower(),
         shapes=tuple(tuple(shape) for shape in spec.shapes),
-        dtypes=tuple(_dtype(dtype) for dtype in spec.dtypes),
+        dtypes=tuple(_dtype_name_and_size(dtype) for dtype in spec.dtypes),
         is_conv_dim_first=is_conv_dim_first,
         is_replicated=spec.tp_replicated,
         num_groups=_num_groups(vllm_config.model_config.hf_text_config),
@@ -231,12 +235,12 @@ def _num_groups(config: Any) -> int | None:
     return None
 
 
-def _dtype(dtype: Any) -> tuple[str, int]:
+def _dtype_name_and_size(dtype: Any) -> tuple[str, int]:
     """Return a torch dtype's name and size."""
     return str(dtype).removeprefix("torch."), dtype.itemsize
 
 
-def _backend(module: Any) -> str:
+def _backend_name(module: Any) -> str:
     """Return the class name of a layer's attention backend, "" if the layer tells none."""
     if module is None or not hasattr(module, "get_attn_backend"):
         return ""
@@ -254,4 +258,4 @@ def platform_fp8_dtype() -> str:
     """Return what this platform's vLLM means by fp8. Asks vLLM."""
     from vllm.platforms import current_platform
 
-    return _dtype(current_platform.fp8_dtype())[0]
+    return _dtype_name_and_size(current_platform.fp8_dtype())[0]

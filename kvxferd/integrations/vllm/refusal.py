@@ -5,6 +5,6 @@ from __future__ import annotations
 from kvxferd.errors import LayoutError
 
 
-def refused(layer: str, why: str) -> LayoutError:
+def layer_error(layer: str, why: str) -> LayoutError:
     """Return the error for a layer whose cache cannot be described."""
     return LayoutError(f"cannot describe the cache of layer {layer!r}: {why}")

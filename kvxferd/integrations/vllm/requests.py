@@ -48,17 +48,17 @@ def wants_publish(request: Request) -> bool:
     return bool(params and params.get("do_remote_decode"))
 
 
-def has_ended_well(request: Request) -> bool:
+def is_prompt_computed(request: Request) -> bool:
     """Whether all its prompt was computed: not aborted, not failed."""
     return request.status.name in _FINISHED
 
 
-def ref_in(params: Mapping[str, Any]) -> common.TransferRef:
+def ref_from_params(params: Mapping[str, Any]) -> common.TransferRef:
     """Return the reference that the prefill engine gave. Raises EngineError(transfer-unknown)."""
     return read_ref(params.get(REF_KEY) or {})
 
 
-def answer(ref: TransferRef) -> dict[str, Any]:
+def params_for_decode(ref: TransferRef) -> dict[str, Any]:
     """Return the parameters that the router hands to the decode engine."""
     return {
         "do_remote_prefill": True,

@@ -15,24 +15,24 @@ from typing import Any
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
+from kvxferd.integrations.vllm.orders import PublishSpec, PullSpec, StepMetadata
 from kvxferd.integrations.vllm.requests import (
     AllocatedBlocks,
     Request,
-    answer,
-    has_ended_well,
-    ref_in,
+    is_prompt_computed,
+    params_for_decode,
+    ref_from_params,
     wants_publish,
     wants_pull,
 )
-from kvxferd.integrations.vllm.stats import Tally
+from kvxferd.integrations.vllm.stats import ConnectorStats
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 
 
-class SchedulerSide:
+class ConnectorScheduler:
     """One engine's transfers as its scheduler sees them. One thread."""
 
     def __init__(
@@ -44,16 +44,16 @@ class SchedulerSide:
         may_pull: bool = True,
     ) -> None:
         """`may_pull`: whether vLLM was told that others write this engine's blocks, and waits for its own."""
-        self.tally = Tally()
+        self.stats = ConnectorStats()
         self._may_pull = may_pull
         self._groups = groups
         self._num_readers = num_readers
         self._lease_s = lease_s
         self._publisher: Publisher | None = None
-        self._arriving: Future[Publisher] | None = None
-        self._has_lamented = False
+        self._pending_publisher: Future[Publisher] | None = None
+        self._has_logged_attach_error = False
         self._needs_ready = False
-        self._orders = Orders()
+        self._step = StepMetadata()
         self._sequence = itertools.count(1)
         self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
         self._published: dict[str, str] = {}  # transfer id -> request id
@@ -63,28 +63,28 @@ class SchedulerSide:
         self._publisher = publisher
         self._needs_ready = needs_ready
 
-    def attach_when(self, arriving: Future[Publisher], needs_ready: bool) -> None:
+    def attach_later(self, pending: Future[Publisher], needs_ready: bool) -> None:
         """The same once the publisher has arrived; requests that end before are not published."""
-        self._arriving = arriving
+        self._pending_publisher = pending
         self._needs_ready = needs_ready
 
     @property
     def is_attached(self) -> bool:
         """Whether requests can be published, or it is known that they will be."""
-        return self._publisher is not None or self._arriving is not None
+        return self._publisher is not None or self._pending_publisher is not None
 
     # --- the decode engine
 
     def request_added(self, request: Request) -> None:
         """A request is known, long before it is scheduled: the daemon shakes hands and plans meanwhile."""
         if wants_publish(request):
-            self._shorten(request)
-        elif wants_pull(request) and (ref := self._reference(request)) is not None:
-            self._orders.prepares.append(ref)
+            self._trim_prompt(request)
+        elif wants_pull(request) and (ref := self._usable_ref(request)) is not None:
+            self._step.prepares.append(ref)
 
     def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens come from the prefill engine, beyond those that are cached here."""
-        if not wants_pull(request) or self._reference(request) is None:
+        if not wants_pull(request) or self._usable_ref(request) is None:
             return 0
         return max(0, self._groups.prefill_tokens(request.num_prompt_tokens) - num_computed_tokens)
 
@@ -93,23 +93,25 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if params is None or not wants_pull(request):
             return
-        ref = self._reference(request)
+        ref = self._usable_ref(request)
         params["do_remote_prefill"] = False  # once for a request, preempted or failed ones included
         if ref is None:
             return
         if num_external_tokens <= 0:
-            self._orders.abandons.append(ref)
+            self._step.abandons.append(ref)
             return
         num_tokens = self._groups.prefill_tokens(request.num_prompt_tokens)
         clipped: Mapping[str, BlockList] = {}
         refusal = ""
         try:
-            clipped = self._groups.clip(blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens)
+            clipped = self._groups.select_blocks(
+                blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens
+            )
         except EngineError as error:
             refusal = error.message  # vLLM waits for the load by now: its workers say that it failed
-        block_ids = self._groups.block_ids(clipped) if self._groups.are_failures_by_block else set()
-        self._orders.pulls.append(
-            PullOrder(request.request_id, ref, clipped, num_tokens, frozenset(block_ids), refusal)
+        block_ids = self._groups.block_ids(clipped) if self._groups.can_report_failed_blocks else set()
+        self._step.pulls.append(
+            PullSpec(request.request_id, ref, clipped, num_tokens, frozenset(block_ids), refusal)
         )
         self._pulling[request.request_id] = ref
 
@@ -129,29 +131,29 @@ class SchedulerSide:
         hands to the decode engine.
         """
         if (ref := self._pulling.pop(request.request_id, None)) is not None:
-            self._orders.cancels.append(request.request_id)
-            self._orders.abandons.append(ref)
+            self._step.cancels.append(request.request_id)
+            self._step.abandons.append(ref)
         if wants_pull(request):  # it never had blocks
-            if (ref := self._reference(request)) is not None:
-                self._orders.abandons.append(ref)
+            if (ref := self._usable_ref(request)) is not None:
+                self._step.abandons.append(ref)
             return False, None
-        if not wants_publish(request) or not has_ended_well(request):
+        if not wants_publish(request) or not is_prompt_computed(request):
             return False, None
         published = self._publish(request, block_ids)
-        return (False, None) if published is None else (True, answer(published))
+        return (False, None) if published is None else (True, params_for_decode(published))
 
     def _publish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> TransferRef | None:
-        self._look_for_publisher()
+        self._check_pending_publisher()
         if self._publisher is None:
             _LOG.warning("request %s is not published, its reader will have to compute it: "
                          "this engine is not known to the daemon yet", request.request_id)  # fmt: skip
-            self.tally.publish_failed(Code.ENGINE_UNKNOWN)
+            self.stats.record_failed_publish(Code.ENGINE_UNKNOWN)
             return None
         if not self._publisher.is_connected:
             # The client would tell the next daemon; until there is one, the reader would wait for nothing.
             _LOG.warning("request %s is not published, its reader will have to compute it: "
                          "the daemon is away", request.request_id)  # fmt: skip
-            self.tally.publish_failed(Code.DAEMON_LOST)
+            self.stats.record_failed_publish(Code.DAEMON_LOST)
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         name = f"{request.request_id[: MAX_NAME_CHARS - 20]}~{next(self._sequence):x}"
@@ -162,28 +164,28 @@ class SchedulerSide:
                     "tokens beyond its prompt; ask the prefill engine for max_tokens = 1",
                     Code.BLOCKS_INVALID,
                 )
-            blocks = self._groups.clip(block_ids, num_tokens)
+            blocks = self._groups.select_blocks(block_ids, num_tokens)
             ref = self._publisher.publish(
                 name, blocks, num_tokens, num_readers=self._num_readers, lease_s=self._lease_s
             )
         except KvxferdError as error:
             _LOG.warning("request %s is not published, its reader will have to compute it: %s",
                          request.request_id, error.message)  # fmt: skip
-            self.tally.publish_failed(error.code)
+            self.stats.record_failed_publish(error.code)
             return None
         self._published[name] = request.request_id
         if self._needs_ready:
-            self._orders.sends.append(SendOrder(request.request_id, name, blocks, num_tokens))
+            self._step.publishes.append(PublishSpec(request.request_id, name, blocks, num_tokens))
         return ref
 
     # --- with every step
 
-    def take_orders(self) -> Orders:
+    def build_step_metadata(self) -> StepMetadata:
         """Return what the workers are to do with this step."""
-        self._look_for_publisher()
+        self._check_pending_publisher()
         for event in self._publisher.poll() if self._publisher is not None else ():
             self._handle(event)
-        orders, self._orders = self._orders, Orders()
+        orders, self._step = self._step, StepMetadata()
         pulled = {order.ref for order in orders.pulls} | set(orders.abandons)
         orders.prepares = [ref for ref in orders.prepares if ref not in pulled]
         return orders
@@ -192,39 +194,43 @@ class SchedulerSide:
         """The engine stops: what is published is taken back."""
         if self._publisher is not None:
             self._publisher.close()
-        if self._arriving is not None:
-            self._arriving.add_done_callback(_close)
+        if self._pending_publisher is not None:
+            self._pending_publisher.add_done_callback(_close_when_open)
 
-    def _look_for_publisher(self) -> None:
-        if self._arriving is None or self._publisher is not None or not self._arriving.done():
+    def _check_pending_publisher(self) -> None:
+        if (
+            self._pending_publisher is None
+            or self._publisher is not None
+            or not self._pending_publisher.done()
+        ):
             return
-        if (error := self._arriving.exception()) is None:
-            self._publisher, self._arriving = self._arriving.result(), None
-        elif not self._has_lamented:
-            self._has_lamented = True
+        if (error := self._pending_publisher.exception()) is None:
+            self._publisher, self._pending_publisher = self._pending_publisher.result(), None
+        elif not self._has_logged_attach_error:
+            self._has_logged_attach_error = True
             _LOG.error("nothing can be published: %s; restart the engine", error)
 
     def _handle(self, event: Event) -> None:
         match event:
             case Released(transfer_id=released, why=why):
-                self._let_go(released)
+                self._release(released)
                 if why is not Code.COMPLETED and why is not Code.ABANDONED:
-                    self.tally.released_unread(why)
+                    self.stats.record_unread_release(why)
                     _LOG.info("transfer %s was released without being read: %s", released, why)
             case PublishRefused(transfer_id=refused, code=code, message=message):
                 _LOG.warning("%s (%s)", message, code)
-                self.tally.publish_failed(code)
-                self._let_go(refused)
+                self.stats.record_failed_publish(code)
+                self._release(refused)
             case Disconnected(code=code, message=message):
                 _LOG.error("nothing can be published any more: %s (%s); restart the engine", message, code)
                 for transfer_id in list(self._published):
-                    self._let_go(transfer_id)
+                    self._release(transfer_id)
 
-    def _let_go(self, transfer_id: str) -> None:
+    def _release(self, transfer_id: str) -> None:
         if (request_id := self._published.pop(transfer_id, None)) is not None:
-            self._orders.released.append(request_id)
+            self._step.released.append(request_id)
 
-    def _reference(self, request: Request) -> common.TransferRef | None:
+    def _usable_ref(self, request: Request) -> common.TransferRef | None:
         params = request.kv_transfer_params or {}
         try:
             if not self._may_pull:
@@ -233,23 +239,23 @@ class SchedulerSide:
                     "steps may still be writing; start it with kv_consumer or kv_both",
                     Code.NOT_ALLOWED,
                 )
-            return ref_in(params)
+            return ref_from_params(params)
         except EngineError as error:
             _LOG.warning("request %s is computed here: %s", request.request_id, error.message)
             params["do_remote_prefill"] = False
-            self.tally.pull_failed(error.code)
+            self.stats.record_failed_pull(error.code)
             return None
 
-    def _shorten(self, request: Request) -> None:
+    def _trim_prompt(self, request: Request) -> None:
         """Have the prefill engine stop before the tokens that the decode engine computes itself."""
-        backoff = self._groups.prefill_backoff
+        backoff = self._groups.num_tokens_left_to_decode
         if backoff and request.num_prompt_tokens > backoff:
             drop_last_tokens(request, backoff)
 
 
-def _close(arriving: Future[Publisher]) -> None:
-    if arriving.exception() is None:
-        arriving.result().close()
+def _close_when_open(pending: Future[Publisher]) -> None:
+    if pending.exception() is None:
+        pending.result().close()
 
 
 def drop_last_tokens(request: Any, count: int) -> None:

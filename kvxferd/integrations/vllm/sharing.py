@@ -8,7 +8,7 @@ from kvxferd.client import Client, RankHandle, Region
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches
-from kvxferd.integrations.vllm.mirror import Mirror
+from kvxferd.integrations.vllm.mirror import BounceBuffers
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.adopt import adopt as adopt_pages
@@ -17,12 +17,12 @@ from kvxferd.memory.drivers import open_driver
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedCaches:
     """A rank's memory as the daemon's mover can map it. Keep it while the rank is registered."""
 
     regions: tuple[Region, ...]
     report: tuple[str, ...]  # one sentence for each allocation: which way, and why not the better one
-    mirror: Mirror | None = None  # for what is not adopted; None: there is nothing to copy
+    bounce_buffers: BounceBuffers | None = None  # for what is not adopted; None: there is nothing to copy
     storages: tuple[CacheStorage, ...] = ()  # what the regions are, in their order
 
     @property
@@ -30,7 +30,7 @@ class Shared:
         """Whether the mover has to be a thread of this process."""
         return any(isinstance(region.memory, ResidentMemory) for region in self.regions)
 
-    def renewed(self) -> tuple[Region, ...]:
+    def export_again(self) -> tuple[Region, ...]:
         """Return the regions after memory of devices was freed and allocated again at the same addresses.
 
         Host memory is what it was. Raises DeviceError as `share` does.
@@ -47,7 +47,7 @@ class Shared:
                 memory.close()
 
 
-def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
+def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
     """Make a rank's memory mappable. Call it before the engine's first forward pass, or while it rests.
 
     Without `adopt`, host memory is always copied through a shared buffer. Raises DeviceError for
@@ -61,22 +61,24 @@ def share(derived: DerivedCaches, *, adopt: bool = True) -> Shared:
             if storage.device != "cpu":
                 region, how = device_region(storage)
                 regions.append(region)
-                report.append(f"{_named(storage)} {how}")
+                report.append(f"{_describe(storage)} {how}")
                 continue
-            found, why_not = _adopted(storage) if adopt else (None, "adopt_cpu_memory is off")
+            found, why_not = _try_adopt(storage) if adopt else (None, "adopt_cpu_memory is off")
             if found is None:
                 buffers[storage.region] = SealedMemory.create(storage.size_bytes, "kvxferd-mirror")
                 region = Region(storage.region, buffers[storage.region])
-                report.append(f"{_named(storage)} is copied through a shared buffer: {why_not}")
+                report.append(f"{_describe(storage)} is copied through a shared buffer: {why_not}")
             else:
-                report.append(f"{_named(storage)} is adopted in place: the daemon maps it, nothing is copied")
+                report.append(
+                    f"{_describe(storage)} is adopted in place: the daemon maps it, nothing is copied"
+                )
                 region = found
             regions.append(region)
-        mirror = Mirror(derived, buffers) if buffers else None
+        mirror = BounceBuffers(derived, buffers) if buffers else None
     except BaseException:
-        Shared(tuple(regions), ()).close()
+        SharedCaches(tuple(regions), ()).close()
         raise
-    return Shared(tuple(regions), tuple(report), mirror, derived.storages)
+    return SharedCaches(tuple(regions), tuple(report), mirror, derived.storages)
 
 
 def device_region(storage: CacheStorage) -> tuple[Region, str]:
@@ -97,8 +99,8 @@ def device_region(storage: CacheStorage) -> tuple[Region, str]:
     return Region(storage.region, memory), "is exported to the daemon's mover"
 
 
-def register(
-    connection: Client, spec: EngineSpec, layout: RankLayout, shared: Shared, timeout_s: float
+def register_rank(
+    connection: Client, spec: EngineSpec, layout: RankLayout, shared: SharedCaches, timeout_s: float
 ) -> RankHandle:
     """Register a rank with its memory, and start its mover here if nobody else reaches the memory.
 
@@ -113,7 +115,7 @@ def register(
     return resident.register(connection, spec, layout, memories, timeout_s)
 
 
-def _adopted(storage: CacheStorage) -> tuple[Region | None, str]:
+def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
     """Return a host allocation's region with its own memory under it, or None and why not."""
     try:
         found = adopt_pages(storage.address, storage.size_bytes, allocated_at=storage.owner.data_ptr())
@@ -122,5 +124,5 @@ def _adopted(storage: CacheStorage) -> tuple[Region | None, str]:
     return Region(storage.region, found.memory, found.offset), ""
 
 
-def _named(storage: CacheStorage) -> str:
+def _describe(storage: CacheStorage) -> str:
     return f"{storage.region} ({storage.size_bytes / 2**20:.1f} MiB on {storage.device})"

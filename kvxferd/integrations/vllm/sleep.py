@@ -12,16 +12,16 @@ from typing import Any
 
 from kvxferd.client import Region
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm.worker import WorkerSide
+from kvxferd.integrations.vllm.worker import ConnectorWorker
 
 BACKEND = "kvxferd"
 CACHE_TAG = "kv_cache"
 
-_watched: dict[WorkerSide, Callable[[], Sequence[Region]]] = {}
-_asleep: set[WorkerSide] = set()
+_workers: dict[ConnectorWorker, Callable[[], Sequence[Region]]] = {}
+_suspended: set[ConnectorWorker] = set()
 
 
-def check(model_config: Any, devices: Iterable[str], connector: type) -> None:
+def check_backend(model_config: Any, devices: Iterable[str], connector: type) -> None:
     """Refuse an engine that would free memory behind the daemon's back. Raises EngineError(config-invalid).
 
     `devices` are torch's types of the devices that its cache is on; sleep leaves the host's alone.
@@ -40,31 +40,31 @@ def check(model_config: Any, devices: Iterable[str], connector: type) -> None:
         )
 
 
-def watch(side: WorkerSide, export_again: Callable[[], Sequence[Region]]) -> None:
+def add_worker(worker: ConnectorWorker, export_again: Callable[[], Sequence[Region]]) -> None:
     """From here on the rank follows this process's sleep mode."""
-    _watched[side] = export_again
+    _workers[worker] = export_again
 
 
-def forget(side: WorkerSide) -> None:
+def remove_worker(worker: ConnectorWorker) -> None:
     """The rank is gone."""
-    _watched.pop(side, None)
-    _asleep.discard(side)
+    _workers.pop(worker, None)
+    _suspended.discard(worker)
 
 
-def fall_asleep() -> None:
+def suspend_workers() -> None:
     """Return once no other process maps this process's caches. Raises KvxferdError(deadline)."""
-    for side in _watched.keys() - _asleep:
+    for side in _workers.keys() - _suspended:
         side.suspend()
-        _asleep.add(side)
+        _suspended.add(side)
 
 
-def wake_up(tags: Sequence[str] | None) -> None:
+def resume_workers(tags: Sequence[str] | None) -> None:
     """Register the caches again, if they are among what has woken."""
     if tags is not None and CACHE_TAG not in tags:
         return
-    for side in list(_asleep):
-        side.resume(_watched[side]())
-        _asleep.discard(side)
+    for side in list(_suspended):
+        side.resume(_workers[side]())
+        _suspended.discard(side)
 
 
 def register_backend() -> None:

@@ -12,16 +12,16 @@ class KvxferdSleepBackend(CuMemBackend):  # type: ignore[misc]
 
     def suspend(self, level: int = 1) -> None:
         """Free the memory, once nobody else maps it. Raises KvxferdError(deadline), nothing freed."""
-        sleep.fall_asleep()
+        sleep.suspend_workers()
         super().suspend(level)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Bring memory back; with the cache, register the rank again."""
         super().resume(tags)
-        sleep.wake_up(tags)
+        sleep.resume_workers(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Discard tagged memory; the cache, once nobody else maps it."""
         if sleep.CACHE_TAG in tags:
-            sleep.fall_asleep()
+            sleep.suspend_workers()
         super().discard(tags)

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts
-from kvxferd.integrations.vllm.names import Place
-from kvxferd.integrations.vllm.refusal import refused
-from kvxferd.integrations.vllm.units import held_units
-from kvxferd.integrations.vllm.views import View
+from kvxferd.integrations.vllm.names import LayerKey
+from kvxferd.integrations.vllm.refusal import layer_error
+from kvxferd.integrations.vllm.units import unit_range_of_rank
+from kvxferd.integrations.vllm.views import TensorView
 from kvxferd.layout import CacheTensor, UnitRange
 
 
-class _Part(NamedTuple):
+class _ConvPart(NamedTuple):
     """A part of the convolution's columns: `width` columns to each head or group that the rank holds."""
 
     name: str
@@ -29,7 +29,7 @@ class _Part(NamedTuple):
     width: int
 
 
-class _Page(NamedTuple):
+class _PagePart(NamedTuple):
     """One of the parts of a page."""
 
     region: RegionId
@@ -43,8 +43,8 @@ class _Page(NamedTuple):
 def state_tensors(
     layer: LayerFacts,
     state: StateFacts,
-    place: Place,
-    views: tuple[View, ...],
+    key: LayerKey,
+    views: tuple[TensorView, ...],
     group: GroupName,
     worker: WorkerFacts,
 ) -> list[CacheTensor]:
@@ -52,46 +52,50 @@ def state_tensors(
 
     `views` is the layer's page, [blocks, ..., bytes], or one tensor [blocks, *shape] for each part.
     """
-    pages = _pages(layer, state, views)
+    pages = _page_parts(layer, state, views)
     tp_size, tp_rank = (1, 0) if state.is_replicated else (worker.tp_size, worker.tp_rank)
     try:
-        parts, recurrent = _divide(state, tp_size, tp_rank)
+        parts, recurrent = _divide_units(state, tp_size, tp_rank)
     except ValueError as error:
-        raise refused(layer.name, f"its states cannot be divided into units: {error}") from error
+        raise layer_error(layer.name, f"its states cannot be divided into units: {error}") from error
     tensors: list[CacheTensor] = []
     if parts:
-        tensors += _convolution(place, pages[0], state.is_conv_dim_first, parts, group)
+        tensors += _convolution_tensors(key, pages[0], state.is_conv_dim_first, parts, group)
     if recurrent is not None:
-        tensors.append(_recurrent(place, pages[-1], recurrent, group))
+        tensors.append(_recurrent_tensor(key, pages[-1], recurrent, group))
     return tensors
 
 
-def _pages(layer: LayerFacts, state: StateFacts, views: tuple[View, ...]) -> list[_Page]:
+def _page_parts(layer: LayerFacts, state: StateFacts, views: tuple[TensorView, ...]) -> list[_PagePart]:
     """Return where each part lies; checks sizes and density."""
     sizes = [prod(shape) * itemsize for shape, (_, itemsize) in zip(state.shapes, state.dtypes, strict=True)]
     if len(views) == 1 and views[0].shape[1:] != state.shapes[0]:
         (view,) = views
         inner = 1 if len(view.shape) == 1 else prod(view.shape[1:])
-        if not view.is_dense_inside or inner != view.shape[-1] or view.content_bytes < sum(sizes):
-            raise refused(
+        if not view.is_last_axis_contiguous or inner != view.shape[-1] or view.content_bytes < sum(sizes):
+            raise layer_error(
                 layer.name, f"a page of shape {view.shape} cannot hold its states of {sum(sizes)} bytes"
             )
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         origins = [(view.region, view.offset + start, view.strides[0]) for start in starts]
     else:
         if len(views) != len(sizes):
-            raise refused(layer.name, f"it has {len(views)} tensors for {len(sizes)} states")
+            raise layer_error(layer.name, f"it has {len(views)} tensors for {len(sizes)} states")
         for view, shape, size in zip(views, state.shapes, sizes, strict=True):
-            if view.shape[1:] != shape or not _is_dense(view) or prod(view.shape[1:]) * view.itemsize != size:
-                raise refused(layer.name, f"a tensor of shape {view.shape} is no dense state of {shape}")
+            if (
+                view.shape[1:] != shape
+                or not _is_contiguous(view)
+                or prod(view.shape[1:]) * view.itemsize != size
+            ):
+                raise layer_error(layer.name, f"a tensor of shape {view.shape} is no dense state of {shape}")
         origins = [(view.region, view.offset, view.strides[0]) for view in views]
     return [
-        _Page(*origin, shape, dtype, itemsize)
+        _PagePart(*origin, shape, dtype, itemsize)
         for origin, shape, (dtype, itemsize) in zip(origins, state.shapes, state.dtypes, strict=True)
     ]
 
 
-def _is_dense(view: View) -> bool:
+def _is_contiguous(view: TensorView) -> bool:
     """Whether everything behind the block axis is contiguous."""
     step = view.itemsize
     for size, stride in zip(reversed(view.shape[1:]), reversed(view.strides[1:]), strict=True):
@@ -101,7 +105,7 @@ def _is_dense(view: View) -> bool:
     return True
 
 
-def _divide(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_Part], UnitRange | None]:
+def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_ConvPart], UnitRange | None]:
     """Return the parts of the convolution's columns, and the units of the recurrent state if there is one.
 
     Raises ValueError for a mixer or shapes that are not known here.
@@ -110,62 +114,62 @@ def _divide(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_Part],
     heads = shapes[-1][0]
 
     def even(local: int) -> UnitRange:
-        return held_units(local, local * tp_size, tp_size, tp_rank)
+        return unit_range_of_rank(local, local * tp_size, tp_size, tp_rank)
 
     match state.mixer, len(shapes):
         case "mamba1", 2:
-            columns = _columns(state)
+            columns = _num_columns(state)
             if heads != columns:
                 raise ValueError(f"{heads} channels of state and {columns} of convolution")
-            return [_Part("x", even(columns), 1)], even(heads)
+            return [_ConvPart("x", even(columns), 1)], even(heads)
         case "short_conv", 1:
-            return [_Part("x", even(_columns(state)), 1)], None
+            return [_ConvPart("x", even(_num_columns(state)), 1)], None
         case "linear", 1:
             return [], even(heads)
         case "mamba2", 2:
             _, head_size, state_size = shapes[1]
-            rest = _halved(_columns(state) - heads * head_size, state_size)
-            groups = _groups(rest, state, tp_size, tp_rank)
+            rest = _units_per_half(_num_columns(state) - heads * head_size, state_size)
+            groups = _held_groups(rest, state, tp_size, tp_rank)
             return [
-                _Part("x", even(heads), head_size),
-                _Part("B", groups, state_size),
-                _Part("C", groups, state_size),
+                _ConvPart("x", even(heads), head_size),
+                _ConvPart("B", groups, state_size),
+                _ConvPart("C", groups, state_size),
             ], even(heads)
         case "gdn_attn", 2:
             _, value_size, key_size = shapes[1]
-            keys = _halved(_columns(state) - heads * value_size, key_size)
+            keys = _units_per_half(_num_columns(state) - heads * value_size, key_size)
             return [
-                _Part("Q", even(keys), key_size),
-                _Part("K", even(keys), key_size),
-                _Part("V", even(heads), value_size),
+                _ConvPart("Q", even(keys), key_size),
+                _ConvPart("K", even(keys), key_size),
+                _ConvPart("V", even(heads), value_size),
             ], even(heads)
     raise ValueError(f"{len(shapes)} states of {state.mixer!r} are not known here")
 
 
-def _columns(state: StateFacts) -> int:
+def _num_columns(state: StateFacts) -> int:
     """Return the convolution's columns, whichever axis they are."""
     return state.shapes[0][0] if state.is_conv_dim_first else state.shapes[0][1]
 
 
-def _halved(columns: int, width: int) -> int:
+def _units_per_half(columns: int, width: int) -> int:
     """Return how many units of `width` are in each half of these columns."""
     if columns < 0 or columns % (2 * width):
         raise ValueError(f"{columns} columns beside the heads' are no two equal parts of {width}")
     return columns // (2 * width)
 
 
-def _groups(local: int, state: StateFacts, tp_size: int, tp_rank: int) -> UnitRange:
+def _held_groups(local: int, state: StateFacts, tp_size: int, tp_rank: int) -> UnitRange:
     """Return which of the model's groups of B and C a rank holds: vLLM copies a single one to each rank."""
     if local == 0:
         return UnitRange(0, 0)
     if tp_size > 1 and state.num_groups is None:
         raise ValueError(f"how many groups the model has is not known, and a rank of {tp_size} holds {local}")
     total = local if state.num_groups is None else state.num_groups
-    return held_units(local, total, tp_size, tp_rank)
+    return unit_range_of_rank(local, total, tp_size, tp_rank)
 
 
-def _convolution(
-    place: Place, page: _Page, is_conv_dim_first: bool, parts: list[_Part], group: GroupName
+def _convolution_tensors(
+    key: LayerKey, page: _PagePart, is_conv_dim_first: bool, parts: list[_ConvPart], group: GroupName
 ) -> Iterator[CacheTensor]:
     """Yield the parts of the convolution's columns, with a column as the unit.
 
@@ -178,8 +182,8 @@ def _convolution(
     for part in parts:
         units = UnitRange(part.units.start * part.width, part.units.stop * part.width)
         yield CacheTensor(
-            layer=place.layer,
-            component=place.component(f"conv.{part.name}"),
+            layer=key.layer,
+            component=key.component(f"conv.{part.name}"),
             group=group,
             region=page.region,
             offset=page.offset + column * (row_bytes if is_conv_dim_first else page.itemsize),
@@ -196,12 +200,12 @@ def _convolution(
         column += units.stop - units.start
 
 
-def _recurrent(place: Place, page: _Page, units: UnitRange, group: GroupName) -> CacheTensor:
+def _recurrent_tensor(key: LayerKey, page: _PagePart, units: UnitRange, group: GroupName) -> CacheTensor:
     """Return the recurrent state: one contiguous piece for each head or channel."""
     content = prod(page.shape[1:]) * page.itemsize
     return CacheTensor(
-        layer=place.layer,
-        component=place.component("ssm"),
+        layer=key.layer,
+        component=key.component("ssm"),
         group=group,
         region=page.region,
         offset=page.offset,

@@ -47,36 +47,36 @@ def summary(counted: dict[str, Any]) -> dict[str, int | float]:
     return said
 
 
-class Tally:
+class ConnectorStats:
     """One interval being counted. One thread."""
 
     def __init__(self) -> None:
-        self._counted = empty()
+        self._interval = empty()
 
-    def pulled(self, pull_s: float, wire_s: float, num_bytes: int, num_runs: int) -> None:
+    def record_pull(self, pull_s: float, wire_s: float, num_bytes: int, num_runs: int) -> None:
         """A pull was delivered; `pull_s` is from the order until the worker heard of it."""
         for name, value in zip(_LISTS, (pull_s, wire_s, num_bytes, num_runs), strict=True):
-            self._counted[name].append(value)
+            self._interval[name].append(value)
 
-    def pull_failed(self, code: Code) -> None:
+    def record_failed_pull(self, code: Code) -> None:
         """A pull failed, or could not be asked for."""
         self._count("pulls_failed", code)
 
-    def publish_failed(self, code: Code) -> None:
+    def record_failed_publish(self, code: Code) -> None:
         """A request could not be published: its reader computes it."""
         self._count("publishes_failed", code)
 
-    def released_unread(self, code: Code) -> None:
+    def record_unread_release(self, code: Code) -> None:
         """A published request was released before its readers had it."""
         self._count("released_unread", code)
 
-    def take(self) -> dict[str, Any] | None:
+    def collect(self) -> dict[str, Any] | None:
         """Return the interval and begin the next; None where nothing happened."""
-        if is_empty(self._counted):
+        if is_empty(self._interval):
             return None
-        counted, self._counted = self._counted, empty()
+        counted, self._interval = self._interval, empty()
         return counted
 
     def _count(self, name: str, code: Code) -> None:
-        counts = self._counted[name]
+        counts = self._interval[name]
         counts[code.value] = counts.get(code.value, 0) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxferd.layout import UnitRange
 
 
-def held_units(local: int, total: int, tp_size: int, tp_rank: int) -> UnitRange:
+def unit_range_of_rank(local: int, total: int, tp_size: int, tp_rank: int) -> UnitRange:
     """Return the units that a rank with `local` of `total` holds. Raises ValueError where none fits.
 
     vLLM divides evenly, and gives neighbours a copy of one unit each where there are more ranks

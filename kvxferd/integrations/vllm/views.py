@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class TensorView:
     """One cache tensor that vLLM handed over. Strides and offset are bytes."""
 
     region: RegionId
@@ -27,15 +27,15 @@ class View:
         return self.shape[-1] * self.itemsize
 
     @property
-    def is_dense_inside(self) -> bool:
+    def is_last_axis_contiguous(self) -> bool:
         """Whether the last axis' elements lie side by side."""
         return self.shape[-1] == 1 or self.strides[-1] == self.itemsize
 
 
-def look(tensor: torch.Tensor, region: RegionId, region_address: int) -> View:
+def tensor_view(tensor: torch.Tensor, region: RegionId, region_address: int) -> TensorView:
     """Return a tensor's view in the region that begins at this address."""
     itemsize = tensor.element_size()
-    return View(
+    return TensorView(
         region=region,
         offset=tensor.data_ptr() - region_address,
         shape=tuple(tensor.shape),

@@ -30,7 +30,7 @@ def digest_of_model(model_config: Any) -> str:
     digest = hashlib.blake2b(digest_size=8)
     folder = _folder(str(model_config.model), model_config.revision)
     digest.update(json.dumps(_configuration(folder, model_config), sort_keys=True, default=str).encode())
-    files = _weight_files(folder) if folder is not None and model_config_loads_files(model_config) else []
+    files = _weight_files(folder) if folder is not None and loads_weight_files(model_config) else []
     if not files:
         # Weights that are streamed from a store are named there; the model is a folder of this machine then.
         name = getattr(model_config, "model_weights", "") or model_config.model
@@ -41,7 +41,7 @@ def digest_of_model(model_config: Any) -> str:
     return digest.hexdigest()
 
 
-def model_config_loads_files(model_config: Any) -> bool:
+def loads_weight_files(model_config: Any) -> bool:
     """Whether the weights come from the model's files at all."""
     return str(getattr(model_config, "load_format", "auto")) != "dummy"
 

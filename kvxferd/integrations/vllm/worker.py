@@ -29,17 +29,17 @@ from kvxferd.client import (
 )
 from kvxferd.client.ordering import Completion
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.integrations.vllm.orders import Orders, PullOrder, SendOrder
-from kvxferd.integrations.vllm.stats import Tally
+from kvxferd.integrations.vllm.orders import PublishSpec, PullSpec, StepMetadata
+from kvxferd.integrations.vllm.stats import ConnectorStats
 
 _LOG = logging.getLogger("vllm.kvxferd.worker")
 
 # How long a pull may wait for a daemon that is not there: a restarted one is found within 2 s. Whoever
 # would wait longer is better off with what the engine does without the cache.
-AWAY_S = 5.0
+MAX_DAEMON_WAIT_S = 5.0
 
 
-class Mirror(Protocol):
+class BlockCopier(Protocol):
     """Copies between vLLM's tensors and the shared buffers that stand for them."""
 
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
@@ -56,18 +56,18 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    bad_blocks: set[int] = field(default_factory=set)
+    failed_block_ids: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class _Pull:
-    order: PullOrder
-    ordered_at: float
+class _PullState:
+    spec: PullSpec
+    started_at: float
     ticket: PullTicket | None = None
-    doubt: Failed | None = None  # it failed, and its blocks are not quiet yet
+    failure: Failed | None = None  # it failed, and its blocks are not quiet yet
 
 
-class WorkerSide:
+class ConnectorWorker:
     """One rank's transfers. One thread, the engine's."""
 
     def __init__(
@@ -75,55 +75,59 @@ class WorkerSide:
         rank: RankHandle,
         deadline_s: float,
         *,
-        speaks_for_engine: bool,
-        mirror: Mirror | None = None,
-        launched: Callable[[], Completion] | None = None,
+        is_lead_rank: bool,
+        bounce_buffers: BlockCopier | None = None,
+        record_launched: Callable[[], Completion] | None = None,
     ) -> None:
         """`speaks_for_engine`: of an engine's ranks, the one that says what need be said once.
 
         `launched` returns what ends with all the work that was launched before: where vLLM does not wait
         for all of a step before the next, transfers do.
         """
-        self.tally = Tally()
+        self.stats = ConnectorStats()
         self._rank = rank
         self._deadline_s = deadline_s
-        self._speaks_for_engine = speaks_for_engine
-        self._mirror = mirror
-        self._launched = launched
-        self._copier = ThreadPoolExecutor(1, "kvxferd-copy") if mirror is not None else None
-        self._copies: deque[tuple[Future[None], _Pull]] = deque()
+        self._is_lead_rank = is_lead_rank
+        self._bounce_buffers = bounce_buffers
+        self._record_launched = record_launched
+        self._copier = ThreadPoolExecutor(1, "kvxferd-copy") if bounce_buffers is not None else None
+        self._copies_in: deque[tuple[Future[None], _PullState]] = deque()
         self._copies_out: dict[str, Future[None]] = {}  # by request id, until its blocks are released
-        self._released: set[str] = set()  # request ids whose blocks are still being copied out
-        self._pulls: dict[str, _Pull] = {}  # by request id
-        self._by_ticket: dict[PullTicket, _Pull] = {}
+        self._pending_releases: set[str] = set()  # request ids whose blocks are still being copied out
+        self._pulls: dict[str, _PullState] = {}  # by request id
+        self._by_ticket: dict[PullTicket, _PullState] = {}
         self._results = Results()
         self._is_suspended = False
 
-    def carry_out(self, orders: Orders, *, says_ready: bool) -> None:
+    def start_step(self, step: StepMetadata, *, needs_ready: bool) -> None:
         """Do what the scheduler has decided with this step."""
-        for ref in orders.prepares:
-            self._try(self._rank.prepare, ref)
-        after = self._launched() if self._launched is not None and (orders.sends or orders.pulls) else None
-        for send in orders.sends if says_ready else ():
-            self._send(send, after)
-        for order in orders.pulls:
+        for ref in step.prepares:
+            self._send_best_effort(self._rank.prepare, ref)
+        after = (
+            self._record_launched()
+            if self._record_launched is not None and (step.publishes or step.pulls)
+            else None
+        )
+        for send in step.publishes if needs_ready else ():
+            self._report_ready(send, after)
+        for order in step.pulls:
             self._pull(order, after)
-        for request_id in orders.cancels:
+        for request_id in step.cancels:
             pull = self._pulls.get(request_id)
             if pull is not None and pull.ticket is not None:
                 pull.ticket.cancel()
-        for ref in orders.abandons if self._speaks_for_engine else ():
-            self._try(self._rank.abandon, ref)
-        for request_id in orders.released:
+        for ref in step.abandons if self._is_lead_rank else ():
+            self._send_best_effort(self._rank.abandon, ref)
+        for request_id in step.released:
             self._release(request_id)
 
-    def take_results(self) -> Results:
+    def collect_results(self) -> Results:
         """Return what ended since the last call."""
-        self._hear()
-        while self._copies and self._copies[0][0].done():
-            copied, pull = self._copies.popleft()
-            self._copied(copied, pull)
-        for request_id in [r for r in self._released if self._copies_out[r].done()]:
+        self._handle_events()
+        while self._copies_in and self._copies_in[0][0].done():
+            copied, pull = self._copies_in.popleft()
+            self._finish_copy_in(copied, pull)
+        for request_id in [r for r in self._pending_releases if self._copies_out[r].done()]:
             self._release(request_id)
         results, self._results = self._results, Results()
         return results
@@ -146,7 +150,7 @@ class WorkerSide:
                     Code.DEADLINE,
                 )
             poller.poll(left * 1000)
-            self._hear()
+            self._handle_events()
 
     def resume(self, regions: Sequence[Region]) -> None:
         """Register the rank's memory again, after `suspend`. Blocks. Raises KvxferdError."""
@@ -167,39 +171,39 @@ class WorkerSide:
 
     # --- orders
 
-    def _try(self, ask: Callable[..., None], what: object) -> None:
+    def _send_best_effort(self, send: Callable[..., None], what: object) -> None:
         """Say something that may be lost: if the session is over, so is what it is about."""
         try:
-            ask(what)
+            send(what)
         except KvxferdError as error:
             _LOG.warning("%s", error.message)
 
-    def _pull(self, order: PullOrder, after: Completion | None) -> None:
-        pull = _Pull(order, time.monotonic())
-        if order.refusal:
-            self._failed(pull, Code.BLOCKS_INVALID, order.refusal)
+    def _pull(self, spec: PullSpec, after: Completion | None) -> None:
+        pull = _PullState(spec, time.monotonic())
+        if spec.refusal:
+            self._failed(pull, Code.BLOCKS_INVALID, spec.refusal)
             return
-        deadline_s = self._deadline_s if self._rank.is_connected else min(self._deadline_s, AWAY_S)
+        deadline_s = self._deadline_s if self._rank.is_connected else min(self._deadline_s, MAX_DAEMON_WAIT_S)
         try:
-            pull.ticket = self._rank.pull(order.ref, order.blocks, order.num_tokens, deadline_s, after=after)
+            pull.ticket = self._rank.pull(spec.ref, spec.blocks, spec.num_tokens, deadline_s, after=after)
         except KvxferdError as error:
             self._failed(pull, error.code, error.message)
             return
-        self._pulls[order.request_id] = pull
+        self._pulls[spec.request_id] = pull
         self._by_ticket[pull.ticket] = pull
 
-    def _send(self, order: SendOrder, after: Completion | None) -> None:
-        if self._copier is None or self._mirror is None:
-            self._try(partial(self._rank.ready, after=after), order.transfer_id)
+    def _report_ready(self, spec: PublishSpec, after: Completion | None) -> None:
+        if self._copier is None or self._bounce_buffers is None:
+            self._send_best_effort(partial(self._rank.ready, after=after), spec.transfer_id)
             return
-        mirror = self._mirror
+        mirror = self._bounce_buffers
 
         def copy() -> None:
-            mirror.copy_out(order.blocks)
-            self._try(self._rank.ready, order.transfer_id)
+            mirror.copy_out(spec.blocks)
+            self._send_best_effort(self._rank.ready, spec.transfer_id)
 
-        self._copies_out[order.request_id] = copied = self._copier.submit(copy)
-        copied.add_done_callback(_complain)
+        self._copies_out[spec.request_id] = copied = self._copier.submit(copy)
+        copied.add_done_callback(_log_copy_error)
 
     def _release(self, request_id: str) -> None:
         """Report a request's blocks as free, once nothing copies them.
@@ -209,15 +213,15 @@ class WorkerSide:
         """
         copied = self._copies_out.get(request_id)
         if copied is not None and not (copied.cancel() or copied.done()):
-            self._released.add(request_id)
+            self._pending_releases.add(request_id)
             return
         self._copies_out.pop(request_id, None)
-        self._released.discard(request_id)
+        self._pending_releases.discard(request_id)
         self._results.sent.add(request_id)
 
     # --- events
 
-    def _hear(self) -> None:
+    def _handle_events(self) -> None:
         for event in self._rank.poll():
             self._handle(event)
 
@@ -230,52 +234,54 @@ class WorkerSide:
                 if (pull := self._by_ticket.pop(ticket, None)) is not None:
                     self._failed(pull, event.code, event.message)
             case Failed(ticket=ticket):
-                self._by_ticket[ticket].doubt = event
+                self._by_ticket[ticket].failure = event
                 # vLLM would give the blocks to another request at once: it hears when they are quiet.
                 _LOG.warning("%s (%s); its blocks stay out of use until nothing can write them",
                              event.message, event.code)  # fmt: skip
             case Quiesced(ticket=ticket):
                 if (pull := self._by_ticket.pop(ticket, None)) is not None:
-                    assert pull.doubt is not None
-                    self._failed(pull, pull.doubt.code, pull.doubt.message)
+                    assert pull.failure is not None
+                    self._failed(pull, pull.failure.code, pull.failure.message)
             case Suspended():
                 self._is_suspended = True
             case Disconnected(code=code, message=message):
                 _LOG.error("this rank's cache is out of the daemon's reach: %s (%s); restart the engine",
                            message, code)  # fmt: skip
 
-    def _delivered(self, pull: _Pull, event: Delivered) -> None:
-        self.tally.pulled(time.monotonic() - pull.ordered_at, event.wire_s, event.bytes, event.runs)
-        if self._copier is not None and self._mirror is not None:
-            self._copies.append((self._copier.submit(self._mirror.copy_in, pull.order.blocks), pull))
+    def _delivered(self, pull: _PullState, event: Delivered) -> None:
+        self.stats.record_pull(time.monotonic() - pull.started_at, event.wire_s, event.bytes, event.runs)
+        if self._copier is not None and self._bounce_buffers is not None:
+            self._copies_in.append(
+                (self._copier.submit(self._bounce_buffers.copy_in, pull.spec.blocks), pull)
+            )
             return
         self._received(pull)
 
-    def _copied(self, copied: Future[None], pull: _Pull) -> None:
+    def _finish_copy_in(self, copied: Future[None], pull: _PullState) -> None:
         if (error := copied.exception()) is None:
             self._received(pull)
         else:
             self._failed(pull, Code.INTERNAL, f"cannot copy the blocks in: {error!r}")
 
-    def _received(self, pull: _Pull) -> None:
-        self._pulls.pop(pull.order.request_id, None)
-        self._results.received.add(pull.order.request_id)
+    def _received(self, pull: _PullState) -> None:
+        self._pulls.pop(pull.spec.request_id, None)
+        self._results.received.add(pull.spec.request_id)
 
-    def _failed(self, pull: _Pull, code: Code, message: str) -> None:
-        order = pull.order
+    def _failed(self, pull: _PullState, code: Code, message: str) -> None:
+        order = pull.spec
         self._pulls.pop(order.request_id, None)
         if code is not Code.CANCELLED:
             _LOG.warning("request %s: %s (%s)", order.request_id, message, code)
-            self.tally.pull_failed(code)
+            self.stats.record_failed_pull(code)
         # The others need not go on, and the prefill engine need not keep the blocks any longer.
-        self._try(self._rank.abandon, order.ref)
+        self._send_best_effort(self._rank.abandon, order.ref)
         self._results.received.add(order.request_id)
         if order.block_ids:
-            self._results.bad_blocks.update(order.block_ids)
+            self._results.failed_block_ids.update(order.block_ids)
         else:
             self._results.failed.add(order.request_id)
 
 
-def _complain(copied: Future[None]) -> None:
+def _log_copy_error(copied: Future[None]) -> None:
     if not copied.cancelled() and (error := copied.exception()) is not None:
         _LOG.error("cannot copy blocks out, their transfer will never be ready", exc_info=error)

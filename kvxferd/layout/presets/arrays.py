@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvxferd.ids import RegionId
 from kvxferd.layout.presets.attention import AxisStrides, axis_strides
-from kvxferd.layout.presets.choices import CHUNK_BYTES, VECTORISED, Choices, Share
+from kvxferd.layout.presets.choices import CHUNK_BYTES, VECTORISED, DeploymentOptions, ShardPosition
 from kvxferd.layout.presets.facts import TokenComponent
 from kvxferd.layout.presets.sharding import shard_units
 from kvxferd.layout.tensors import CacheTensor, Group, UnitRange
@@ -17,7 +17,7 @@ def num_units(units: tuple[UnitRange, ...]) -> int:
     return sum(held.stop - held.start for held in units)
 
 
-def held_units(component: TokenComponent, share: Share) -> tuple[UnitRange, ...]:
+def held_units(component: TokenComponent, share: ShardPosition) -> tuple[UnitRange, ...]:
     """Return the heads that a rank holds of a component."""
     if component.is_replicated:
         return (UnitRange(0, component.num_heads),)
@@ -30,8 +30,8 @@ class TokenArray:
     def __init__(
         self,
         components: tuple[TokenComponent, ...],
-        choices: Choices,
-        share: Share,
+        choices: DeploymentOptions,
+        share: ShardPosition,
         group: Group,
         num_layers: int,
     ) -> None:
@@ -40,30 +40,30 @@ class TokenArray:
         self._is_vectorised = choices.arrangement == VECTORISED
         self._block_tokens = choices.block_tokens
         self._units = {c.name: held_units(c, share) for c in components}
-        self._extents = {
+        self._axis_lengths = {
             "l": num_layers,
             "c": len(components),
             "b": group.num_blocks * group.physical_blocks_per_logical,
         }
         alike = {(c.head_bytes, c.granule_tokens, c.num_heads, c.is_replicated) for c in components}
-        place = self._in_one_order if len(alike) == 1 else self._side_by_side
+        place = self._uniform_strides if len(alike) == 1 else self._concatenated_strides
         self._strides, self._starts = place("HND" if self._is_vectorised else choices.arrangement, choices)
         first = self._strides[components[0].name]
         self.block_bytes = first.block
         self.total_bytes = first.total
 
-    def _in_one_order(
-        self, arrangement: str, choices: Choices
+    def _uniform_strides(
+        self, arrangement: str, choices: DeploymentOptions
     ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
         """Components of one size: an axis of the array like any other."""
         first = self._components[0]
-        extents = self._extents | self._inner_extents(first)
+        extents = self._axis_lengths | self._inner_axis_lengths(first)
         strides = axis_strides(arrangement, extents, first.head_bytes, choices.page_bytes)
         starts = {c.name: position * strides.component for position, c in enumerate(self._components)}
         return dict.fromkeys(starts, strides), starts
 
-    def _side_by_side(
-        self, arrangement: str, choices: Choices
+    def _concatenated_strides(
+        self, arrangement: str, choices: DeploymentOptions
     ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
         """Components of unlike sizes: one behind the other in each block, as keys and then their scales."""
         order = arrangement.partition("-")[0]
@@ -71,17 +71,17 @@ class TokenArray:
         inner: dict[str, AxisStrides] = {}
         page = 0
         for component in self._components:
-            extents = {"l": 1, "c": 1, "b": 1} | self._inner_extents(component)
+            extents = {"l": 1, "c": 1, "b": 1} | self._inner_axis_lengths(component)
             starts[component.name] = page
             inner[component.name] = axis_strides(order, extents, component.head_bytes)
             page += inner[component.name].total
         page = max(page, choices.page_bytes)
-        layer = page * self._extents["b"]
-        total = layer * self._extents["l"]
+        layer = page * self._axis_lengths["b"]
+        total = layer * self._axis_lengths["l"]
         found = {name: s._replace(layer=layer, block=page, total=total) for name, s in inner.items()}
         return found, starts
 
-    def _inner_extents(self, component: TokenComponent) -> dict[str, int]:
+    def _inner_axis_lengths(self, component: TokenComponent) -> dict[str, int]:
         return {
             "n": num_units(self._units[component.name]),
             "t": self._block_tokens // component.granule_tokens,
@@ -92,7 +92,7 @@ class TokenArray:
         for index, layer in enumerate(layers):
             for component in self._components:
                 strides = self._strides[component.name]
-                chunk_bytes, token_stride, chunk_stride = self._content(component, strides)
+                chunk_bytes, token_stride, chunk_stride = self._content_chunks(component, strides)
                 yield CacheTensor(
                     layer=layer,
                     component=component.name,
@@ -111,7 +111,7 @@ class TokenArray:
                     dtype=component.dtype,
                 )
 
-    def _content(self, component: TokenComponent, strides: AxisStrides) -> tuple[int, int, int]:
+    def _content_chunks(self, component: TokenComponent, strides: AxisStrides) -> tuple[int, int, int]:
         """Return (chunk bytes, token stride, chunk stride) of one head's content of one token."""
         if not self._is_vectorised:
             return component.head_bytes, strides.token, 0

@@ -11,7 +11,7 @@ from kvxferd.layout.tensors import CacheTensor, Group, RankLayout, RegionSpec
 
 # An arrangement is the order of the axes, outermost first. `l`: layer, `c`: K or V, `b`: block,
 # `n`: head, `t`: token. The content of a head (head_dim x itemsize) is always innermost.
-_AXES: dict[str, str] = {
+_AXIS_ORDERS: dict[str, str] = {
     "HND": "lcbnt",  # K/V split first: [layer][2, blocks, heads, tokens, head_dim]
     "NHD": "lcbtn",  # [layer][2, blocks, tokens, heads, head_dim]
     "HND-blocks-first": "lbcnt",  # [layer][blocks, 2, heads, tokens, head_dim]
@@ -22,7 +22,7 @@ _AXES: dict[str, str] = {
     "NHD-packed": "lbtnc",
 }
 
-LAYOUT_NAMES: tuple[str, ...] = tuple(_AXES)
+LAYOUT_NAMES: tuple[str, ...] = tuple(_AXIS_ORDERS)
 
 
 class AxisStrides(NamedTuple):
@@ -37,7 +37,7 @@ class AxisStrides(NamedTuple):
 
 
 def axis_strides(
-    layout: str, extents: dict[str, int], content_bytes: int, page_bytes: int = 0
+    layout: str, axis_lengths: dict[str, int], content_bytes: int, page_bytes: int = 0
 ) -> AxisStrides:
     """Return the strides of an array in the arrangement called `layout`.
 
@@ -45,15 +45,15 @@ def axis_strides(
     is the least number of bytes from one block to the next: pages are padded up to it.
     Raises ValueError for a name that nobody knows.
     """
-    if layout not in _AXES:
+    if layout not in _AXIS_ORDERS:
         raise ValueError(f"cannot build layout {layout!r}: the names are {', '.join(LAYOUT_NAMES)}")
     strides: dict[str, int] = {}
     step = content_bytes
-    for axis in reversed(_AXES[layout]):
+    for axis in reversed(_AXIS_ORDERS[layout]):
         if axis == "b":
             step = max(step, page_bytes)
         strides[axis] = step
-        step *= extents[axis]
+        step *= axis_lengths[axis]
     return AxisStrides(strides["l"], strides["c"], strides["b"], strides["n"], strides["t"], step)
 
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from kvxferd.ids import EngineId, Generation, GroupName, Rank, RegionId
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.arrays import TokenArray, held_units, num_units
-from kvxferd.layout.presets.choices import VECTORISED, Choices, Share
+from kvxferd.layout.presets.choices import VECTORISED, DeploymentOptions, ShardPosition
 from kvxferd.layout.presets.facts import LayerKind, ModelFacts
 from kvxferd.layout.presets.states import state_bytes, state_tensors
 from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout, RegionSpec, TokenShard
 
-_KV = RegionId("kv")
+_KV_REGION = RegionId("kv")
 
 
 def model_spec(
-    model: ModelFacts, choices: Choices, rank: Rank, engine_id: str, generation: str = "preset"
+    model: ModelFacts, choices: DeploymentOptions, rank: Rank, engine_id: str, generation: str = "preset"
 ) -> EngineSpec:
     """Return one rank's spec. Layers of a draft model are counted behind the model's own."""
     draft = choices.draft
@@ -34,7 +34,7 @@ def model_spec(
     )
 
 
-def model_layout(model: ModelFacts, choices: Choices, rank: Rank) -> RankLayout:
+def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> RankLayout:
     """Return the layout of one rank.
 
     All of the rank's cache is one region, sized exactly. Groups are "full", "sliding" and, of
@@ -44,48 +44,48 @@ def model_layout(model: ModelFacts, choices: Choices, rank: Rank) -> RankLayout:
     blocks as a state needs room. Every stage has every group, as block lists are the engine's.
     """
     stage = choices.stage(model.num_layers, rank.pp_rank)
-    builder = _Builder(model, choices, choices.share(rank))
+    builder = _LayoutBuilder(model, choices, choices.share(rank))
     if LayerKind.STATE in model.kinds and choices.shared_pages:
-        builder.add_hybrid(stage)
+        builder.add_shared_pages(stage)
     else:
-        builder.add_apart(stage)
+        builder.add_separate_regions(stage)
     end = stage.stop
     if choices.draft is not None:
-        draft = _Builder(
+        draft = _LayoutBuilder(
             choices.draft, choices, choices.share(rank), "draft.", model.num_layers, builder.used
         )
         on_last = rank.pp_rank == choices.pp - 1
-        draft.add_apart(range(choices.draft.num_layers if on_last else 0))
+        draft.add_separate_regions(range(choices.draft.num_layers if on_last else 0))
         builder.groups += draft.groups
         builder.tensors += draft.tensors
         builder.used = draft.used
         end += choices.draft.num_layers if on_last else 0
-    regions = (RegionSpec(_KV, builder.used),) if builder.used else ()
+    regions = (RegionSpec(_KV_REGION, builder.used),) if builder.used else ()
     return RankLayout(stage.start, end, tuple(builder.groups), tuple(builder.tensors), regions)
 
 
-class _Builder:
+class _LayoutBuilder:
     """One model's share of one rank's layout, as far as it is laid out."""
 
     def __init__(
         self,
         model: ModelFacts,
-        choices: Choices,
-        share: Share,
+        choices: DeploymentOptions,
+        share: ShardPosition,
         prefix: str = "",
         first_layer: int = 0,
-        used: int = 0,
+        used_bytes: int = 0,
     ) -> None:
         self.groups: list[Group] = []
         self.tensors: list[CacheTensor] = []
-        self.used = used  # bytes of the region
+        self.used = used_bytes  # bytes of the region
         self._model = model
         self._choices = choices
         self._share = share
         self._prefix = prefix
-        self._first = first_layer  # the global index of the model's layer 0
+        self._first_layer = first_layer  # the global index of the model's layer 0
 
-    def add_apart(self, stage: range) -> None:
+    def add_separate_regions(self, stage: range) -> None:
         """Every group in arrays of its own, one after the other."""
         for kind in (LayerKind.FULL, LayerKind.SLIDING):
             if kind not in self._model.kinds:
@@ -94,17 +94,17 @@ class _Builder:
             layers = [layer for layer in stage if self._model.kinds[layer] is kind]
             for components in self._model.token_arrays if layers else ():
                 array = TokenArray(components, self._choices, self._share, group, len(layers))
-                self._place(array, layers, self.used)
+                self._add_token_array(array, layers, self.used)
                 self.used += array.total_bytes
         states = [n for n, kind in enumerate(self._model.kinds) if kind is LayerKind.STATE]
         if states:
             page_bytes = max(state_bytes(self._model.states, self._share), self._choices.page_bytes)
             group = self._state_group(0)
             for layer in (layer for layer in states if layer in stage):
-                self._place_state(group, layer, self.used, page_bytes)
+                self._add_state(group, layer, self.used, page_bytes)
                 self.used += group.num_blocks * page_bytes
 
-    def add_hybrid(self, stage: range) -> None:
+    def add_shared_pages(self, stage: range) -> None:
         """Attention and states in common pages: slots of pages, at most one layer of each group in a slot."""
         if LayerKind.SLIDING in self._model.kinds:
             raise ValueError(
@@ -121,9 +121,9 @@ class _Builder:
             )
             group = self._token_group(LayerKind.FULL, per_logical)
             (components,) = self._model.token_arrays
-            array = TokenArray(components, _page_wise(self._choices), self._share, group, slots)
+            array = TokenArray(components, _with_kv_in_one_page(self._choices), self._share, group, slots)
             page_bytes = array.block_bytes * per_logical
-            self._place(array, own[0], self.used)
+            self._add_token_array(array, own[0], self.used)
         for number, layers in enumerate(own[1:]):
             group = self._state_group(number)
             if group.num_blocks != num_pages:
@@ -132,22 +132,22 @@ class _Builder:
                     "the rest: they share their pages"
                 )
             for slot, layer in enumerate(layers):
-                self._place_state(group, layer, self.used + slot * num_pages * page_bytes, page_bytes)
+                self._add_state(group, layer, self.used + slot * num_pages * page_bytes, page_bytes)
         self.used += slots * num_pages * page_bytes
 
-    def _place(self, array: TokenArray, layers: Sequence[int], start: int) -> None:
-        self.tensors.extend(array.tensors([self._first + layer for layer in layers], start, _KV))
+    def _add_token_array(self, array: TokenArray, layers: Sequence[int], start: int) -> None:
+        self.tensors.extend(array.tensors([self._first_layer + layer for layer in layers], start, _KV_REGION))
 
-    def _place_state(self, group: Group, layer: int, start: int, page_bytes: int) -> None:
+    def _add_state(self, group: Group, layer: int, start: int, page_bytes: int) -> None:
         self.tensors.extend(
             state_tensors(
                 self._model.states,
                 self._share,
                 group,
-                layer=self._first + layer,
+                layer=self._first_layer + layer,
                 start=start,
                 page_bytes=page_bytes,
-                region=_KV,
+                region=_KV_REGION,
                 is_row_major=self._choices.is_row_major,
             )
         )
@@ -188,7 +188,7 @@ def blocks_per_logical(model: ModelFacts, tp_size: int, block_tokens: int, page_
     (array,) = model.token_arrays
     most = 1
     for tp_rank in range(tp_size):
-        share = Share(tp_size, tp_rank, TokenShard())
+        share = ShardPosition(tp_size, tp_rank, TokenShard())
         heads = num_units(held_units(array[0], share))
         block_bytes = len(array) * block_tokens * heads * array[0].head_bytes
         block_bytes = max(block_bytes, page_bytes)
@@ -196,7 +196,7 @@ def blocks_per_logical(model: ModelFacts, tp_size: int, block_tokens: int, page_
     return most
 
 
-def _page_wise(choices: Choices) -> Choices:
+def _with_kv_in_one_page(choices: DeploymentOptions) -> DeploymentOptions:
     """Return the choices with K and V of a block together, as shared pages require."""
     arrangement = choices.arrangement
     if arrangement in ("HND", "NHD"):

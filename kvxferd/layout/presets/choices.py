@@ -13,7 +13,7 @@ from kvxferd.layout.presets.sharding import stage_layers
 from kvxferd.layout.tensors import TokenShard
 
 # Other words for arrangements, as engines' flags and papers have them.
-_SYNONYMS = {
+_ARRANGEMENT_SYNONYMS = {
     "kv-first": "HND",
     "blocks-first": "HND-blocks-first",
     "cross-layer": "HND-cross-layer",
@@ -23,10 +23,10 @@ _SYNONYMS = {
 VECTORISED = "vectorised"
 CHUNK_BYTES = 16
 
-NAMES: tuple[str, ...] = (*LAYOUT_NAMES, VECTORISED, *_SYNONYMS)
+ARRANGEMENTS: tuple[str, ...] = (*LAYOUT_NAMES, VECTORISED, *_ARRANGEMENT_SYNONYMS)
 
 
-class Share(NamedTuple):
+class ShardPosition(NamedTuple):
     """Which part of the heads, and of the tokens, a rank has."""
 
     tp_size: int
@@ -35,7 +35,7 @@ class Share(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class DeploymentOptions:
     """What a deployment chooses. Raises ValueError for what no engine could be."""
 
     tp: int = 1
@@ -65,14 +65,14 @@ class Choices:
             f"interleave {self.interleave}: it does not divide the block of {self.block_tokens} tokens",
         )
         name, _, conv = self.layout.partition("+")
-        _require(name in NAMES, f"layout {self.layout!r}: the names are {', '.join(NAMES)}")
+        _require(name in ARRANGEMENTS, f"layout {self.layout!r}: the names are {', '.join(ARRANGEMENTS)}")
         _require(conv in ("", "DS", "SD"), f"layout {self.layout!r}: behind the + goes DS or SD")
 
     @property
     def arrangement(self) -> str:
         """The order of the axes: a name of LAYOUT_NAMES, or VECTORISED."""
         name = self.layout.partition("+")[0]
-        return _SYNONYMS.get(name, name)
+        return _ARRANGEMENT_SYNONYMS.get(name, name)
 
     @property
     def is_row_major(self) -> bool:
@@ -84,11 +84,11 @@ class Choices:
         """Ranks of a stage: `tp` times `cp`, flattened with the token shards innermost."""
         return self.tp * self.cp
 
-    def share(self, rank: Rank) -> Share:
+    def share(self, rank: Rank) -> ShardPosition:
         """Return what a rank has of the heads and of the tokens."""
         tp_rank, cp_rank = divmod(rank.tp_rank, self.cp)
         tokens = TokenShard(self.cp, cp_rank, self.interleave) if self.cp > 1 else TokenShard()
-        return Share(self.tp, tp_rank, tokens)
+        return ShardPosition(self.tp, tp_rank, tokens)
 
     def blocks_of(self, group: str) -> int:
         """Return how many ids a group has; raises ValueError for one whose number is not given."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvxferd.ids import Rank
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.build import model_layout, model_spec
-from kvxferd.layout.presets.choices import Choices
+from kvxferd.layout.presets.choices import DeploymentOptions
 from kvxferd.layout.presets.facts import ModelFacts
 from kvxferd.layout.presets.models import find_model
 from kvxferd.layout.tensors import RankLayout
@@ -39,7 +39,7 @@ def deploy(
     ValueError for a model that nobody knows, or a choice that this model cannot have.
     """
     facts = find_model(model) if isinstance(model, str) else model
-    choices = Choices(
+    choices = DeploymentOptions(
         tp=tp,
         pp=pp,
         block_tokens=block_tokens,
@@ -56,7 +56,7 @@ def deploy(
 
 
 def deployed(
-    model: ModelFacts, choices: Choices, *, engine_id: str = "", generation: str = "preset"
+    model: ModelFacts, choices: DeploymentOptions, *, engine_id: str = "", generation: str = "preset"
 ) -> Ranks:
     """Return what `deploy` returns, for choices already made."""
     ranks: Ranks = {}

@@ -108,7 +108,7 @@ _TINY = (
 MODELS: dict[str, ModelFacts] = {model.name: model for model in (*_ALL, *_TINY)}
 
 # Families by the member that is meant where none is named.
-SYNONYMS: dict[str, str] = {
+MODEL_SYNONYMS: dict[str, str] = {
     "qwen3-next": "qwen3-next-80b",
     "gemma-3": "gemma-3-27b",
     "gpt-oss": "gpt-oss-120b",
@@ -119,7 +119,7 @@ SYNONYMS: dict[str, str] = {
 def find_model(name: str) -> ModelFacts:
     """Return a model by its name or its family's, in any case; raises ValueError with the names there are."""
     wanted = name.lower()
-    found = MODELS.get(SYNONYMS.get(wanted, wanted))
+    found = MODELS.get(MODEL_SYNONYMS.get(wanted, wanted))
     if found is None:
         raise ValueError(f"cannot find a model called {name!r}: the names are {', '.join(sorted(MODELS))}")
     return found

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from kvxferd.ids import RegionId
 from kvxferd.layout.presets.arrays import num_units
-from kvxferd.layout.presets.choices import Share
+from kvxferd.layout.presets.choices import ShardPosition
 from kvxferd.layout.presets.facts import StateComponent
 from kvxferd.layout.presets.sharding import shard_units
 from kvxferd.layout.tensors import CacheTensor, Group
 
 
-def state_bytes(states: tuple[StateComponent, ...], share: Share) -> int:
+def state_bytes(states: tuple[StateComponent, ...], share: ShardPosition) -> int:
     """Return the bytes of one request's state in one layer on a rank."""
     return sum(
         num_units(shard_units(s.num_units, share.tp_size, share.tp_rank)) * s.unit_bytes for s in states
@@ -21,7 +21,7 @@ def state_bytes(states: tuple[StateComponent, ...], share: Share) -> int:
 
 def state_tensors(
     states: tuple[StateComponent, ...],
-    share: Share,
+    share: ShardPosition,
     group: Group,
     *,
     layer: int,

@@ -1,11 +1,11 @@
 """What measures would return, made up, for tests of what is made of it."""
 
-from kvxferd.cli.bench.cases import Case, Lists
+from kvxferd.cli.bench.cases import BlockPattern, Case
 from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
-from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
-from kvxferd.cli.bench.measures.behind import Behind
-from kvxferd.cli.bench.measures.calls import COPIED, LENT, Calls
-from kvxferd.cli.bench.measures.first import First
+from kvxferd.cli.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.cli.bench.measures.behind import HeadOfLine
+from kvxferd.cli.bench.measures.calls import BORROWED, COPIED, Calls
+from kvxferd.cli.bench.measures.first import FirstPull
 from kvxferd.cli.bench.measures.idle import Idle
 from kvxferd.cli.bench.measures.latency import Latency
 from kvxferd.cli.bench.measures.parallel import Parallel
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def a_case() -> Case:
     """One that does not matter."""
     deployment = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
-    return Case(deployment=deployment, lists=Lists.SCATTERED, blocks=4)
+    return Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=4)
 
 
 def rounds(case: Case, seconds: dict[str, list[float]]) -> Rounds:
@@ -49,10 +49,10 @@ def steady(ours: float, raw: float) -> dict[str, list[float]]:
     return {KVXFERD: [ours] * 3, RAW: [raw] * 3, ENGINE: [2 * raw] * 3, COPY: [raw / 2] * 3}
 
 
-def findings() -> Findings:
+def findings() -> Measurements:
     """Every measure, with figures that can be worked out by hand."""
     small = point(64 << 10, steady(0.001, 0.0005), "latency")
-    return Findings(
+    return Measurements(
         points=[
             small,
             point(4 * MIB, steady(0.010, 0.009)),
@@ -65,17 +65,19 @@ def findings() -> Findings:
         ),
         calls=Calls(
             rounds=7,
-            n=dict.fromkeys((*COPIED, *LENT), 210),
-            pull_p50_s={ids: ids.num * 1e-9 for ids in (*COPIED, *LENT)},
-            pull_p99_s={ids: 30e-6 if ids.lent else 25e-6 + ids.num * 1e-9 for ids in (*COPIED, *LENT)},
+            n=dict.fromkeys((*COPIED, *BORROWED), 210),
+            pull_p50_s={ids: ids.num * 1e-9 for ids in (*COPIED, *BORROWED)},
+            pull_p99_s={
+                ids: 30e-6 if ids.borrowed else 25e-6 + ids.num * 1e-9 for ids in (*COPIED, *BORROWED)
+            },
             posting_median_s=0.05,
             pull_median_s=0.00005,
             num_posted=7,
         ),
-        behind=Behind(2 << 30, 0.4, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
+        head_of_line=HeadOfLine(2 << 30, 0.4, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
         parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
         idle=Idle(8, 5.0, 0.01, 0.005, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
-        first=First(64 * MIB, [1.0], [0.2], [0.09, 0.3, 0.1], [0.08], [0.02]),
+        first_pull=FirstPull(64 * MIB, [1.0], [0.2], [0.09, 0.3, 0.1], [0.08], [0.02]),
     )
 
 

@@ -29,11 +29,11 @@ def test_own_memory_is_private() -> None:
 
 
 def test_processor_time_is_counted() -> None:
-    before = accounts.cpu_s(os.getpid())
+    before = accounts.cpu_seconds(os.getpid())
     began = time.thread_time()
     while time.thread_time() - began < 0.05:
         pass
-    assert accounts.cpu_s(os.getpid()) - before >= 0.05
+    assert accounts.cpu_seconds(os.getpid()) - before >= 0.05
 
 
 def test_a_tree_is_the_process_and_its_children() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from kvxferd import client
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import Case, Lists
-from kvxferd.cli.bench.rank_process import RankProcess
+from kvxferd.cli.bench.cases import BlockPattern, Case
+from kvxferd.cli.bench.rank_process import BenchRank
 from kvxferd.cli.bench.shapes import Deployment
 
 DEPLOYMENT = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
-SMALL = Case(deployment=DEPLOYMENT, lists=Lists.CONTIGUOUS, blocks=1)
-LARGE = Case(deployment=DEPLOYMENT, lists=Lists.CONTIGUOUS, blocks=32, first_block=4)
+SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
+LARGE = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=32, first_block=4)
 
 
 class Rank:
@@ -48,10 +48,10 @@ class Rank:
 @pytest.fixture
 def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[speech.Sample]]]:
     rank = Rank(request.param)
-    process = object.__new__(RankProcess)  # without a daemon
+    process = object.__new__(BenchRank)  # without a daemon
     process._rank = rank  # type: ignore[assignment]
     process._layout = DEPLOYMENT.layout()
-    process._unread = deque()
+    process._pending_events = deque()
     command = speech.PullBehind(
         large=LARGE, large_ref={"name": "large"}, small=SMALL, small_refs=[{"name": "small"}] * 3
     )

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from kvxferd.cli.bench.cases import Case, Lists, block_lists, blocks_for, ids_per_pull, runs_of
+from kvxferd.cli.bench.cases import BlockPattern, Case, block_lists, blocks_for, ids_per_pull, runs_of
 from kvxferd.cli.bench.effort import ALL_SIZES, MIB
-from kvxferd.cli.bench.shapes import FIRST, IDS, SHAPES, Deployment, footprint, layers_for
+from kvxferd.cli.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, Deployment, footprint, layers_for
 from kvxferd.ids import Rank
 from kvxferd.layout.presets import deploy
 
@@ -18,7 +18,7 @@ def sized(shape: str, size_bytes: int, pool_blocks: int = POOL) -> Deployment:
     return Deployment(name="d", shape=shape, layers=layers_for(shape, size_bytes), pool_blocks=pool_blocks)
 
 
-def case_of(shape: str, lists: Lists, blocks: int = 32, slots: int = 3) -> Case:
+def case_of(shape: str, lists: BlockPattern, blocks: int = 32, slots: int = 3) -> Case:
     return Case(deployment=sized(shape, 64 * MIB), lists=lists, blocks=blocks, slots=slots)
 
 
@@ -49,12 +49,16 @@ def test_a_pull_has_about_the_size_that_was_asked_for(shape: str, size: int) -> 
     assert abs(moved - size) <= of.block_bytes / 2
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, IDS])
-@pytest.mark.parametrize("lists", Lists)
-def test_what_runs_name_is_what_the_pull_holds(shape: str, lists: Lists) -> None:
-    case = case_of(shape, lists) if shape != IDS else Case(deployment=sized(IDS, MIB), lists=lists, blocks=32)
+@pytest.mark.parametrize("shape", [*SHAPES, IDS_SHAPE])
+@pytest.mark.parametrize("lists", BlockPattern)
+def test_what_runs_name_is_what_the_pull_holds(shape: str, lists: BlockPattern) -> None:
+    case = (
+        case_of(shape, lists)
+        if shape != IDS_SHAPE
+        else Case(deployment=sized(IDS_SHAPE, MIB), lists=lists, blocks=32)
+    )
     of = footprint(case.deployment.layout())
-    runs = runs_of(case, FIRST, 0)
+    runs = runs_of(case, FIRST_RANK, 0)
     assert int(runs.length.sum()) == 32 * of.block_bytes + of.state_bytes
     assert not (runs.length % 8).any()
     assert not (runs.local % 8).any()
@@ -62,9 +66,9 @@ def test_what_runs_name_is_what_the_pull_holds(shape: str, lists: Lists) -> None
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "mamba2-hybrid"])
-@pytest.mark.parametrize("lists", Lists)
+@pytest.mark.parametrize("lists", BlockPattern)
 @pytest.mark.parametrize("role", ["source", "sink"])
-def test_no_id_is_used_twice(shape: str, lists: Lists, role: str) -> None:
+def test_no_id_is_used_twice(shape: str, lists: BlockPattern, role: str) -> None:
     case = case_of(shape, lists)
     ids = [block_lists(case, role, slot) for slot in range(case.slots)]
     used = np.concatenate([group for slot in ids for group in slot.values()])
@@ -74,31 +78,32 @@ def test_no_id_is_used_twice(shape: str, lists: Lists, role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lists", "most"), [(Lists.CONTIGUOUS, 1), (Lists.FRAGMENTED, 8), (Lists.SCATTERED, 32)]
+    ("lists", "most"),
+    [(BlockPattern.CONTIGUOUS, 1), (BlockPattern.FRAGMENTED, 8), (BlockPattern.SCATTERED, 32)],
 )
-def test_lists_are_as_broken_as_they_are_called(lists: Lists, most: int) -> None:
+def test_lists_are_as_broken_as_they_are_called(lists: BlockPattern, most: int) -> None:
     ids = block_lists(case_of("qwen3-8b", lists), "source", 0)["full"]
     stretches = 1 + int((np.diff(ids) != 1).sum())
     assert most * 0.7 <= stretches <= most
 
 
 def test_both_sides_of_a_scattered_list_differ() -> None:
-    case = case_of("qwen3-8b", Lists.SCATTERED)
+    case = case_of("qwen3-8b", BlockPattern.SCATTERED)
     sides = [block_lists(case, role, 0)["full"] for role in ("source", "sink")]
     assert not np.array_equal(*sides)
     # Eighty layers or thirty-six: what is scattered on both sides merges hardly anywhere.
-    assert len(runs_of(case, FIRST, 0).length) > 0.9 * 32 * 72
+    assert len(runs_of(case, FIRST_RANK, 0).length) > 0.9 * 32 * 72
 
 
 def test_cases_side_by_side_do_not_touch() -> None:
     deployment = sized("qwen3-8b", MIB)
-    left = Case(deployment=deployment, lists=Lists.SCATTERED, blocks=8, first_block=100)
+    left = Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=8, first_block=100)
     assert block_lists(left, "sink", 0)["full"].min() >= 100
 
 
 def test_a_list_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot list 1200 blocks: the pool has 400"):
-        block_lists(case_of("qwen3-8b", Lists.SCATTERED, blocks=400), "sink", 0)
+        block_lists(case_of("qwen3-8b", BlockPattern.SCATTERED, blocks=400), "sink", 0)
 
 
 def test_slots_are_whole_runs() -> None:

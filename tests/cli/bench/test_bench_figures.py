@@ -10,11 +10,11 @@ import synthetic
 from rich.console import Console
 
 from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW
-from kvxferd.cli.bench.figures import Findings, figures_of, summary_of
-from kvxferd.cli.bench.measures.latency import added
-from kvxferd.cli.bench.measures.parallel import spread
-from kvxferd.cli.bench.plot import draw, points_drawn, rates_by_size
-from kvxferd.cli.bench.report import report
+from kvxferd.cli.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.cli.bench.measures.latency import added_latency
+from kvxferd.cli.bench.measures.parallel import rate_spread
+from kvxferd.cli.bench.plot import points_to_plot, rates_by_size, write_plot
+from kvxferd.cli.bench.report import render_report
 from kvxferd.cli.bench.rounds import Round, Rounds
 from kvxferd.cli.bench.speech import Sample
 from kvxferd.ids import Rank
@@ -65,7 +65,7 @@ def test_aims_are_judged() -> None:
 
 
 def test_what_was_not_measured_is_null_and_not_made_up() -> None:
-    assert summary_of(figures_of(Findings())) == dict.fromkeys(KEYS)
+    assert summary_of(figures_of(Measurements())) == dict.fromkeys(KEYS)
 
 
 def test_a_ratio_compares_within_a_round() -> None:
@@ -82,7 +82,7 @@ def test_a_ratio_compares_within_a_round() -> None:
 def test_ratios_of_one_transport_are_not_mixed_with_those_of_another() -> None:
     over_cma = synthetic.point(64 << 20, synthetic.steady(0.02, 0.01))
     over_tcp = synthetic.point(64 << 20, synthetic.steady(0.02, 0.02), transport="tcp")
-    figures = {figure.name: figure for figure in figures_of(Findings([over_cma, over_tcp, over_tcp]))}
+    figures = {figure.name: figure for figure in figures_of(Measurements([over_cma, over_tcp, over_tcp]))}
     assert figures["throughput_ratio_64m"].value == pytest.approx(0.5)
     assert "1 points over cma" in figures["throughput_ratio_64m"].how
 
@@ -90,14 +90,16 @@ def test_ratios_of_one_transport_are_not_mixed_with_those_of_another() -> None:
 def test_added_latency_is_over_raw_in_the_same_round() -> None:
     ours = [Round([Sample(0.0, 0.0, 0.0, taken, 1, 1)], 1) for taken in (0.5, 0.9)]
     theirs = [Round([Sample(0.0, 0.1, 0.1, 0.1 + taken, 1, 1)], 1) for taken in (0.2, 0.4)]
-    assert added(Rounds(synthetic.a_case(), 1, {KVXFERD: ours, RAW: theirs})) == pytest.approx([0.3, 0.5])
+    assert added_latency(Rounds(synthetic.a_case(), 1, {KVXFERD: ours, RAW: theirs})) == pytest.approx(
+        [0.3, 0.5]
+    )
 
 
 def test_a_rank_that_gets_half_is_seen() -> None:
     fast = [Sample(0.0, 0.0, 0.0, 1.0, 1000, 1)]
     slow = [Sample(0.0, 0.0, 0.0, 2.0, 1000, 1)]
-    assert spread({Rank(0, 0): fast, Rank(0, 1): fast, Rank(0, 2): slow}) == pytest.approx(0.5)
-    assert spread({Rank(0, 0): fast, Rank(0, 1): fast}) == 0
+    assert rate_spread({Rank(0, 0): fast, Rank(0, 1): fast, Rank(0, 2): slow}) == pytest.approx(0.5)
+    assert rate_spread({Rank(0, 0): fast, Rank(0, 1): fast}) == 0
 
 
 def test_a_result_is_one_json_object() -> None:
@@ -111,7 +113,7 @@ def test_a_result_is_one_json_object() -> None:
 
 def test_tables_show_every_point_and_what_fell_short() -> None:
     out = io.StringIO()
-    Console(file=out, width=220).print(report(synthetic.result()))
+    Console(file=out, width=220).print(render_report(synthetic.result()))
     text = out.getvalue()
     assert text.count("qwen3-8b") >= 5
     assert "NO" in text
@@ -123,10 +125,10 @@ def test_a_picture_of_many_at_a_time_is_not_empty() -> None:
     alone = synthetic.point(4 << 20, synthetic.steady(0.01, 0.01))
     small = synthetic.point(64 << 10, synthetic.steady(0.01, 0.01), "latency")
     eight = msgspec.structs.replace(alone, in_flight=8)
-    assert points_drawn([small, eight]) == [eight]
-    assert points_drawn([small, eight, alone]) == [small, alone]
-    assert points_drawn([small]) == [small]
-    assert points_drawn([]) == []
+    assert points_to_plot([small, eight]) == [eight]
+    assert points_to_plot([small, eight, alone]) == [small, alone]
+    assert points_to_plot([small]) == [small]
+    assert points_to_plot([]) == []
 
 
 def test_lines_of_the_picture_keep_transports_apart() -> None:
@@ -146,5 +148,5 @@ def test_lines_of_the_picture_keep_transports_apart() -> None:
 def test_a_picture_is_drawn(tmp_path: Path, suffix: str, starts: bytes) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"bench{suffix}"
-    draw(synthetic.result(), path)
+    write_plot(synthetic.result(), path)
     assert path.read_bytes().startswith(starts)

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from kvxferd.cli.bench.cases import Case, Lists
-from kvxferd.cli.bench.moving import Posted, move
-from kvxferd.cli.bench.rounds import Round, order_of
+from kvxferd.cli.bench.cases import BlockPattern, Case
+from kvxferd.cli.bench.moving import PostedRead, run_reads
+from kvxferd.cli.bench.rounds import Round, order_in_round
 from kvxferd.cli.bench.shapes import Deployment
 from kvxferd.cli.bench.speech import Sample
 
 CASE = Case(
     deployment=Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64),
-    lists=Lists.CONTIGUOUS,
+    lists=BlockPattern.CONTIGUOUS,
     blocks=4,
     slots=3,
 )
@@ -32,12 +32,12 @@ class Library:
     def prepare(self, case: Case) -> None:
         self.prepared = case
 
-    def post(self, slot: int) -> Posted:
+    def post(self, slot: int) -> PostedRead:
         number = len(self.posted)
         self.posted.append(slot)
         self.under_way[number] = self.patience
         self.most = max(self.most, len(self.under_way))
-        return Posted(number, slot, number, number + 0.25, number + 0.5, self.patience == 0)
+        return PostedRead(number, slot, number, number + 0.25, number + 0.5, self.patience == 0)
 
     def is_done(self, handle: Any) -> bool:
         self.under_way[handle] -= 1
@@ -54,7 +54,7 @@ class Library:
 @pytest.mark.parametrize(("patience", "window"), [(0, 1), (1, 1), (5, 1), (5, 2), (5, 7), (3, 100)])
 def test_all_are_moved_in_their_slots_and_the_window_is_kept(patience: int, window: int) -> None:
     library = Library(patience)
-    samples = move(library, CASE, 7, window)
+    samples = run_reads(library, CASE, 7, window)
     assert library.prepared == CASE
     assert library.posted == [0, 1, 2, 0, 1, 2, 0]
     assert library.released == 7
@@ -79,7 +79,7 @@ def test_several_at_a_time_count_from_first_to_last() -> None:
 
 def test_nobody_goes_before_the_same_one_in_all_rounds() -> None:
     names: list[Any] = list("abcde")
-    orders = [order_of(names, number) for number in range(10)]
+    orders = [order_in_round(names, number) for number in range(10)]
     assert all(sorted(order) == names for order in orders)
     assert {order[0] for order in orders} == set(names)
     before = [(order[i], order[i + 1]) for order in orders for i in range(4)]

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvxferd.cli.bench.cases import Lists
-from kvxferd.cli.bench.effort import Effort, Pulls
+from kvxferd.cli.bench.cases import BlockPattern
+from kvxferd.cli.bench.effort import ThroughputPoint, Workload
 from kvxferd.cli.bench.figures import SUMMARY
-from kvxferd.cli.bench.runner import Asked, run_bench
+from kvxferd.cli.bench.runner import BenchOptions, run_bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -92,22 +92,22 @@ def test_every_contender_moves_the_same_bytes(place: Path) -> None:
 
 
 def test_the_whole_summary_is_filled() -> None:
-    effort = Effort(
-        pulls=(
-            Pulls("qwen3-8b", Lists.FRAGMENTED, 4 * MIB, 1),
-            Pulls("mamba2-hybrid", Lists.SCATTERED, 64 * MIB, 1),
+    effort = Workload(
+        points=(
+            ThroughputPoint("qwen3-8b", BlockPattern.FRAGMENTED, 4 * MIB, 1),
+            ThroughputPoint("mamba2-hybrid", BlockPattern.SCATTERED, 64 * MIB, 1),
         ),
         rounds=2,
         small_per_round=4,
         calls_per_round=2,
         first_rounds=1,
         parallel_pulls=2,
-        behind_pulls=40,
-        behind_bytes=64 * MIB,
+        head_of_line_pulls=40,
+        head_of_line_bytes=64 * MIB,
         idle_s=0.5,
     )
     said: list[str] = []
-    result = run_bench(Asked(effort, ("cma",), is_quick=True), said.append)
+    result = run_bench(BenchOptions(effort, ("cma",), is_quick=True), said.append)
     assert tuple(result.summary) == SUMMARY
     assert all(value is not None and value >= 0 for value in result.summary.values()), result.summary
     figures = {figure.name: figure for figure in result.figures}

@@ -20,7 +20,7 @@ def while_serving(bind: str, act: Callable[[str, str], Awaitable[None]]) -> None
 
     async def both() -> None:
         said: asyncio.Queue[str] = asyncio.Queue()
-        server = asyncio.ensure_future(serving._serve(bind, said.put_nowait))
+        server = asyncio.ensure_future(serving._serve_until_stopped(bind, said.put_nowait))
         try:
             found = re.search(r"--peer (\S+):(\d+)#(\S+)", await said.get())
             assert found is not None
@@ -58,7 +58,7 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
         remote = await relay.RemoteHost.connect(address, right)
         # It answers to what nothing there is called: so it has begun to serve.
         with pytest.raises(KvxferdError, match="nothing here is called 7"):
-            await remote.wish(relay.Pause(who=7, on=True))
+            await remote.request(relay.SetPaused(who=7, on=True))
         await remote.stop()
 
     while_serving("0.0.0.0:0", act)
@@ -67,12 +67,15 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
 
 def test_a_machine_that_is_gone_without_a_word_is_noticed() -> None:
     with socket.socket() as connection:
-        relay.notice_silence(connection)
+        relay.enable_keepalive(connection)
         asked = {
             option: connection.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         }
         idle, between, count = asked.values()
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert idle + between * count <= relay.SILENT_S
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == relay.SILENT_S * 1000
+        assert idle + between * count <= relay.KEEPALIVE_TIMEOUT_S
+        assert (
+            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            == relay.KEEPALIVE_TIMEOUT_S * 1000
+        )

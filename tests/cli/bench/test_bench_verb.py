@@ -8,8 +8,8 @@ import synthetic
 from click.testing import CliRunner
 
 from kvxferd.cli.bench import effort, runner, verb
-from kvxferd.cli.bench.cases import Lists
-from kvxferd.cli.bench.figures import Findings
+from kvxferd.cli.bench.cases import BlockPattern
+from kvxferd.cli.bench.figures import Measurements
 from kvxferd.cli.bench.shapes import SHAPES
 from kvxferd.cli.root import root
 from kvxferd.errors import KvxferdError
@@ -51,8 +51,8 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_what_flags_offer_is_what_there_is() -> None:
     assert tuple(SHAPES) == verb.SHAPE_NAMES
-    assert tuple(lists.value for lists in Lists) == verb.LIST_NAMES
-    assert tuple(effort.TRANSPORTS) == verb.TRANSPORT_NAMES
+    assert tuple(lists.value for lists in BlockPattern) == verb.LIST_NAMES
+    assert tuple(effort.TRANSPORT_ENVIRONMENTS) == verb.TRANSPORT_NAMES
     assert set(verb.MEASURE_NAMES) == runner.MEASURES
 
 
@@ -75,11 +75,11 @@ def test_what_was_measured_is_kept_when_a_later_measure_fails(
     monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     async def over(*given: object, **_: object) -> None:
-        (found,) = (one for one in given if isinstance(one, Findings))
+        (found,) = (one for one in given if isinstance(one, Measurements))
         found.points.append(synthetic.point(4 << 20, synthetic.steady(0.01, 0.009)))
         raise failure
 
-    monkeypatch.setattr(runner, "_over", over)
+    monkeypatch.setattr(runner, "_measure_transport", over)
     said = CliRunner().invoke(root, ["bench", "--measure", "throughput", "--size", "64K", "--json"])
     assert said.exit_code == 2
     result = json.loads(said.stdout)
@@ -102,15 +102,15 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
 
 
 def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
-    quick = effort.quick()
+    quick = effort.quick_workload()
     assert quick.rounds >= 7
     assert quick.first_rounds >= 7
     # A p99 is then not of the two or three slowest.
     assert quick.rounds * quick.small_per_round >= 1000
     assert quick.rounds * quick.calls_per_round >= 400
-    assert quick.behind_bytes == 2 << 30
-    assert {pulls.size_bytes for pulls in quick.pulls} >= {4 << 20, 64 << 20}
-    assert {pulls.shape for pulls in quick.pulls} == set(SHAPES)
+    assert quick.head_of_line_bytes == 2 << 30
+    assert {pulls.size_bytes for pulls in quick.points} >= {4 << 20, 64 << 20}
+    assert {pulls.shape for pulls in quick.points} == set(SHAPES)
 
 
 def test_a_picture_without_matplotlib_is_refused_first(

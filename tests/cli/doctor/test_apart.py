@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.cli.doctor.apart import Apart, run_apart
+from kvxferd.cli.doctor.apart import IsolatedProcess, run_isolated
 
 PROBES = {
     "well": "print('noise'); print('{\"speed\": 3}')",
@@ -44,35 +44,35 @@ def environment(tmp_path: Path) -> dict[str, str]:
     ],
 )
 def test_how_a_probe_ends(environment, probe, value, refusal):
-    outcome = run_apart(probe, [], environment, 30.0)
-    assert (outcome.value, outcome.refusal) == (value, refusal)
+    outcome = run_isolated(probe, [], environment, 30.0)
+    assert (outcome.value, outcome.failure) == (value, refusal)
 
 
 def test_a_probe_that_hangs_is_ended_in_time(environment):
     began = time.monotonic()
-    outcome = run_apart("hangs", [], environment, 1.5)
-    assert outcome.refusal == "it has not ended within 1.5 s"
+    outcome = run_isolated("hangs", [], environment, 1.5)
+    assert outcome.failure == "it has not ended within 1.5 s"
     assert time.monotonic() - began < 15
 
 
 def test_what_a_probe_started_goes_with_it(environment):
-    probe = Apart("leaves", [], environment)
+    probe = IsolatedProcess("leaves", [], environment)
     child = Path(environment["CHILD"])
     deadline = time.monotonic() + 20
     while not (child.exists() and child.read_text()):
         assert time.monotonic() < deadline
-    probe.end(0.1)
+    probe.finish(0.1)
     pid = int(child.read_text())
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline, "its child lives on"
 
 
 def test_the_first_line_of_one_that_goes_on(environment):
-    probe = Apart("hangs", [], environment)
-    assert probe.first_line(20.0).value == {}
-    assert "has not ended" in probe.end(0.1).refusal
+    probe = IsolatedProcess("hangs", [], environment)
+    assert probe.read_first_line(20.0).value == {}
+    assert "has not ended" in probe.finish(0.1).failure
 
 
 def test_the_first_line_of_one_that_says_nothing(environment):
-    probe = Apart("refuses", [], environment)
-    assert probe.first_line(20.0).refusal == "cannot do it: the driver says no"
+    probe = IsolatedProcess("refuses", [], environment)
+    assert probe.read_first_line(20.0).failure == "cannot do it: the driver says no"

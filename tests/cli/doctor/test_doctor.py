@@ -101,9 +101,9 @@ def test_few_descriptors(tmp_path: Path):
 
 IMPORTS = """
 import resource
-from kvxferd.cli.asking import Daemon
+from kvxferd.cli.asking import ControlClient
 from kvxferd.cli.doctor import memlock, run_directory, shared_memory
-from kvxferd.cli.doctor.finding import Node
+from kvxferd.cli.doctor.finding import CheckContext
 from kvxferd.config import Config, NodeConfig
 """
 
@@ -112,7 +112,7 @@ from kvxferd.config import Config, NodeConfig
 def test_a_limit_on_locked_memory_that_root_passes_and_others_do_not():
     body = """
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-for finding in memlock.check(Node(Config(), Daemon("/nowhere"), {})):
+for finding in memlock.check(CheckContext(Config(), ControlClient("/nowhere"), {})):
     print(finding.verdict, finding.found, finding.todo)
 """
     said = run_as(body, imports=IMPORTS)
@@ -124,7 +124,7 @@ for finding in memlock.check(Node(Config(), Daemon("/nowhere"), {})):
 def test_another_user_may_not_make_the_run_directory(tmp_path: Path):
     tmp_path.chmod(0o755)
     body = """
-node = Node(Config(node=NodeConfig(run_dir=sys.argv[1])), Daemon("/nowhere"), {})
+node = Node(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
 for finding in run_directory.check(node):
     print(finding.verdict, finding.found, finding.todo)
 """
@@ -136,7 +136,8 @@ for finding in run_directory.check(node):
 @needs_root
 def test_shared_memory_that_cannot_be_written(tmp_path: Path):
     body = """
-for finding in shared_memory.check(Node(Config(), Daemon("/nowhere"), {"UCX_POSIX_DIR": sys.argv[1]})):
+context = CheckContext(Config(), ControlClient("/nowhere"), {"UCX_POSIX_DIR": sys.argv[1]})
+for finding in shared_memory.check(context):
     print(finding.verdict, finding.found)
 """
     assert "cannot be written by uid 65534" in run_as(body, "/proc", imports=IMPORTS)
@@ -189,7 +190,7 @@ def test_inside_one_pid_namespace_reads_are_fast():
 async def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
     daemon = await DaemonProcess.start("the test", "only", tmp_path)
     try:
-        await daemon.ready()
+        await daemon.wait_ready()
         flags = ("--socket", daemon.control.socket_path, "--check", "answering", "--check", "workers")
         found = await asyncio.to_thread(examine, *flags)
     finally:
@@ -201,7 +202,7 @@ async def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
 async def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
     daemon = await DaemonProcess.start("the test", "only", tmp_path)
     try:
-        await daemon.ready()
+        await daemon.wait_ready()
         os.kill(daemon.pid, signal.SIGSTOP)
         flags = ("--socket", daemon.control.socket_path, "--check", "answering")
         found = await asyncio.to_thread(examine, *flags)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from examining import LIMIT_S, examine
 
-from kvxferd.cli.doctor.placing import unlike_anywhere
+from kvxferd.cli.doctor.placing import unique_pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def test_every_placement_is_tried_checked_and_timed():
 
 def test_no_two_pages_of_what_is_pulled_are_alike():
     size = (1 << 20) + 100
-    content = unlike_anywhere(size)
+    content = unique_pages(size)
     pages = [content[start : start + 4096] for start in range(0, size, 4096)]
     assert (len(content), len(set(pages))) == (size, len(pages))
 

@@ -8,30 +8,37 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvxferd.cli.doctor.finding import Finding, Verdict, no, ok, warn
-from kvxferd.cli.doctor.placements import Tried
-from kvxferd.cli.doctor.report import LACKING, NO_GPU, WELL, print_findings, print_placements, status
+from kvxferd.cli.doctor.finding import Finding, Verdict, fail, ok, warn
+from kvxferd.cli.doctor.placements import PlacementResult
+from kvxferd.cli.doctor.report import (
+    EXIT_FAILED,
+    EXIT_NO_GPU,
+    EXIT_OK,
+    exit_status,
+    print_findings,
+    print_placements,
+)
 from kvxferd.cli.doctor.verb import CHECKS, doctor
 
-COPY = Tried(placement="device copy", gigabytes_per_s=1000.0)
-DIRECT = Tried(placement="direct", gigabytes_per_s=250.0, lanes="cuda_ipc/cuda")
-STAGED = Tried(placement="staged", refusal="cannot register: out of memory [device-error]")
+COPY = PlacementResult(placement="device copy", gigabytes_per_s=1000.0)
+DIRECT = PlacementResult(placement="direct", gigabytes_per_s=250.0, lanes="cuda_ipc/cuda")
+STAGED = PlacementResult(placement="staged", refusal="cannot register: out of memory [device-error]")
 
 
 @pytest.mark.parametrize(
     ("findings", "tried", "wanted"),
     [
-        ([ok("a", "x"), warn("b", "y", "do z")], None, WELL),
-        ([no("gpu", "none", "buy one")], None, WELL),  # what is not needed
-        ([no("nixl", "none", "install it", essential=True)], None, LACKING),
-        ([ok("a", "x")], (), NO_GPU),
-        ([ok("a", "x")], (COPY, DIRECT), WELL),
-        ([ok("a", "x")], (COPY, DIRECT, STAGED), LACKING),
-        ([no("nixl", "none", "install it", essential=True)], (), LACKING),
+        ([ok("a", "x"), warn("b", "y", "do z")], None, EXIT_OK),
+        ([fail("gpu", "none", "buy one")], None, EXIT_OK),  # what is not needed
+        ([fail("nixl", "none", "install it", essential=True)], None, EXIT_FAILED),
+        ([ok("a", "x")], (), EXIT_NO_GPU),
+        ([ok("a", "x")], (COPY, DIRECT), EXIT_OK),
+        ([ok("a", "x")], (COPY, DIRECT, STAGED), EXIT_FAILED),
+        ([fail("nixl", "none", "install it", essential=True)], (), EXIT_FAILED),
     ],
 )
 def test_the_status_says_whether_anything_needed_lacks(findings, tried, wanted):
-    assert status(findings, tried) == wanted
+    assert exit_status(findings, tried) == wanted
 
 
 def test_the_table_of_placements(capsys: pytest.CaptureFixture[str]):

@@ -15,7 +15,7 @@ from hostile.scene import Scene
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker
-from kvxferd.wire.common import BlockIds, Descriptors, TransferRef
+from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 
@@ -130,7 +130,7 @@ def descriptors_after_hello_alone(scene: Scene) -> str:
             with contextlib.suppress(OSError):
                 session = scene.worker()
                 for first in range(0, until, num_fds):
-                    session.say(Descriptors(first=first), *[null.fileno()] * num_fds)
+                    session.say(FdBatch(first=first), *[null.fileno()] * num_fds)
             scene.rest(0.1)
     scene.rest(0.3)
     return newcomer(scene, "late-fds")

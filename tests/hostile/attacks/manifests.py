@@ -49,7 +49,7 @@ class DaemonByHand:
             route, content = self.socket.recv_multipart()
             self.routes.add(route)
             question: Any = PEER_MESSAGES.decode(content)
-            if isinstance(question, peer.Greet):
+            if isinstance(question, peer.PeerHello):
                 greeting = {"t": "greeting", "request": question.request, "boot": "evil"}
                 self.socket.send_multipart(
                     [route, msgspec.msgpack.encode(greeting | {"version": self._version})]

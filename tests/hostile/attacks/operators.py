@@ -42,7 +42,7 @@ def a_rank_that_sleeps_while_its_daemon_is_away(scene: Scene) -> str:
     scheduler = client.connect(scene.a.worker_socket, name="scheduler")
     publisher = scheduler.attach("sleeper", "g1")
     ids = list(range(8))
-    content.write(source.bytes, source.layout, content.Held(77, np.array(ids, np.int32), TOKENS))
+    content.write(source.bytes, source.layout, content.RequestBlocks(77, np.array(ids, np.int32), TOKENS))
     ref = publisher.publish("before", _blocks(ids), TOKENS, lease_s=60.0).to_dict()
     scene.rest(0.5)
     scene.ask("kill", node="a")

@@ -317,7 +317,7 @@ def joining_replayed(scene: Scene) -> str:
         came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])
         redirected = []
         while (message := one.next(0.2)) is not None:
-            if isinstance(message, peer.AttendRank | peer.TransferReleased):
+            if isinstance(message, peer.SetRankPolling | peer.TransferReleased):
                 redirected.append(type(message).__name__)
         if redirected:
             return f"the home asked the wrong daemon: {redirected}"

@@ -147,8 +147,8 @@ def notices_of_everything(scene: Scene) -> str:
             )
         )
     for _ in range(5):
-        session.say(worker.Noticed(tickets=tuple(range(10_000, 110_000))))
-    session.say(worker.Noticed(tickets=tuple(range(1000))))
+        session.say(worker.DeliveredByMover(tickets=tuple(range(10_000, 110_000))))
+    session.say(worker.DeliveredByMover(tickets=tuple(range(1000))))
     scene.rest(1.0)
     return ""
 

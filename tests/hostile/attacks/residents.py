@@ -12,7 +12,7 @@ from hostile.scene import Scene
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import Link
+from kvxferd.link import FrameSocket
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, RegionAddress
@@ -43,7 +43,7 @@ class MoverByHand:
             theirs.fileno(),
         )
         theirs.close()
-        self.link = Link(ours)
+        self.link = FrameSocket(ours)
         self.addresses = (RegionAddress(region=region.region, address=1 << 30, size_bytes=region.size_bytes),)
 
     def say(self, *messages: Message) -> None:
@@ -70,10 +70,10 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
     boot = status["boot"]
     (rank,) = [r for e in status["engines"] if e["engine_id"] == "honest-0" for r in e["ranks"]]
     thief = MoverByHand(scene, "thief")
-    thief.say(mover.Up(agent=rank["agent"], library="nixl 1", pid=1))
+    thief.say(mover.MoverUp(agent=rank["agent"], library="nixl 1", pid=1))
     scene.rest(0.3)
     other = MoverByHand(scene, "meddler")
-    other.say(mover.Up(agent=f"{boot}/meddler", library="nixl 1", pid=1))
+    other.say(mover.MoverUp(agent=f"{boot}/meddler", library="nixl 1", pid=1))
     scene.rest(0.3)
     other.say(mover.Bound(regions=other.addresses, metadata=os.urandom(200)))
     scene.rest(0.3)
@@ -81,8 +81,8 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
     for number in range(200):
         other.say(
             mover.PullDone(pull=number, outcome=outcome),
-            mover.PullQuiet(pull=number),
-            mover.Attending(token=number),
+            mover.PullQuiesced(pull=number),
+            mover.Polling(token=number),
             mover.FenceMapped(session=number, address=1 << 20, metadata=b"x"),
         )
     scene.rest(1.0)
@@ -94,14 +94,14 @@ def a_mover_that_never_stops(scene: Scene) -> str:
     """A resident mover sends a hundred thousand messages, in one breath."""
     boot = scene.ask("status", node="a")["boot"]
     one = MoverByHand(scene, "talker")
-    one.say(mover.Up(agent=f"{boot}/talker", library="nixl 1", pid=1))
+    one.say(mover.MoverUp(agent=f"{boot}/talker", library="nixl 1", pid=1))
     scene.rest(0.3)
     one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
     scene.rest(0.3)
     for _ in range(5):
-        one.push(_frames(mover.Attending(token=1), 20_000))
-    one.push(_frames(mover.Proved(placement=mover.Placement()), 5_000))
-    one.push(_frames(mover.Leaving(code=Code.INTERNAL, message="x" * 10_000), 200))
+        one.push(_frames(mover.Polling(token=1), 20_000))
+    one.push(_frames(mover.ProbeResult(placement=mover.Placement()), 5_000))
+    one.push(_frames(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000), 200))
     scene.rest(1.0)
     return ""
 
@@ -112,7 +112,7 @@ def a_mover_of_many_bytes(scene: Scene) -> str:
     boot = scene.ask("status", node="a")["boot"]
     for number in range(20):
         one = MoverByHand(scene, f"heavy-{number}")
-        one.say(mover.Up(agent=f"{boot}/heavy-{number}", library="nixl 1", pid=1))
+        one.say(mover.MoverUp(agent=f"{boot}/heavy-{number}", library="nixl 1", pid=1))
         scene.rest(0.05)
         one.say(mover.Bound(regions=one.addresses, metadata=bytes(3_000_000)))
         scene.opened.append(one)

@@ -23,7 +23,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from kvxferd.wire.common import Descriptors, Message, TransferRef, Versions
+from kvxferd.wire.common import FdBatch, Message, TransferRef, Versions
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES, MAX_HELLO_BYTES
 
@@ -189,15 +189,15 @@ def descriptors_that_were_promised(scene: Scene) -> str:
         ):
             session = _promising(scene, f"promised-{name}", memory)
             with contextlib.suppress(OSError):
-                session.say(Descriptors(first=1), *fds)
-                session.say(Descriptors(first=7), *fds)
-                session.say(Descriptors(first=0), *fds)
+                session.say(FdBatch(first=1), *fds)
+                session.say(FdBatch(first=7), *fds)
+                session.say(FdBatch(first=0), *fds)
             if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
                 return f"{name} were taken, case {number}"
         session = _promising(scene, "promised-again", memory)
         with contextlib.suppress(OSError):
             session.register("promised-again", memory, incarnation="own", num_descriptors=2, wait_s=0.5)
-            session.say(Descriptors(first=1), memory.fd)
+            session.say(FdBatch(first=1), memory.fd)
         if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
             return "what one registration announced was taken for another's"
     return newcomer(scene, "late-promised")
@@ -205,9 +205,7 @@ def descriptors_that_were_promised(scene: Scene) -> str:
 
 def _promising(scene: Scene, name: str, memory: SealedMemory) -> WorkerByHand:
     session = scene.worker(versions=SECOND)
-    session.register(
-        name, memory, incarnation="own", num_descriptors=3, answers=(worker.DescriptorsWanted, *ANSWERS)
-    )
+    session.register(name, memory, incarnation="own", num_descriptors=3, answers=(worker.FdsWanted, *ANSWERS))
     return session
 
 
@@ -221,7 +219,7 @@ def descriptors_after_attach(scene: Scene) -> str:
             session.await_one(ANSWERS)
             with contextlib.suppress(OSError):
                 for first in range(0, 1250, 250):
-                    session.say(Descriptors(first=first), *[null.fileno()] * 250)
+                    session.say(FdBatch(first=first), *[null.fileno()] * 250)
     scene.rest(0.3)
     held = scene.ask("num_fds", node="a")
     return f"the daemon holds {held} descriptors" if held > 900 else newcomer(scene, "late-attached-fds")
@@ -316,7 +314,7 @@ def versions_that_lie(scene: Scene) -> str:
         worker.MoverAcknowledged(number=1),
         worker.Ready(transfer_id="t", incarnation="i"),
         worker.PullsResumed(number=1, tickets=(1, 2), arrived=(3,)),
-        Descriptors(first=0),
+        FdBatch(first=0),
         _publish(1, incarnations=((Rank(0, 0), "i"),)),
         worker.Hello(versions=SECOND, client="again"),
     ]

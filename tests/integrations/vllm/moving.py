@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvxferd.client import BlockList
-from kvxferd.client.blocks import pack
+from kvxferd.client.blocks import pack_blocks
 from kvxferd.ids import Rank, RegionId
 from kvxferd.integrations.vllm.derivation import DerivedCaches
 from kvxferd.layout import EngineSpec
@@ -32,7 +32,7 @@ def move(
     num_tokens: int,
 ) -> int:
     """Read what was published into one rank's blocks, as a daemon and its mover do. Returns the runs."""
-    mine, theirs = pack(into, None, "pull"), pack(published, None, "publish")
+    mine, theirs = pack_blocks(into, None, "pull"), pack_blocks(published, None, "publish")
     validate_layout(spec, own.layout)
     check_blocks(own.layout, mine, num_tokens)
     for derived in source.values():

@@ -150,7 +150,9 @@ def windows() -> dict[int, list[str]]:
     specs = FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=window)
     made = KVCacheConfig(200, [], [KVCacheGroupSpec([str(spec)], spec) for spec in specs])
     parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1)
-    groups = CacheGroups.of(SimpleNamespace(parallel_config=parallel, num_prefill_lookahead_tokens=0), made)
+    groups = CacheGroups.from_vllm(
+        SimpleNamespace(parallel_config=parallel, num_prefill_lookahead_tokens=0), made
+    )
     lacking: dict[int, list[str]] = {}
     for length in range(window, 3 * window):
         pulled = groups.prefill_tokens(length)
@@ -165,7 +167,7 @@ def windows() -> dict[int, list[str]]:
             listed = pool.get_block_ids(what)
             if 0 in listed[1][first:]:
                 lacking.setdefault(length, []).append(what)
-            groups.clip(listed, pulled)
+            groups.select_blocks(listed, pulled)
     return lacking
 
 
@@ -209,14 +211,14 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
 
     from kvxferd.errors import Code
     from kvxferd.integrations.vllm.metrics import KvxferdStats
-    from kvxferd.integrations.vllm.stats import Tally
+    from kvxferd.integrations.vllm.stats import ConnectorStats
 
     total = None
     for pull_s in (0.1, 0.2):
-        tally = Tally()
-        tally.pulled(pull_s, 0.05, 1 << 20, 3)
-        tally.pull_failed(Code.RELEASED)
-        own = KvxferdStats(tally.take())
+        tally = ConnectorStats()
+        tally.record_pull(pull_s, 0.05, 1 << 20, 3)
+        tally.record_failed_pull(Code.RELEASED)
+        own = KvxferdStats(tally.collect())
         one = MultiKVConnectorStats(data={"KvxferdConnector": own}) if wraps else own
         total = one if total is None else total.aggregate(one)
     assert total is not None

@@ -23,8 +23,8 @@ from kvxferd.client.ordering import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.scheduler import SchedulerSide
-from kvxferd.integrations.vllm.worker import Results, WorkerSide
+from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
 
@@ -120,15 +120,15 @@ class EngineUnderTest:
         self.rank = connect(daemon.worker_socket, name=engine_id).register(
             spec, LAYOUT, {RegionId("kv"): self.memory}, timeout_s=30
         )
-        self.worker = WorkerSide(
+        self.worker = ConnectorWorker(
             self.rank,
             deadline_s,
-            speaks_for_engine=True,
-            mirror=None if mirror is None else mirror(self.memory),
-            launched=launched,
+            is_lead_rank=True,
+            bounce_buffers=None if mirror is None else mirror(self.memory),
+            record_launched=launched,
         )
         self._stack.callback(self.worker.close)
-        self.scheduler = SchedulerSide(groups, lease_s=lease_s)
+        self.scheduler = ConnectorScheduler(groups, lease_s=lease_s)
         self._stack.callback(self.scheduler.close)
         self.publisher: Publisher | None = None
         if publishes:
@@ -139,9 +139,9 @@ class EngineUnderTest:
 
     def step(self) -> Results:
         """One engine step without a forward pass."""
-        orders = pickle.loads(pickle.dumps(self.scheduler.take_orders()))
-        self.worker.carry_out(orders, says_ready=self.needs_ready)
-        results = self.worker.take_results()
+        orders = pickle.loads(pickle.dumps(self.scheduler.build_step_metadata()))
+        self.worker.start_step(orders, needs_ready=self.needs_ready)
+        results = self.worker.collect_results()
         self.scheduler.pulls_ended(results.received)
         return results
 
@@ -155,7 +155,7 @@ class EngineUnderTest:
             total.sent |= one.sent
             total.received |= one.received
             total.failed |= one.failed
-            total.bad_blocks |= one.bad_blocks
+            total.failed_block_ids |= one.failed_block_ids
             time.sleep(0.001)  # as vLLM's engine does when nothing ran
         return total
 

@@ -7,7 +7,7 @@ import torch
 from moving import addresses, move
 from torch_caches import CPU, FLASH, LAYOUTS, Deployment, Model, TorchEngine, TorchRank
 
-from kvxferd.client.blocks import pack
+from kvxferd.client.blocks import pack_blocks
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import Rank
 from kvxferd.plan import Expander, make_plan
@@ -21,8 +21,8 @@ def pull(sink: TorchEngine, source: TorchEngine, num_tokens: int, num_cached: in
     source_ids = [5, 2, 7, 1, 8, 3, 6, 4, 13, 9, 11, 10][: -(-num_tokens // source.how.block_tokens)]
     sink_ids = [3, 4, 1, 6, 8, 2, 5, 7, 12, 9, 10, 13][: -(-num_tokens // sink.how.block_tokens)]
     source.write(source_ids, num_tokens)
-    published = source.groups.clip([source_ids], num_tokens)
-    into = sink.groups.clip([sink_ids], num_tokens, num_cached)
+    published = source.groups.select_blocks([source_ids], num_tokens)
+    into = sink.groups.select_blocks([sink_ids], num_tokens, num_cached)
     wrong = []
     for held in sink.ranks.values():
         before = [tensor.clone() for tensor in held.tensors.values()]
@@ -140,7 +140,7 @@ def test_a_block_of_equal_packing_moves_as_one_run() -> None:
     sink, source = TorchEngine(Model(), Deployment(**VEC)), TorchEngine(Model(), Deployment(**VEC))
     held, other = sink.ranks[Rank(0, 0)], source.ranks[Rank(0, 0)]
     plan = make_plan(held.spec, held.derived.layout, other.spec, {Rank(0, 0): other.derived.layout})
-    lists = pack(sink.groups.clip([[1, 3]], 64), None, "pull")
+    lists = pack_blocks(sink.groups.select_blocks([[1, 3]], 64), None, "pull")
     bases = {Rank(0, 0): addresses(other.derived)}
     (runs,) = Expander(plan).expand(lists, lists, 64, addresses(held.derived), bases).values()
     assert len(runs.length) == 2 * Model().num_layers

@@ -12,22 +12,22 @@ from sides import EngineUnderTest
 
 from kvxferd.client import Publisher, connect
 from kvxferd.errors import KvxferdError
-from kvxferd.integrations.vllm.attachment import attach, attach_beside
+from kvxferd.integrations.vllm.attachment import open_publisher, open_publisher_in_thread
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.orders import Enrolled
+from kvxferd.integrations.vllm.orders import RegisteredEngine
 
 Make = Callable[..., EngineUnderTest]
 
 
-def enrolled(engine: EngineUnderTest) -> Enrolled:
-    return Enrolled(engine.engine_id, engine.generation, needs_ready=False)
+def enrolled(engine: EngineUnderTest) -> RegisteredEngine:
+    return RegisteredEngine(engine.engine_id, engine.generation, needs_ready=False)
 
 
 def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: DaemonUnderTest) -> None:
     prefill = engine("prefill")
     assert not prefill.scheduler.is_attached
-    arriving = attach_beside(Options(socket=daemon.worker_socket), enrolled(prefill))
-    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    arriving = open_publisher_in_thread(Options(socket=daemon.worker_socket), enrolled(prefill))
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
     assert prefill.scheduler.is_attached, "it is not asked for twice"
     arriving.exception(20)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
@@ -36,9 +36,9 @@ def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, dae
 def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon: DaemonUnderTest) -> None:
     prefill = engine("prefill")
     arriving: Future[Publisher] = Future()
-    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
-    arriving.set_result(attach(Options(socket=daemon.worker_socket), enrolled(prefill)))
+    arriving.set_result(open_publisher(Options(socket=daemon.worker_socket), enrolled(prefill)))
     assert prefill.prefill("p-2", 8, [1, 2], fill=5) is not None
 
 
@@ -47,9 +47,9 @@ def test_an_engine_whose_daemon_is_away_lives_on(
 ) -> None:
     prefill = engine("prefill")
     nobody = Options(socket=str(tmp_path / "worker.sock"), connect_timeout_s=0.1)
-    arriving = attach_beside(nobody, enrolled(prefill))
+    arriving = open_publisher_in_thread(nobody, enrolled(prefill))
     assert isinstance(arriving.exception(20), KvxferdError)
-    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
     for _ in range(2):
         prefill.step()
         assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
@@ -62,7 +62,7 @@ def test_a_publisher_that_arrives_after_the_engine_has_stopped_is_closed(
 ) -> None:
     prefill = engine("prefill")
     arriving: Future[Publisher] = Future()
-    prefill.scheduler.attach_when(arriving, needs_ready=False)
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
     prefill.scheduler.close()
     late = connect(daemon.worker_socket).attach(prefill.engine_id, prefill.generation)
     arriving.set_result(late)

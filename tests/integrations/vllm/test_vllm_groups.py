@@ -18,7 +18,7 @@ BY_POSITION = CacheGroup(0, CacheKind.STATE, 16, state_by_position=True)
 def seen(group: CacheGroup, ids: list[int], num_tokens: int, computed: int = 0) -> tuple[int, list[int], int]:
     """Return first token, ids and state of the only group's list."""
     groups = CacheGroups((group,), 1)
-    (listed,) = groups.clip([ids], num_tokens, computed).values()
+    (listed,) = groups.select_blocks([ids], num_tokens, computed).values()
     return listed.first_token, list(memoryview(listed.ids)), listed.state_at
 
 
@@ -106,21 +106,21 @@ class TestSeveralGroups:
         assert self.groups.names == ("0.full", "2.sliding", "3.state")
 
     def test_each_has_its_own_list(self) -> None:
-        clipped = self.groups.clip([[5, 6], [99], [0, 2, 3], [4]], 20)
+        clipped = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20)
         assert clipped["0.full"].first_token == 0
         assert clipped["2.sliding"].first_token == 8
         assert clipped["3.state"].state_at == 20
 
     def test_groups_that_take_no_part_have_lists_all_the_same(self) -> None:
         with pytest.raises(EngineError, match="3 block lists: the engine has 4 groups"):
-            self.groups.clip([[5, 6], [0, 0, 3], [4]], 20)
+            self.groups.select_blocks([[5, 6], [0, 0, 3], [4]], 20)
 
     def test_a_sink_that_has_everything_gets_nothing(self) -> None:
-        clipped = self.groups.clip([[5, 6], [99], [0, 2, 3], [4]], 20, 20)
+        clipped = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20, 20)
         assert [len(memoryview(listed.ids)) for listed in clipped.values()] == [0, 0, 0]
 
     def test_block_ids_of_all(self) -> None:
-        lists = self.groups.clip([[5, 6], [99], [0, 2, 3], [5]], 20)
+        lists = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [5]], 20)
         assert self.groups.block_ids(lists) == {2, 3, 5, 6}
         assert self.groups.block_ids({"0.full": BlockList(ids=[1, 2])}) == {1, 2}
 

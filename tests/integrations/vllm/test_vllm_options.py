@@ -37,13 +37,13 @@ def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
 
 
 def test_intervals_of_several_ranks_add_up() -> None:
-    first, second = stats.Tally(), stats.Tally()
-    first.pulled(0.010, 0.004, 1 << 20, 3)
-    first.pull_failed(Code.DEADLINE)
-    second.pulled(0.030, 0.009, 3 << 20, 5)
-    second.pull_failed(Code.DEADLINE)
-    total = first.take()
-    more = second.take()
+    first, second = stats.ConnectorStats(), stats.ConnectorStats()
+    first.record_pull(0.010, 0.004, 1 << 20, 3)
+    first.record_failed_pull(Code.DEADLINE)
+    second.record_pull(0.030, 0.009, 3 << 20, 5)
+    second.record_failed_pull(Code.DEADLINE)
+    total = first.collect()
+    more = second.collect()
     assert total is not None
     assert more is not None
     stats.add(total, more)
@@ -57,4 +57,4 @@ def test_intervals_of_several_ranks_add_up() -> None:
         "Num failed publishes": 0,
         "Num released unread": 0,
     }
-    assert first.take() is None, "an interval in which nothing happened is not reported"
+    assert first.collect() is None, "an interval in which nothing happened is not reported"

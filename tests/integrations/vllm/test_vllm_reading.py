@@ -152,7 +152,7 @@ def test_only_caches_that_shards_divide_count_the_shards() -> None:
 
 
 def test_groups_that_take_no_part_are_left_out() -> None:
-    groups = CacheGroups.of(vllm_config(), kv_cache_config(FULL, SLIDING, MAMBA, take_part=(0, 2)))
+    groups = CacheGroups.from_vllm(vllm_config(), kv_cache_config(FULL, SLIDING, MAMBA, take_part=(0, 2)))
     assert groups.names == ("0.full", "2.state")
     assert groups.num_listed == 3
 
@@ -160,7 +160,7 @@ def test_groups_that_take_no_part_are_left_out() -> None:
 def test_a_drafts_lookahead_is_left_to_decode() -> None:
     config = vllm_config()
     config.num_prefill_lookahead_tokens = 4
-    assert CacheGroups.of(config, kv_cache_config(FULL)).prefill_tokens(100) == 97
+    assert CacheGroups.from_vllm(config, kv_cache_config(FULL)).prefill_tokens(100) == 97
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.sharing import Shared, device_region, share
+from kvxferd.integrations.vllm.sharing import SharedCaches, device_region, share_memory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.drivers import open_driver
@@ -42,14 +42,14 @@ def derived_of(shape: tuple[int, ...], per_id: int = 1) -> tuple[list[torch.Tens
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Shared]]:
-    shared: list[Shared] = []
+def opened() -> Iterator[list[SharedCaches]]:
+    shared: list[SharedCaches] = []
     yield shared
     for one in shared:
         one.close()
 
 
-def mapped(shared: Shared) -> mmap.mmap:
+def mapped(shared: SharedCaches) -> mmap.mmap:
     """Return the only region as another process sees it."""
     (region,) = shared.regions
     assert region.offset == 0
@@ -61,11 +61,11 @@ def offset_of(derived: DerivedCaches, component: str, layer: int, block: int) ->
     return tensor.offset + block * tensor.block_stride
 
 
-def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[Shared]) -> None:
+def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[SharedCaches]) -> None:
     views, derived = derived_of(BIG)
-    opened.append(share(derived))
+    opened.append(share_memory(derived))
     (shared,) = opened
-    assert shared.mirror is None
+    assert shared.bounce_buffers is None
     assert shared.report == (
         "kv.0 (36.0 MiB on cpu) is adopted in place: the daemon maps it, nothing is copied",
     )
@@ -88,13 +88,13 @@ def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[Shared]) -
 )
 @pytest.mark.parametrize("per_id", [1, 4])
 def test_what_is_not_adopted_is_copied_block_by_block(
-    shape: tuple[int, ...], adopt: bool, why: str, per_id: int, opened: list[Shared]
+    shape: tuple[int, ...], adopt: bool, why: str, per_id: int, opened: list[SharedCaches]
 ) -> None:
     views, derived = derived_of(shape, per_id)
-    opened.append(share(derived, adopt=adopt))
+    opened.append(share_memory(derived, adopt=adopt))
     (shared,) = opened
     assert why in shared.report[0]
-    assert shared.mirror is not None
+    assert shared.bounce_buffers is not None
     other = mapped(shared)
     block_bytes = views[0][0].numel() * 2
 
@@ -102,7 +102,7 @@ def test_what_is_not_adopted_is_copied_block_by_block(
         at = offset_of(derived, "k", layer, kernel_block)
         return other[at : at + block_bytes]
 
-    shared.mirror.copy_out({"0.full": BlockList(ids=[3, 7])})
+    shared.bounce_buffers.copy_out({"0.full": BlockList(ids=[3, 7])})
     for block in range(BLOCKS):
         for layer in range(LAYERS):
             expected = views[layer][block].view(torch.uint8).numpy().tobytes()
@@ -112,7 +112,7 @@ def test_what_is_not_adopted_is_copied_block_by_block(
     before = [view.clone() for view in views]
     at = offset_of(derived, "k", 1, 5 * per_id)
     other[at : at + block_bytes] = b"\x21" * block_bytes
-    shared.mirror.copy_in({"0.full": BlockList(ids=[5], first_token=4)})
+    shared.bounce_buffers.copy_in({"0.full": BlockList(ids=[5], first_token=4)})
     first = 5 * per_id
     assert (views[1][first].view(torch.uint8) == 0x21).all()
     rest = [block for block in range(BLOCKS) if block // per_id != 5]
@@ -120,21 +120,21 @@ def test_what_is_not_adopted_is_copied_block_by_block(
     other.close()
 
 
-def test_an_empty_list_copies_nothing(opened: list[Shared]) -> None:
+def test_an_empty_list_copies_nothing(opened: list[SharedCaches]) -> None:
     views, derived = derived_of(SMALL)
-    opened.append(share(derived))
+    opened.append(share_memory(derived))
     before = views[0].clone()
-    assert opened[0].mirror is not None
-    opened[0].mirror.copy_in({"0.full": BlockList(ids=[])})
+    assert opened[0].bounce_buffers is not None
+    opened[0].bounce_buffers.copy_in({"0.full": BlockList(ids=[])})
     assert torch.equal(views[0], before)
 
 
 @pytest.mark.parametrize("adopt", [True, False])
-def test_host_memory_is_the_same_after_sleep(adopt: bool, opened: list[Shared]) -> None:
+def test_host_memory_is_the_same_after_sleep(adopt: bool, opened: list[SharedCaches]) -> None:
     """What was adopted cannot be adopted again, and a mirror's copies must go where the daemon looks."""
     _, derived = derived_of(BIG)
-    opened.append(share(derived, adopt=adopt))
-    assert opened[0].renewed() == opened[0].regions
+    opened.append(share_memory(derived, adopt=adopt))
+    assert opened[0].export_again() == opened[0].regions
 
 
 class TestDevices:
@@ -157,11 +157,11 @@ class TestDevices:
         with Segment(driver, uuid, [size, size]) as segment:
             region, how = device_region(self.storage(segment.address, 2 * size))
             assert isinstance(region.memory, DeviceMemory)
-            assert len(region.memory.stretches) == 2
+            assert len(region.memory.allocations) == 2
             assert how == "is exported to the daemon's mover"
-            shared = Shared((region,), (how,), storages=(self.storage(segment.address, 2 * size),))
+            shared = SharedCaches((region,), (how,), storages=(self.storage(segment.address, 2 * size),))
             assert not shared.is_resident
-            (renewed,) = shared.renewed()
+            (renewed,) = shared.export_again()
             assert renewed.memory is not region.memory
 
     def test_other_memory_is_reached_by_a_thread_of_this_process(self, driver: Driver) -> None:
@@ -172,7 +172,7 @@ class TestDevices:
             region, how = device_region(self.storage(address, 1 << 20))
             assert region.memory == ResidentMemory(address, 1 << 20, uuid)
             assert how.startswith("is read by a thread of this worker: cannot export memory")
-            assert Shared((region,), (how,)).is_resident
+            assert SharedCaches((region,), (how,)).is_resident
         finally:
             driver.free_plain(address)
 

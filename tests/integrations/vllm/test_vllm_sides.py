@@ -15,9 +15,9 @@ from kvxferd.client import BlockList
 from kvxferd.errors import Code
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.orders import Orders
-from kvxferd.integrations.vllm.scheduler import SchedulerSide
-from kvxferd.integrations.vllm.worker import AWAY_S, Results
+from kvxferd.integrations.vllm.orders import StepMetadata
+from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.worker import MAX_DAEMON_WAIT_S, Results
 from kvxferd.memory import SealedMemory
 
 Make = Callable[..., EngineUnderTest]
@@ -37,11 +37,11 @@ def test_a_prefilled_request_arrives_and_its_blocks_come_back(pair: Pair) -> Non
     assert params is not None
     decode.decode("d-1", 10, [9, 8, 7], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, set(), set())
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, set(), set())
     assert (decode.bytes[[9, 8]] == 7).all()
     assert (decode.bytes[7][: 2 * 64] == 7).all()  # the third block holds two of its four tokens
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
-    counted = decode.worker.tally.take()
+    counted = decode.worker.stats.collect()
     assert counted is not None
     assert len(counted["pull_s"]) == 1
     assert counted["bytes"][0] >= 10 * 64
@@ -77,7 +77,7 @@ def test_a_request_is_pulled_once(pair: Pair) -> None:
     request = decode.decode("d-1", 8, [10, 11], params)
     decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
-    assert decode.scheduler.take_orders().is_empty
+    assert decode.scheduler.build_step_metadata().is_empty
 
 
 def test_a_request_that_is_aborted_before_it_was_scheduled_frees_the_prefill_engine(pair: Pair) -> None:
@@ -106,7 +106,7 @@ def test_an_aborted_prefill_is_not_published(pair: Pair) -> None:
     request = Request("p-1", 8, {"do_remote_decode": True}, num_computed_tokens=4)
     prefill.scheduler.request_added(request)
     prefill.abort(request, [1])
-    assert prefill.scheduler.take_orders().is_empty
+    assert prefill.scheduler.build_step_metadata().is_empty
 
 
 def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair) -> None:
@@ -116,8 +116,8 @@ def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair
     decode.scheduler.request_added(request)
     assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
     decode.abort(request, [])
-    assert decode.scheduler.take_orders().is_empty
-    counted = decode.scheduler.tally.take()
+    assert decode.scheduler.build_step_metadata().is_empty
+    counted = decode.scheduler.stats.collect()
     assert counted is not None
     assert counted["pulls_failed"] == {"transfer-unknown": 1}
 
@@ -127,13 +127,13 @@ def test_an_engine_that_must_not_be_written_into_computes_by_itself(pair: Pair) 
     prefill, _ = pair
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
     assert params is not None
-    scheduler = SchedulerSide(GROUPS, may_pull=False)
+    scheduler = ConnectorScheduler(GROUPS, may_pull=False)
     request = Request("d-1", 8, params)
     scheduler.request_added(request)
     assert scheduler.num_tokens_to_pull(request, 0) == 0
     scheduler.blocks_allocated(request, Blocks(([10, 11],)), 0)
-    assert scheduler.take_orders().is_empty
-    counted = scheduler.tally.take()
+    assert scheduler.build_step_metadata().is_empty
+    counted = scheduler.stats.collect()
     assert counted is not None
     assert counted["pulls_failed"] == {"not-allowed": 1}
 
@@ -145,7 +145,7 @@ def test_a_failed_pull_names_its_blocks(pair: Pair) -> None:
     params["kvxferd"]["nonce"] = "0" * 32
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, set(), {10, 11})
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, set(), {10, 11})
 
 
 def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> None:
@@ -159,7 +159,7 @@ def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> No
     request = Request("d-1", 4, params)
     decode.scheduler.blocks_allocated(request, Blocks(([10], [11])), 4)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
 
 
 def one_group(kind: CacheKind, kept_tokens: int | None = None) -> CacheGroups:
@@ -183,7 +183,7 @@ def test_a_failed_pull_names_its_request_where_the_blocks_before_hold_nothing(
     assert params is not None
     decode.decode("d-1", 16, ids, params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
 
 
 def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(engine: Make) -> None:
@@ -194,8 +194,8 @@ def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(e
     assert params is not None
     decode.decode("d-1", 16, [0, 0, 0, 13], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-1"}, {"d-1"}, set())
-    counted = decode.worker.tally.take()
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
+    counted = decode.worker.stats.collect()
     assert counted is not None
     assert counted["pulls_failed"] == {"blocks-invalid": 1}
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
@@ -217,7 +217,7 @@ def test_a_prefill_that_went_beyond_its_prompt_is_not_published(
     request = Request("p-1", 12, {"do_remote_decode": True}, num_computed_tokens=num_computed)
     request.status = Status.FINISHED_LENGTH_CAPPED
     assert prefill.scheduler.request_ended(request, (ids,)) == (False, None)
-    counted = prefill.scheduler.tally.take()
+    counted = prefill.scheduler.stats.collect()
     assert counted is not None
     assert counted["publishes_failed"] == {"blocks-invalid": 1}
 
@@ -226,7 +226,7 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
     prefill = engine("prefill", publishes=True, lease_s=0.5)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
-    counted = prefill.scheduler.tally.take()
+    counted = prefill.scheduler.stats.collect()
     assert counted is not None
     assert counted["released_unread"] == {"lease-expired": 1}
 
@@ -250,7 +250,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
     daemon.process.wait(10)
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
-    assert (results.received, results.bad_blocks) == ({"d-1"}, {10, 11})
+    assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
     daemon.start()
     decode.bytes[:] = 0
     wait_until(lambda: prefill.publisher.is_connected, "the new daemon knows the prefill engine")
@@ -258,7 +258,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
         again = prefill.prefill(f"p-2.{attempt}", 8, [3, 4], fill=6)
         assert again is not None
         decode.decode(f"d-2.{attempt}", 8, [12, 13], again)
-        if not decode.step_until(lambda r: bool(r.received), "the pull is over", 10).bad_blocks:
+        if not decode.step_until(lambda r: bool(r.received), "the pull is over", 10).failed_block_ids:
             break
     assert (decode.bytes[[12, 13]] == 6).all()
 
@@ -273,12 +273,12 @@ def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
     both = (prefill.publisher, decode.rank)
     wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
     assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None
-    counted = prefill.scheduler.tally.take()
+    counted = prefill.scheduler.stats.collect()
     assert counted is not None
     assert counted["publishes_failed"] == {Code.DAEMON_LOST.value: 1}
     decode.decode("d-1", 8, [10, 11], params)
-    results = decode.step_until(lambda r: bool(r.received), "the pull is over", AWAY_S + 5)
-    assert (results.received, results.bad_blocks) == ({"d-1"}, {10, 11})
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over", MAX_DAEMON_WAIT_S + 5)
+    assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
 
 
 def test_a_scheduler_that_has_heard_of_no_worker_leaves_the_request_to_its_reader(engine: Make) -> None:
@@ -292,12 +292,12 @@ def test_the_daemon_lets_go_of_a_suspended_rank(pair: Pair) -> None:
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
     assert params is not None
     decode.decode("d-1", 8, [10, 11], params)
-    assert decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks == {10, 11}
+    assert decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids == {10, 11}
     decode.worker.resume(decode.region())
     params = prefill.prefill("p-2", 8, [3, 4], fill=6)
     assert params is not None
     decode.decode("d-2", 8, [12, 13], params)
-    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[12, 13]] == 6).all()
 
 
@@ -337,7 +337,7 @@ def test_memory_that_cannot_be_shared_is_copied_before_it_is_read_and_after(engi
     decode.step()
     prefill.step()  # only now are the ranks ready
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
-    assert not results.bad_blocks
+    assert not results.failed_block_ids
     assert (copies[1].own[[10, 11]] == 9).all()
     for copy in copies:
         del copy.shared  # so that the memory can be closed
@@ -371,12 +371,12 @@ def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str
     assert not decode.step().received
     prefill.bytes[[1, 2]] = 9  # the draft's last kernel
     work.is_done = True
-    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[10, 11]] == 9).all()
 
 
 def test_orders_of_nothing_are_empty() -> None:
-    assert Orders().is_empty
+    assert StepMetadata().is_empty
 
 
 class Gated(Copying):
@@ -451,5 +451,5 @@ def test_a_copy_that_nobody_waits_for_overwrites_nothing(
     wait_until(lambda: copying.has_arrived([1, 2], 9), "the bytes are there")
     copying.may_copy.set()
     results = both.step_until(lambda r: bool(r.received), "the pull is over")
-    assert (results.received, results.failed, results.bad_blocks) == ({"d-2"}, set(), set())
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-2"}, set(), set())
     assert (copying.own[[1, 2]] == 9).all()

@@ -28,22 +28,22 @@ def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemo
         woken.append("decode")
         return decode.region()
 
-    sleep.watch(decode.worker, export_again)
+    sleep.add_worker(decode.worker, export_again)
     try:
         before = len(_mappings(daemon))
-        sleep.fall_asleep()
-        sleep.fall_asleep()  # a second level of sleep
+        sleep.suspend_workers()
+        sleep.suspend_workers()  # a second level of sleep
         assert len(_mappings(daemon)) == before - 1
-        sleep.wake_up(["weights"])
+        sleep.resume_workers(["weights"])
         assert not woken, "the cache is not back yet"
-        sleep.wake_up(None)
+        sleep.resume_workers(None)
         assert woken == ["decode"]
     finally:
-        sleep.forget(decode.worker)
+        sleep.remove_worker(decode.worker)
     params = prefill.prefill("p-1", 8, [1, 2], fill=6)
     assert params is not None
     decode.decode("d-1", 8, [12, 13], params)
-    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").bad_blocks
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[12, 13]] == 6).all()
 
 
@@ -58,7 +58,7 @@ def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
     finally:
         os.kill(daemon.process.pid, signal.SIGCONT)
     deadline = time.monotonic() + 20
-    while decode.rank.may_be_touched:
+    while decode.rank.memory_in_use:
         assert time.monotonic() < deadline, "the daemon has not let go"
         decode.step()  # the engine goes on, and hears of it
         time.sleep(0.001)
@@ -66,7 +66,7 @@ def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
     decode.worker.suspend(timeout_s=5)
     decode.worker.resume(decode.region())
     decode.worker.suspend()
-    assert not decode.rank.may_be_touched
+    assert not decode.rank.memory_in_use
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_sleep_that_the_daemon_would_not_hear_of_is_refused(
 ) -> None:
     model = SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=backend)
     with pytest.raises(EngineError, match="--sleep-mode-backend kvxferd") if is_refused else nullcontext():
-        sleep.check(model, devices, Untold)
-    sleep.check(model, devices, Told)
+        sleep.check_backend(model, devices, Untold)
+    sleep.check_backend(model, devices, Told)
 
 
 class Untold:

@@ -121,7 +121,7 @@ class StateEngine:
 def pull(sink: StateEngine, source: StateEngine) -> int:
     """Move the state of a request of 9 tokens, and check every rank of the sink; returns the runs."""
     source.write(3)
-    published, into = source.groups.clip([[3]], 9), sink.groups.clip([[2]], 9)
+    published, into = source.groups.select_blocks([[3]], 9), sink.groups.select_blocks([[2]], 9)
     runs = 0
     for number in range(sink.tp):
         rank = Rank(0, number)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import BLOCKS_IN_A_RUN, Case, Lists, blocks_for
-from kvxferd.cli.bench.contenders import Kvxferd
+from kvxferd.cli.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case, blocks_for
+from kvxferd.cli.bench.contenders import KvxferdPulls
 from kvxferd.cli.bench.content import UNSTAMPED
-from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
+from kvxferd.cli.bench.effort import SMALL_BYTES, Workload
 from kvxferd.cli.bench.points import percentile
-from kvxferd.cli.bench.rounds import prove
+from kvxferd.cli.bench.rounds import verify_all_bytes
 from kvxferd.cli.bench.shapes import Deployment
-from kvxferd.cli.bench.stage import Pair, Stage
+from kvxferd.cli.bench.stage import EnginePair, Testbed
 
 SHAPE = "llama-3-70b"
 # A block of eight layers is 64 KiB: one block, and as many as make 2 GiB, in one pool.
@@ -24,7 +24,7 @@ _FIRST_NONCE = 1 << 20  # none that was stamped before
 
 
 @dataclass(frozen=True)
-class Behind:
+class HeadOfLine:
     """What was seen. Seconds."""
 
     large_bytes: int
@@ -38,38 +38,42 @@ class Behind:
     behind_p99_s: float
 
 
-async def behind(stage: Stage, effort: Effort, lists: Lists = Lists.FRAGMENTED) -> Behind:
+async def measure_head_of_line(
+    stage: Testbed, effort: Workload, lists: BlockPattern = BlockPattern.FRAGMENTED
+) -> HeadOfLine:
     """Measure pulls of 64 KiB alone and behind a large one, in turn."""
     sized = Deployment(name="sized", shape=SHAPE, layers=LAYERS, pool_blocks=1)
     small_blocks = blocks_for(sized, SMALL_BYTES)
-    room = _SMALL_SLOTS * BLOCKS_IN_A_RUN * small_blocks
-    large_blocks = blocks_for(sized, effort.behind_bytes)
+    room = _SMALL_SLOTS * BLOCKS_PER_RUN * small_blocks
+    large_blocks = blocks_for(sized, effort.head_of_line_bytes)
     deployment = msgspec.structs.replace(sized, name="behind", pool_blocks=room + large_blocks)
-    small = Case(deployment=deployment, lists=Lists.CONTIGUOUS, blocks=small_blocks, slots=_SMALL_SLOTS)
+    small = Case(
+        deployment=deployment, lists=BlockPattern.CONTIGUOUS, blocks=small_blocks, slots=_SMALL_SLOTS
+    )
     large = Case(deployment=deployment, lists=lists, blocks=large_blocks, first_block=room)
     alone: list[float] = []
     hindered: list[float] = []
     large_s: list[float] = []
     async with stage.pair(deployment, baselines=False) as pair:
-        ours = Kvxferd(pair)
+        ours = KvxferdPulls(pair)
         await ours.move(large, 1, 1)  # every page is mapped
-        await prove(pair, small, [ours], 1)
+        await verify_all_bytes(pair, small, [ours], 1)
         for nonce in range(_FIRST_NONCE, _FIRST_NONCE + effort.rounds):
-            await pair.source.ask(speech.Stamp(case=small, nonce=nonce), speech.Done)
+            await pair.source.request(speech.Stamp(case=small, nonce=nonce), speech.Done)
             samples = await ours.move(small, effort.small_per_round, 1)
             slots = min(effort.small_per_round, _SMALL_SLOTS)
-            await pair.require_right(speech.Check(case=small, nonce=nonce, slots=slots))
+            await pair.require_correct(speech.Check(case=small, nonce=nonce, slots=slots))
             alone += [sample.ended - sample.began for sample in samples]
-            await pair.source.ask(speech.Stamp(case=large, nonce=nonce), speech.Done)
-            first, *rest = await _behind(pair, large, small, effort.behind_pulls)
-            await pair.require_right(speech.Check(case=large, nonce=nonce, slots=1))
+            await pair.source.request(speech.Stamp(case=large, nonce=nonce), speech.Done)
+            first, *rest = await _pull_behind_large(pair, large, small, effort.head_of_line_pulls)
+            await pair.require_correct(speech.Check(case=large, nonce=nonce, slots=1))
             # Stamping the large one put the small ones' content back: they must have brought that.
             slots = min(len(rest), _SMALL_SLOTS)
-            await pair.require_right(speech.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
+            await pair.require_correct(speech.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
             large_s.append(first.ended - first.began)
             hindered += [sample.ended - sample.began for sample in rest]
-    return Behind(
-        large_bytes=effort.behind_bytes,
+    return HeadOfLine(
+        large_bytes=effort.head_of_line_bytes,
         large_s=percentile(large_s, 50),
         rounds=effort.rounds,
         num_alone=len(alone),
@@ -81,16 +85,16 @@ async def behind(stage: Stage, effort: Effort, lists: Lists = Lists.FRAGMENTED) 
     )
 
 
-async def _behind(pair: Pair, large: Case, small: Case, count: int) -> list[speech.Sample]:
+async def _pull_behind_large(pair: EnginePair, large: Case, small: Case, count: int) -> list[speech.Sample]:
     large_batch = await pair.publish_prepared(large, 1)
     small_batch = await pair.publish_prepared(small, count)
     command = speech.PullBehind(
         large=large, large_ref=large_batch.refs[0], small=small, small_refs=small_batch.refs
     )
-    moved = await pair.sink.ask(command, speech.Moved)
+    moved = await pair.sink.request(command, speech.Moved)
     num_small = len(moved.samples) - 1
     unread = small_batch.refs[num_small:]
-    await pair.sink.ask(speech.Abandon(refs=unread), speech.Done)
+    await pair.sink.request(speech.AbandonCommand(refs=unread), speech.Done)
     await pair.release(large_batch)
     await pair.release(small_batch)
     return moved.samples

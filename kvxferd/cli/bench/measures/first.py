@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import Case, Lists, blocks_for
-from kvxferd.cli.bench.effort import FIRST_BYTES, Effort
+from kvxferd.cli.bench.cases import BlockPattern, Case, blocks_for
+from kvxferd.cli.bench.effort import FIRST_BYTES, Workload
 from kvxferd.cli.bench.points import median
 from kvxferd.cli.bench.shapes import Deployment, layers_for
-from kvxferd.cli.bench.stage import Batch, Hosts, Pair, Stage
+from kvxferd.cli.bench.stage import EnginePair, Hosts, PublishedBatch, Testbed
 
 SHAPE = "llama-3-70b"
 
 
 @dataclass
-class First:
+class FirstPull:
     """What was seen, round by round. Seconds."""
 
     size_bytes: int
@@ -33,35 +33,37 @@ class First:
         return median(self.first_s)
 
 
-async def first(hosts: Hosts, environment: Mapping[str, str], effort: Effort) -> First:
+async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], effort: Workload) -> FirstPull:
     """Measure first pulls of 64 MiB."""
-    found = First(FIRST_BYTES)
+    found = FirstPull(FIRST_BYTES)
     for number in range(effort.first_rounds):
         began = time.monotonic()
-        async with Stage.open(hosts, environment, baselines=False) as stage:
+        async with Testbed.open(hosts, environment, baselines=False) as stage:
             found.started_s.append(time.monotonic() - began)
             began = time.monotonic()
             async with stage.pair(_deployment(f"first-{number}"), baselines=False) as pair:
                 found.registered_s.append(time.monotonic() - began)
                 await _stamp(pair, nonce := 3 * number + 1)
-                found.first_s.append(await _pulled(pair, await pair.publish(_case(pair), 1), nonce))
+                found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
             async with stage.pair(_deployment(f"second-{number}"), baselines=False) as pair:
                 for nonce, times in enumerate((found.prepared_s, found.warm_s), 3 * number + 2):
                     await _stamp(pair, nonce)
-                    times.append(await _pulled(pair, await pair.publish_prepared(_case(pair), 1), nonce))
+                    times.append(
+                        await _pull_and_verify(pair, await pair.publish_prepared(_case(pair), 1), nonce)
+                    )
     return found
 
 
-async def _stamp(pair: Pair, nonce: int) -> None:
-    await pair.source.ask(speech.Stamp(case=_case(pair), nonce=nonce), speech.Done)
+async def _stamp(pair: EnginePair, nonce: int) -> None:
+    await pair.source.request(speech.Stamp(case=_case(pair), nonce=nonce), speech.Done)
 
 
-async def _pulled(pair: Pair, batch: Batch, nonce: int) -> float:
+async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) -> float:
     """Pull, have every byte compared, and return what the pull took."""
-    command = speech.Pull(case=_case(pair), refs=batch.refs)
-    (sample,) = (await pair.sink.ask(command, speech.Moved)).samples
+    command = speech.PullCommand(case=_case(pair), refs=batch.refs)
+    (sample,) = (await pair.sink.request(command, speech.Moved)).samples
     await pair.release(batch)
-    await pair.require_right(speech.Check(case=_case(pair), nonce=nonce, slots=1, whole=True))
+    await pair.require_correct(speech.Check(case=_case(pair), nonce=nonce, slots=1, whole=True))
     return sample.ended - sample.began
 
 
@@ -72,6 +74,6 @@ def _deployment(name: str) -> Deployment:
     return Deployment(name=name, shape=SHAPE, layers=layers, pool_blocks=2 * blocks)
 
 
-def _case(pair: Pair) -> Case:
+def _case(pair: EnginePair) -> Case:
     blocks = blocks_for(pair.deployment, FIRST_BYTES)
-    return Case(deployment=pair.deployment, lists=Lists.CONTIGUOUS, blocks=blocks)
+    return Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=blocks)

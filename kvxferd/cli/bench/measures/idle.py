@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from kvxferd.cli.bench.accounts import cpu_s, private_bytes, process_tree, resident_bytes
+from kvxferd.cli.bench.accounts import cpu_seconds, private_bytes, process_tree, resident_bytes
 
 # Past the time for which a source goes on polling after it was read.
 SETTLE_S = 5.0
@@ -21,19 +21,19 @@ class Idle:
     cpu_percent: float  # of one core: daemon, movers' parent and movers together
     daemon_cpu_percent: float
     daemon_rss_bytes: int
-    parent_rss_bytes: int
-    parent_private_bytes: int
+    forkserver_rss_bytes: int
+    forkserver_private_bytes: int
     mover_private_bytes: list[int]  # each, without the worker's memory that it maps
 
 
-async def idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
+async def measure_idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
     """Measure a daemon of this machine and what it started."""
     await asyncio.sleep(SETTLE_S)
     pids = process_tree(daemon_pid)
-    before, began = {pid: cpu_s(pid) for pid in pids}, time.monotonic()
+    before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
     await asyncio.sleep(seconds)
     elapsed = time.monotonic() - began
-    used = {pid: cpu_s(pid) - before[pid] for pid in pids}
+    used = {pid: cpu_seconds(pid) - before[pid] for pid in pids}
     _, parent, *movers = pids
     return Idle(
         ranks=ranks,
@@ -41,7 +41,7 @@ async def idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
         cpu_percent=100 * sum(used.values()) / elapsed,
         daemon_cpu_percent=100 * used[daemon_pid] / elapsed,
         daemon_rss_bytes=resident_bytes(daemon_pid),
-        parent_rss_bytes=resident_bytes(parent),
-        parent_private_bytes=private_bytes(parent),
+        forkserver_rss_bytes=resident_bytes(parent),
+        forkserver_private_bytes=private_bytes(parent),
         mover_private_bytes=[private_bytes(pid) for pid in movers],
     )

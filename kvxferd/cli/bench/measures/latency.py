@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import Case, Lists, blocks_for, ids_per_pull
-from kvxferd.cli.bench.contenders import KVXFERD, RAW, Contender, Engine, Kvxferd, Raw
-from kvxferd.cli.bench.effort import SMALL_BYTES, Effort
+from kvxferd.cli.bench.cases import BlockPattern, Case, blocks_for, ids_per_pull
+from kvxferd.cli.bench.contenders import KVXFERD, RAW, EngineNixl, Implementation, KvxferdPulls, RawNixl
+from kvxferd.cli.bench.effort import SMALL_BYTES, Workload
 from kvxferd.cli.bench.points import Point, median, percentile, point_of
 from kvxferd.cli.bench.rounds import Rounds, interleave
 from kvxferd.cli.bench.shapes import Deployment, layers_for
-from kvxferd.cli.bench.stage import Pair, Stage
+from kvxferd.cli.bench.stage import EnginePair, Testbed
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.observe.history import record_from_json
 
 SHAPE = "llama-3-70b"
 # A mover that has just moved something spins for a while. After this long it sleeps, as between an
 # engine's requests.
-APART_S = 0.005
+PULL_GAP_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Latency:
     phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon counts them
     unprepared_phases_s: dict[str, float]
     unprepared_median_s: float
-    apart_added_s: list[float]  # of pulls `APART_S` apart, less raw NIXL's median back to back
+    spaced_added_s: list[float]  # of pulls `APART_S` apart, less raw NIXL's median back to back
 
 
-async def latency(stage: Stage, transport: str, effort: Effort) -> Latency:
+async def measure_latency(stage: Testbed, transport: str, effort: Workload) -> Latency:
     """Measure pulls of 64 KiB, one after the other."""
     layers = layers_for(SHAPE, SMALL_BYTES)
     sized = Deployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
@@ -45,39 +45,39 @@ async def latency(stage: Stage, transport: str, effort: Effort) -> Latency:
     pool = 2 * slots * ids_per_pull(sized, blocks)
     deployment = msgspec.structs.replace(sized, name=f"{transport}-small", pool_blocks=pool)
     async with stage.pair(deployment) as pair:
-        case = Case(deployment=deployment, lists=Lists.FRAGMENTED, blocks=blocks, slots=slots)
-        contenders: list[Contender] = [Kvxferd(pair), Raw(pair), Engine(pair)]
+        case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks, slots=slots)
+        contenders: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
         found = await interleave(pair, case, contenders, effort.rounds, effort.small_per_round)
         prepared = await _phases(pair, effort.small_per_round)
-        unprepared = await Kvxferd(pair, is_prepared=False).move(case, effort.small_per_round, 1)
+        unprepared = await KvxferdPulls(pair, is_prepared=False).move(case, effort.small_per_round, 1)
         unprepared_phases = await _phases(pair, effort.small_per_round)
         point = point_of("latency", transport, SMALL_BYTES, case, found)
         apart: list[speech.Sample] = []
         for _ in range(effort.rounds):
-            apart += await Kvxferd(pair, gap_s=APART_S).move(case, effort.small_per_round, 1)
+            apart += await KvxferdPulls(pair, gap_s=PULL_GAP_S).move(case, effort.small_per_round, 1)
         return Latency(
             point=point,
-            added_p50_s=percentile(added(found), 50),
-            added_p99_s=percentile(added(found), 99),
+            added_p50_s=percentile(added_latency(found), 50),
+            added_p99_s=percentile(added_latency(found), 99),
             phases_s=prepared,
             unprepared_phases_s=unprepared_phases,
             unprepared_median_s=median([sample.ended - sample.began for sample in unprepared]),
-            apart_added_s=[one.ended - one.began - point.contenders[RAW].median_s for one in apart],
+            spaced_added_s=[one.ended - one.began - point.contenders[RAW].median_s for one in apart],
         )
 
 
-def added(found: Rounds) -> list[float]:
+def added_latency(found: Rounds) -> list[float]:
     """Return, for each pull, its time less the median that raw NIXL took in the same round."""
     result = []
-    for ours, theirs in zip(found.by_contender[KVXFERD], found.by_contender[RAW], strict=True):
+    for ours, theirs in zip(found.by_implementation[KVXFERD], found.by_implementation[RAW], strict=True):
         typical = median([sample.ended - sample.built for sample in theirs.samples])
         result += [sample.ended - sample.began - typical for sample in ours.samples]
     return result
 
 
-async def _phases(pair: Pair, count: int) -> dict[str, float]:
+async def _phases(pair: EnginePair, count: int) -> dict[str, float]:
     """Return the medians of the phases of the last pulls, as the sink's daemon has them, and "total"."""
-    answer = await pair.stage.seats["sink"].get("/v1/history")
+    answer = await pair.stage.daemons["sink"].get("/v1/history")
     records = [record_from_json(one) for one in answer["records"] if one["kind"] == "pull"][-count:]
     pulls = [record for record in records if isinstance(record, PullRecord)]
     names = {name for pull in pulls for name in pull.phases_s}

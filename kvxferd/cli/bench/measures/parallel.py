@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import Case, Lists, blocks_for, ids_per_pull
-from kvxferd.cli.bench.effort import MIB, Effort
+from kvxferd.cli.bench.cases import BlockPattern, Case, blocks_for, ids_per_pull
+from kvxferd.cli.bench.effort import MIB, Workload
 from kvxferd.cli.bench.points import median
 from kvxferd.cli.bench.shapes import Deployment, layers_for
 from kvxferd.cli.bench.speech import Sample
-from kvxferd.cli.bench.stage import Batch, Pair
-from kvxferd.cli.running import together
+from kvxferd.cli.bench.stage import EnginePair, PublishedBatch
+from kvxferd.cli.running import gather_or_cancel
 from kvxferd.ids import Rank
 
 SHAPE = "llama-3-70b"
@@ -41,7 +41,7 @@ class Parallel:
     widest_spread: float
 
 
-def deployment(effort: Effort) -> Deployment:
+def parallel_deployment(effort: Workload) -> Deployment:
     """Return engines of eight ranks with room for a round."""
     sized = Deployment(name="sized", shape=SHAPE, layers=layers_for(SHAPE, SIZE_BYTES), pool_blocks=1)
     taken = ids_per_pull(sized, blocks_for(sized, SIZE_BYTES))
@@ -54,22 +54,22 @@ def deployment(effort: Effort) -> Deployment:
     )
 
 
-async def parallel(pair: Pair, effort: Effort) -> Parallel:
+async def measure_parallel(pair: EnginePair, effort: Workload) -> Parallel:
     """Measure a pair of that deployment."""
     blocks = blocks_for(msgspec.structs.replace(pair.deployment, ranks=1), SIZE_BYTES)
-    case = Case(deployment=pair.deployment, lists=Lists.FRAGMENTED, blocks=blocks, slots=SLOTS)
+    case = Case(deployment=pair.deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks, slots=SLOTS)
     count = effort.parallel_pulls
     speedups, wholes, ones, spreads = [], [], [], []
-    await _prove(pair, case)
+    await _verify_all_ranks(pair, case)
     for number in range(effort.rounds):
         if number % 2 == 0:
-            whole, one = await _together(pair, case, count), await _one_at_a_time(pair, case, count)
+            whole, one = await _all_at_once(pair, case, count), await _one_at_a_time(pair, case, count)
         else:  # so that neither always finds what the other left warm
-            one, whole = await _one_at_a_time(pair, case, count), await _together(pair, case, count)
+            one, whole = await _one_at_a_time(pair, case, count), await _all_at_once(pair, case, count)
         wholes.append(_rate_of_all(whole))
         ones.append(_rate_of_each(one))
         speedups.append(wholes[-1] / ones[-1])
-        spreads.append(spread(whole))
+        spreads.append(rate_spread(whole))
     return Parallel(
         size_bytes=SIZE_BYTES,
         rounds=effort.rounds,
@@ -82,7 +82,7 @@ async def parallel(pair: Pair, effort: Effort) -> Parallel:
     )
 
 
-def spread(by_rank: dict[Rank, list[Sample]]) -> float:
+def rate_spread(by_rank: dict[Rank, list[Sample]]) -> float:
     """Return how far the ranks' rates lie apart: each moved the same, from the same moment on."""
     began = min(sample.began for samples in by_rank.values() for sample in samples)
     rates = [
@@ -103,16 +103,16 @@ def _rate_of_each(by_rank: dict[Rank, list[Sample]]) -> float:
     return sum(sample.bytes for sample in samples) / sum(sample.ended - sample.began for sample in samples)
 
 
-async def _together(pair: Pair, case: Case, count: int) -> dict[Rank, list[Sample]]:
+async def _all_at_once(pair: EnginePair, case: Case, count: int) -> dict[Rank, list[Sample]]:
     """Every rank pulls all, `WINDOW` at a time, from one moment on."""
     batch = await pair.publish_prepared(case, count)
     at = time.perf_counter() + _START_S
-    answers = await together(*(_pull(pair, rank, case, batch, WINDOW, at) for rank in pair.ranks))
+    answers = await gather_or_cancel(*(_pull(pair, rank, case, batch, WINDOW, at) for rank in pair.ranks))
     await pair.release(batch)
     return dict(zip(pair.ranks, answers, strict=True))
 
 
-async def _one_at_a_time(pair: Pair, case: Case, count: int) -> dict[Rank, list[Sample]]:
+async def _one_at_a_time(pair: EnginePair, case: Case, count: int) -> dict[Rank, list[Sample]]:
     """One rank after the other pulls all, one at a time."""
     batch = await pair.publish_prepared(case, count)
     answers = {rank: await _pull(pair, rank, case, batch, 1, 0.0) for rank in pair.ranks}
@@ -120,14 +120,16 @@ async def _one_at_a_time(pair: Pair, case: Case, count: int) -> dict[Rank, list[
     return answers
 
 
-async def _pull(pair: Pair, rank: Rank, case: Case, batch: Batch, window: int, at: float) -> list[Sample]:
-    command = speech.Pull(case=case, refs=batch.refs, window=window, at=at)
-    return (await pair.actors["sink", rank].ask(command, speech.Moved)).samples
+async def _pull(
+    pair: EnginePair, rank: Rank, case: Case, batch: PublishedBatch, window: int, at: float
+) -> list[Sample]:
+    command = speech.PullCommand(case=case, refs=batch.refs, window=window, at=at)
+    return (await pair.workers["sink", rank].request(command, speech.Moved)).samples
 
 
-async def _prove(pair: Pair, case: Case) -> None:
+async def _verify_all_ranks(pair: EnginePair, case: Case) -> None:
     """Warm up, and compare every byte of every rank."""
-    await pair.everywhere("source", speech.Stamp(case=case, nonce=1))
-    await pair.everywhere("sink", speech.Wipe(case=case))
-    await _together(pair, case, case.slots)
-    await pair.require_right(speech.Check(case=case, nonce=1, slots=case.slots, whole=True))
+    await pair.request_all("source", speech.Stamp(case=case, nonce=1))
+    await pair.request_all("sink", speech.Wipe(case=case))
+    await _all_at_once(pair, case, case.slots)
+    await pair.require_correct(speech.Check(case=case, nonce=1, slots=case.slots, whole=True))

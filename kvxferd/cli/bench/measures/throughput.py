@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from kvxferd.cli.bench.cases import Case, blocks_for, ids_per_pull
-from kvxferd.cli.bench.contenders import contenders_of
-from kvxferd.cli.bench.effort import MIB, Effort, Pulls
+from kvxferd.cli.bench.contenders import implementations_of
+from kvxferd.cli.bench.effort import MIB, ThroughputPoint, Workload
 from kvxferd.cli.bench.points import Point, point_of
 from kvxferd.cli.bench.rounds import interleave
 from kvxferd.cli.bench.shapes import Deployment, footprint, layers_for
-from kvxferd.cli.bench.stage import Stage
+from kvxferd.cli.bench.stage import Testbed
 
 # A round is long enough to be timed and short enough for many.
 _ROUND_BYTES = 128 * MIB
-_MOST_PER_ROUND = 16
+_MAX_PER_ROUND = 16
 # Room for lists that are not contiguous, on top of what one round moves.
-_SPARE = 1.25
+_POOL_HEADROOM = 1.25
 
 
-async def throughput(stage: Stage, transport: str, effort: Effort) -> AsyncIterator[Point]:
+async def measure_throughput(stage: Testbed, transport: str, effort: Workload) -> AsyncIterator[Point]:
     """Yield a point for each of the effort's pulls that its shape can be."""
-    for (shape, size), pulls in _grouped(effort.pulls).items():
+    for (shape, size), pulls in _by_shape_and_size(effort.points).items():
         deployment = _deployment(f"{transport}-{shape}-{size}", pulls)
         if deployment is None:
             continue
@@ -30,29 +30,31 @@ async def throughput(stage: Stage, transport: str, effort: Effort) -> AsyncItera
             for one in pulls:
                 count = requests_per_round(one)
                 case = Case(deployment=deployment, lists=one.lists, blocks=blocks, slots=count)
-                found = await interleave(pair, case, contenders_of(pair), effort.rounds, count, one.in_flight)
+                found = await interleave(
+                    pair, case, implementations_of(pair), effort.rounds, count, one.in_flight
+                )
                 yield point_of("throughput", transport, size, case, found)
 
 
-def requests_per_round(pulls: Pulls) -> int:
+def requests_per_round(pulls: ThroughputPoint) -> int:
     """Return how many requests one contender moves in one round."""
-    return max(pulls.in_flight, min(_MOST_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
+    return max(pulls.in_flight, min(_MAX_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
 
 
-def region_bytes(pulls: tuple[Pulls, ...]) -> int:
+def region_bytes(pulls: tuple[ThroughputPoint, ...]) -> int:
     """Return the memory of the largest rank that these take, on one side."""
-    groups = _grouped(pulls).values()
+    groups = _by_shape_and_size(pulls).values()
     return max((d.region_bytes for group in groups if (d := _deployment("size", group))), default=0)
 
 
-def _grouped(pulls: tuple[Pulls, ...]) -> dict[tuple[str, int], list[Pulls]]:
-    groups: dict[tuple[str, int], list[Pulls]] = {}
+def _by_shape_and_size(pulls: tuple[ThroughputPoint, ...]) -> dict[tuple[str, int], list[ThroughputPoint]]:
+    groups: dict[tuple[str, int], list[ThroughputPoint]] = {}
     for one in pulls:
         groups.setdefault((one.shape, one.size_bytes), []).append(one)
     return groups
 
 
-def _deployment(name: str, pulls: list[Pulls]) -> Deployment | None:
+def _deployment(name: str, pulls: list[ThroughputPoint]) -> Deployment | None:
     """Return engines for pulls of one shape and size; None where its states alone are larger."""
     shape, size = pulls[0].shape, pulls[0].size_bytes
     deployment = Deployment(name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1)
@@ -60,5 +62,5 @@ def _deployment(name: str, pulls: list[Pulls]) -> Deployment | None:
     if blocks == 0 or footprint(deployment.layout()).state_bytes > size:
         return None
     most = max(requests_per_round(one) for one in pulls)
-    pool = int(most * ids_per_pull(deployment, blocks) * _SPARE) + 4
+    pool = int(most * ids_per_pull(deployment, blocks) * _POOL_HEADROOM) + 4
     return Deployment(name=name, shape=shape, layers=deployment.layers, pool_blocks=pool)
