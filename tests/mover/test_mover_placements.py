@@ -193,7 +193,7 @@ def test_what_is_not_as_it_was_said_binds_nothing(
     assert not worker.driver._reserved
 
 
-@pytest.mark.parametrize("method", ["create", "reserve", "map", "allow"])
+@pytest.mark.parametrize("method", ["create", "reserve", "map", "set_access"])
 def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PARENT = "from kvxferd.mover.shm import make_directory; make_directory(); print(flush=True); input()"
+PARENT = "from kvxferd.mover.shm import make_shm_directory; make_shm_directory(); print(flush=True); input()"
 
 
 def parent() -> subprocess.Popen[str]:
