@@ -11,12 +11,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvxferd import client
-from kvxferd.cli.asking import ControlClient
-from kvxferd.cli.bench.accounts import cpu_seconds, private_bytes, process_tree, resident_bytes
+from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, process_tree, resident_bytes
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling.control_client import ControlClient
 
 NUM_RANKS = 8
 MIB = 1 << 20

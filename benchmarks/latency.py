@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from kvxferd import client
-from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling.control_client import ControlClient
 
 MARKS = Path(__file__).parent / "hops"
 

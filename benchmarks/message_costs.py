@@ -15,7 +15,7 @@ from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import MAX_TENSORS, validate_layout
-from kvxferd.plan.requests import duplicate_id
+from kvxferd.plan.block_list_checks import duplicate_id
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from kvxferd.wire.worker import Publish

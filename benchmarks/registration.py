@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvxferd import client
-from kvxferd.cli.asking import ControlClient
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling.control_client import ControlClient
 
 FILL_S = 0.6  # the pool waits 0.25 s before it makes another mover
 LIMIT_S = 5.0

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from idle_cpu import register
 
-from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.control_client import ControlClient
 
 
 def start_daemon(directory: Path) -> subprocess.Popen[bytes]:

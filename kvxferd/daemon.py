@@ -19,20 +19,20 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
-from kvxferd.control.descriptor_budget import (
+from kvxferd.control.core_settings import settings_of
+from kvxferd.control.curve_keys import allowlist_of, read_key
+from kvxferd.control.fd_budget import (
     fd_warnings,
     max_http_connections,
     max_memory_fds_of,
     raise_fd_limit,
     release_reserved_fds,
 )
-from kvxferd.control.desk import NodeAdmin
-from kvxferd.control.http import HttpServer
-from kvxferd.control.keys import allowlist_of, read_key
+from kvxferd.control.http_server import HttpServer
+from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.node_api import ReloadResult
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
-from kvxferd.control.settings import settings_of
-from kvxferd.control.view import ReloadResult
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
     BindMover,
@@ -70,15 +70,15 @@ from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
-from kvxferd.mover.handle import MoverHandle
-from kvxferd.mover.pool import MoverPool
-from kvxferd.mover.resident_handle import ResidentHandle
-from kvxferd.mover.residents import ResidentPool
-from kvxferd.notify import SdNotifier
-from kvxferd.observe.history import History
-from kvxferd.observe.logs import log_record, operator_log, set_log_level
-from kvxferd.observe.metrics import Metrics
-from kvxferd.rundir import RunDirectory
+from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.mover.supervisor.pool import MoverPool
+from kvxferd.mover.supervisor.resident_handle import ResidentHandle
+from kvxferd.mover.supervisor.resident_pool import ResidentPool
+from kvxferd.run_directory import RunDirectory
+from kvxferd.sd_notify import SdNotifier
+from kvxferd.telemetry.history import History
+from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
+from kvxferd.telemetry.metrics import Metrics
 from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.limits import FENCE_PAGE_BYTES

@@ -10,7 +10,7 @@ import pytest
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 from kvxferd.memory.fake_driver import FakeDriver
 
 # Every test that takes a driver runs over both; without a GPU the second skips and says why.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvxferd.control.view import ReloadResult
+from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import (
     EngineSnapshot,

@@ -15,7 +15,7 @@ from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import DRIVER_VARIABLE
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 from kvxferd.resident import memory_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from samples import node_snapshot
 
 from kvxferd import client
 from kvxferd.config import SETTINGS
-from kvxferd.observe.gauges import gauges_of
+from kvxferd.telemetry.gauges import gauges_of
 
 TEXT = (Path(__file__).parents[1] / "docs" / "concepts.md").read_text()
 WORDS = (

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Config
-from kvxferd.config.sections import NodeConfig
+from kvxferd.config.schema import NodeConfig
 from kvxferd.daemon import STOP_S
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

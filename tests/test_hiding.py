@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvxferd.hiding import block_import
+from kvxferd.import_blocking import block_import
 
 
 def test_what_is_hidden_cannot_be_imported_and_can_be_later() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.link import FrameSocket, dup_fds
+from kvxferd.frame_socket import FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.notify import SdNotifier
+from kvxferd.sd_notify import SdNotifier
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.polling import PreciseWait, wait_readable, wait_writable
+from kvxferd.fd_wait import PreciseWait, wait_readable, wait_writable
 
 MANY = 1100
 PACKAGE = Path(__file__).parent.parent
@@ -52,7 +52,7 @@ def test_descriptors_above_1023() -> None:
     code = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({2 * MANY}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from kvxferd.polling import PreciseWait, wait_readable, wait_writable
+from kvxferd.fd_wait import PreciseWait, wait_readable, wait_writable
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range({MANY})]
 ours, theirs = os.pipe()
 assert ours > 1023

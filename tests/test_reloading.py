@@ -13,8 +13,8 @@ import pytest
 from other_user import NOBODY, needs_root, open_directory
 
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
-from kvxferd.control.desk import NodeAdmin
-from kvxferd.control.settings import settings_of
+from kvxferd.control.core_settings import settings_of
+from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError

@@ -17,7 +17,7 @@ import pytest
 from other_user import NOBODY, needs_root, open_directory, run_as, script
 
 from kvxferd.errors import Code, ConfigError
-from kvxferd.rundir import RunDirectory
+from kvxferd.run_directory import RunDirectory
 
 # Holds a lock, as version 0.1 left it to everybody, until its standard input ends.
 HOLDER = """
@@ -194,7 +194,7 @@ except ConfigError as error:
         [
             "from pathlib import Path",
             "from kvxferd.errors import ConfigError",
-            "from kvxferd.rundir import RunDirectory",
+            "from kvxferd.run_directory import RunDirectory",
         ]
     )
     command = [*script(body, imports=imports), str(directory)]
@@ -280,7 +280,7 @@ except ConfigError as error:
     imports = """
 from pathlib import Path
 from kvxferd.errors import ConfigError
-from kvxferd.rundir import RunDirectory
+from kvxferd.run_directory import RunDirectory
 """
     said = run_as(body, str(directory), imports=imports)
     assert f"install -d -o {NOBODY} {directory}`" in said

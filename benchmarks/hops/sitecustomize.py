@@ -46,8 +46,8 @@ def _write() -> None:
 
 
 def _mark_mover() -> None:
-    from kvxferd.mover.loop import MoverLoop
-    from kvxferd.mover.pulls import PullEngine
+    from kvxferd.mover.process.loop import MoverLoop
+    from kvxferd.mover.process.pull_engine import PullEngine
 
     _before(MoverLoop, "_receive", "mover woke")
     _before(PullEngine, "start", "mover has the pull")
@@ -61,7 +61,7 @@ def _mark_mover() -> None:
 def _mark_daemon() -> None:
     from kvxferd.control.worker_socket import WorkerSocket
     from kvxferd.daemon import Daemon
-    from kvxferd.mover.handle import MoverHandle
+    from kvxferd.mover.supervisor.handle import MoverHandle
 
     _before(WorkerSocket, "_readable", "daemon woke for the worker")
     _before(Daemon, "_feed", "daemon feeds its core", "WorkerMessage")
@@ -73,7 +73,7 @@ def _mark_daemon() -> None:
 
 
 if "BENCH_HOPS" in os.environ:
-    if "kvxferd.mover.parent" in sys.orig_argv:
+    if "kvxferd.mover.process.forkserver" in sys.orig_argv:
         _mark_mover()
     elif "serve" in sys.orig_argv:
         _mark_daemon()

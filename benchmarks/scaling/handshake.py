@@ -11,8 +11,8 @@ import zmq
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.layouts import LayoutCache
-from kvxferd.core.manifests import check_manifests
+from kvxferd.core.layout_cache import LayoutCache
+from kvxferd.core.manifest_checks import check_manifests
 from kvxferd.core.node import Node
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.plan import Expander, PlanCache, check_engine, decode_plan, encode_plan, make_plan

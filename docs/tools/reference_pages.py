@@ -26,7 +26,7 @@ import click
 from kvxferd import errors
 from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
-from kvxferd.control.routes import ROUTES
+from kvxferd.control.http_routes import ROUTES
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"

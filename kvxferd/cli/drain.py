@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from kvxferd.cli.asking import ControlClient, with_control_client
-from kvxferd.cli.showing import json_option, print_json
+from kvxferd.tooling.control_client import ControlClient, with_control_client
+from kvxferd.tooling.output import json_option, print_json
 
 EXIT_WORK_LEFT = 1  # as an exit code: the daemon ended with work undone
 

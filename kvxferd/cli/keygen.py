@@ -28,7 +28,7 @@ def keygen(output: Path, known: Path | None) -> None:
     daemon's peer.curve_allowed_keys. A file that is there is never written over.
     """
     # Here, not above: no other verb of this module's group needs libzmq.
-    from kvxferd.control.keys import make_key, read_key
+    from kvxferd.control.curve_keys import make_key, read_key
 
     if known is not None:
         click.echo(read_key(known).public)

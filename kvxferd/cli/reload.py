@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.asking import ControlClient, with_control_client
-from kvxferd.cli.showing import json_option, print_json
+from kvxferd.tooling.control_client import ControlClient, with_control_client
+from kvxferd.tooling.output import json_option, print_json
 
 
 @click.command("reload")

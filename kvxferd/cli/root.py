@@ -17,14 +17,14 @@ EXIT_ERROR = 2  # as click's own usage errors
 # would carry the tables of the others for as long as it runs.
 VERBS = {
     "serve": "kvxferd.cli.serve",
-    "demo": "kvxferd.cli.demo.verb",
-    "bench": "kvxferd.cli.bench.verb",
-    "doctor": "kvxferd.cli.doctor.verb",
+    "demo": "kvxferd.cli.demo",
+    "bench": "kvxferd.cli.bench",
+    "doctor": "kvxferd.cli.doctor",
     "status": "kvxferd.cli.status",
     "engines": "kvxferd.cli.engines",
     "peers": "kvxferd.cli.peers",
     "transfers": "kvxferd.cli.transfers",
-    "explain": "kvxferd.cli.explain.verb",
+    "explain": "kvxferd.cli.explain",
     "reload": "kvxferd.cli.reload",
     "drain": "kvxferd.cli.drain",
     "drop-peer": "kvxferd.cli.drop_peer",

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
-from kvxferd.hiding import block_import
+from kvxferd.import_blocking import block_import
 
 with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
-    from kvxferd.observe.logs import configure_queued_logs
+    from kvxferd.telemetry.logs import configure_queued_logs
 
 
 def open_standard_streams() -> None:

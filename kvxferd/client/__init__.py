@@ -46,6 +46,7 @@ Needs msgspec and the standard library alone.
 """
 
 from kvxferd.client.blocks import BlockList
+from kvxferd.client.client import Client, connect
 from kvxferd.client.events import (
     Delivered,
     Disconnected,
@@ -57,8 +58,7 @@ from kvxferd.client.events import (
     Released,
     Suspended,
 )
-from kvxferd.client.exports import Region
-from kvxferd.client.joining import Client, connect
+from kvxferd.client.memory_export import Region
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import TransferRef
 

@@ -16,15 +16,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.client.events import Event
-from kvxferd.client.fence import FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.mailbox import EventQueue
-from kvxferd.client.movers import MoverWatch, wait_all_quiesced
+from kvxferd.client.mover_watch import MoverWatch, wait_all_quiesced
 from kvxferd.client.notices import DeliverySocketPair
 from kvxferd.client.session import ClientSession
 from kvxferd.client.standing import PERMANENT_REFUSALS
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import Ticket
-from kvxferd.link import FrameSocket, close_fds
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode

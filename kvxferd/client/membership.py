@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxferd.client.exports import MemoryExport
+from kvxferd.client.memory_export import MemoryExport
 from kvxferd.errors import LayoutError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout

@@ -13,9 +13,9 @@ from kvxferd.client.pulls import ClientPulls
 from kvxferd.errors import BusyError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message
-from kvxferd.wire.descriptors import leading_fd_batches, start_of_last_batch
-from kvxferd.wire.ids_stream import split_block_ids
+from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
 # Twice the pulls that may be live; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17

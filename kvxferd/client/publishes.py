@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvxferd.client.blocks import PackedGroups
 from kvxferd.client.events import Emit, PublishRefused, Released
-from kvxferd.client.fence import FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
 from kvxferd.wire import worker

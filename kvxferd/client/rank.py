@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
+from kvxferd.client.blocking import error_from_refusal, wait_for_reply
 from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
-from kvxferd.client.exports import Regions, export_memory
-from kvxferd.client.ordering import Completion, unfinished
+from kvxferd.client.gpu_events import Completion, unfinished
+from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, read_ref
 from kvxferd.client.standing import SessionState
-from kvxferd.client.waiting import error_from_refusal, wait_for_reply
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout

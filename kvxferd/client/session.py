@@ -10,18 +10,18 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kvxferd.client.blocks import PackedGroups
-from kvxferd.client.enrolment import MemoryState, Registration
 from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
-from kvxferd.client.exports import MemoryExport
-from kvxferd.client.fence import FencePageLike, FenceSlots
+from kvxferd.client.fence_slots import FencePageLike, FenceSlots
+from kvxferd.client.gpu_events import Completion, PendingCompletions
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.membership import RankRole, SessionRole
-from kvxferd.client.movers import LaunchMover
-from kvxferd.client.ordering import Completion, PendingCompletions
+from kvxferd.client.memory_export import MemoryExport
+from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.outbox import Outbox, Outgoing, QueuedItem, SendPublish, SendPull
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
+from kvxferd.client.registration import MemoryState, Registration
 from kvxferd.client.standing import RETRIED_ON_REREGISTER, SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId

@@ -5,10 +5,9 @@ then flags. Whatever is not known or not in range is refused with the name of th
 came from and what would be right; nothing is guessed and nothing is ignored.
 """
 
-from kvxferd.config.kinds import split_endpoint, split_host_port
 from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
 from kvxferd.config.reloading import RELOADABLE, MergedConfig, merge_reloaded
-from kvxferd.config.sections import (
+from kvxferd.config.schema import (
     ANY_KEY,
     Config,
     ControlConfig,
@@ -22,6 +21,7 @@ from kvxferd.config.sections import (
     TransferConfig,
     WorkerConfig,
 )
+from kvxferd.config.types import split_endpoint, split_host_port
 
 __all__ = [
     "ANY_KEY",

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from kvxferd.config.kinds import Environment, FileMode, Networks, NumericIds, PublicKeys
-from kvxferd.config.sections import Config
+from kvxferd.config.schema import Config
+from kvxferd.config.types import Environment, FileMode, Networks, NumericIds, PublicKeys
 from kvxferd.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVXFERD_"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvxferd.config.loading import SETTINGS
-from kvxferd.config.sections import Config
+from kvxferd.config.schema import Config
 
 # Allow-lists and the log's level. All else is in what is open already: sockets, movers, the core's books.
 RELOADABLE = (

@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from kvxferd.control.callers import credentials_of
+from kvxferd.unix_socket import credentials_of
 
 log = structlog.get_logger()
 

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import structlog
 
-from kvxferd.control.fair_worker import FairThread
+from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import Event, LayoutsChecked, PeerReply, PeerRequest
-from kvxferd.core.layouts import CheckedLayout, LayoutCache
-from kvxferd.core.manifests import checked_layouts
+from kvxferd.core.layout_cache import CheckedLayout, LayoutCache
+from kvxferd.core.manifest_checks import checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import refusal_of_undecodable

@@ -16,17 +16,17 @@ from functools import partial
 import structlog
 import zmq
 
-from kvxferd.control import doorkeeper
+from kvxferd.control import zap
 from kvxferd.control.connection_guard import ConnectionGuard
-from kvxferd.control.doorkeeper import ZapAuthenticator
-from kvxferd.control.keys import CurveKeyPair
-from kvxferd.control.peer_connections import shut_accepted_connections
+from kvxferd.control.connection_shutdown import shut_accepted_connections
+from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.control.peer_inbox import EarlyChecks, NoChecks, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
-from kvxferd.control.unread_answers import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
+from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
+from kvxferd.control.zap import ZapAuthenticator
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.events import Event, PeerUnreachable
-from kvxferd.core.trust import PeerAllowlist
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import encode
@@ -117,7 +117,7 @@ class PeerSocket:
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         router.copy_threshold = MIN_TRACKED_BYTES
         if self._zap_socket is not None:
-            router.setsockopt(zmq.ZAP_DOMAIN, doorkeeper.DOMAIN)
+            router.setsockopt(zmq.ZAP_DOMAIN, zap.DOMAIN)
         if self._key is not None:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
@@ -144,7 +144,7 @@ class PeerSocket:
         """Have libzmq ask who may connect: also where all may, since the allow-lists can be reloaded."""
         self._authenticator = ZapAuthenticator(self._allowlist)
         zap_socket = self._context.socket(zmq.ROUTER)
-        zap_socket.bind(doorkeeper.ENDPOINT)
+        zap_socket.bind(zap.ENDPOINT)
         self._zap_socket = self._watch(zap_socket, self._on_zap_request, has_routes=True)
 
     def _on_zap_request(self, route: bytes, parts: list[zmq.Frame]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvxferd.core.effects import NO_USER
-from kvxferd.core.shares import FairShare
+from kvxferd.core.fair_share import FairShare
 
 log = structlog.get_logger()
 

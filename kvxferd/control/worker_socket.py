@@ -20,24 +20,24 @@ from pathlib import Path
 import structlog
 
 from kvxferd.config import LimitsConfig, WorkerConfig
-from kvxferd.control.admission import PartialFrames, SessionAdmission
-from kvxferd.control.callers import Credentials, credentials_of, open_exit_fds
-from kvxferd.control.descriptor_budget import max_memory_fds_of
-from kvxferd.control.frame_descriptors import FrameFds
-from kvxferd.control.inbox import SessionInbox
-from kvxferd.control.offers import check_regions, check_registration, detach_mover_socket
-from kvxferd.control.turns import RoundRobin
+from kvxferd.control.fd_budget import max_memory_fds_of
+from kvxferd.control.frame_fds import FrameFds
+from kvxferd.control.registration_fds import check_regions, check_registration, detach_mover_socket
+from kvxferd.control.round_robin import RoundRobin
+from kvxferd.control.session_admission import PartialFrames, SessionAdmission
+from kvxferd.control.session_inbox import SessionInbox
 from kvxferd.core.events import Event, FdsArrived, WorkerConnected, WorkerDisconnected, WorkerMessage
+from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import RETRY_LATER_S
-from kvxferd.core.shares import FairShare
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
+from kvxferd.frame_socket import FrameSocket, close_fds, new_read_buffer
 from kvxferd.ids import SessionId
-from kvxferd.link import FrameSocket, close_fds, new_read_buffer
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.old_places import is_listening
+from kvxferd.unix_socket import Credentials, credentials_of, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message, Refusal
-from kvxferd.wire.descriptors import FdBatchAssembly
+from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from kvxferd.wire.worker import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.limits import check_count, check_reserve
-from kvxferd.core.moment import NodeContext
 from kvxferd.ids import BootId
 
 # Requests that are remembered for four minutes, all together and those of one daemon: 32 ranks of which each

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.lanes import TransportsUsed
-from kvxferd.core.layouts import CheckedLayout
+from kvxferd.core.allowlist import PeerAllowlist
+from kvxferd.core.layout_cache import CheckedLayout
 from kvxferd.core.rank_holders import SavedRank
-from kvxferd.core.trust import PeerAllowlist
+from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover

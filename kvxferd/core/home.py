@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.counted_ready import CountedReady
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.identity import MemberIdentity
-from kvxferd.core.layouts import LayoutCache
+from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import RETRY_LATER_S, check_count, check_reserve
-from kvxferd.core.manifests import check_manifest, check_spec
-from kvxferd.core.moment import NodeContext
-from kvxferd.core.questions import PeerRequests
+from kvxferd.core.manifest_checks import check_manifest, check_spec
+from kvxferd.core.peer_requests import PeerRequests
+from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.rank_holders import is_local_user
 from kvxferd.core.registry import LocalRank, MemberRank, Registry
-from kvxferd.core.source import PublishedTransfers
-from kvxferd.core.transfers import TransferKey
+from kvxferd.core.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvxferd.core.shares import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
+from kvxferd.core.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 

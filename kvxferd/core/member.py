@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvxferd.core.attendance import PollRequests
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToPeer, SendToWorker
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.source_polling import PollRequests
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
 from kvxferd.wire.common import Refusal

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import KillMover, SendToMover
-from kvxferd.core.moment import NodeContext
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan

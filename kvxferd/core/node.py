@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import assert_never
 
-from kvxferd.core.arriving import ReassemblyMemory
-from kvxferd.core.attendance import PollRequests
+from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
     Effect,
@@ -41,35 +41,40 @@ from kvxferd.core.events import (
     WorkerDisconnected,
     WorkerMessage,
 )
-from kvxferd.core.fences import FencePages
-from kvxferd.core.granting import GrantServer
-from kvxferd.core.handshake import HandshakeServer
-from kvxferd.core.holds import GrantClient
+from kvxferd.core.fence_pages import FencePages
+from kvxferd.core.grant_client import GrantClient
+from kvxferd.core.grant_server import GrantServer
+from kvxferd.core.handshake_server import HandshakeServer
 from kvxferd.core.home import Home
-from kvxferd.core.kept_ids import BlockIdMemory, request_bytes
-from kvxferd.core.layouts import LayoutCache
+from kvxferd.core.layout_cache import LayoutCache
+from kvxferd.core.local_ranks import LocalRanks
 from kvxferd.core.member import Member
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.ownerships import Disownable, Ownerships
+from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.peers import Peers
+from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.pulls import Pulls
-from kvxferd.core.questions import PeerRequests
 from kvxferd.core.rank_reports import RankReports
-from kvxferd.core.ranks import LocalRanks
+from kvxferd.core.reassembly_memory import ReassemblyMemory
 from kvxferd.core.registry import Registry
-from kvxferd.core.requests import WorkerRequests
-from kvxferd.core.routes import RouteVersions
-from kvxferd.core.sessions import Session
+from kvxferd.core.route_versions import RouteVersions
+from kvxferd.core.session import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.showing import engine_snapshots, list_pulls, list_transfers, retired_mover_snapshots
 from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
-from kvxferd.core.source import PublishedTransfers
+from kvxferd.core.snapshot_builder import (
+    engine_snapshots,
+    list_pulls,
+    list_transfers,
+    retired_mover_snapshots,
+)
+from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.worker_requests import WorkerRequests
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.mover import (
     BindRefused,
     Bound,

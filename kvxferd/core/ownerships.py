@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.rank_holders import RankHolders, SavedRank
 from kvxferd.core.snapshot import OwnershipSnapshot
 from kvxferd.ids import EngineId

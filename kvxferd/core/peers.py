@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import NO_USER, ClosePeerConnection, EmitRecord
-from kvxferd.core.layouts import LayoutCache
+from kvxferd.core.fair_share import FairShare
+from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
-from kvxferd.core.manifests import check_manifests
-from kvxferd.core.moment import NodeContext
-from kvxferd.core.questions import CHECK_PEER, OnReply, PeerRequests
-from kvxferd.core.shares import FairShare
+from kvxferd.core.manifest_checks import check_manifests
+from kvxferd.core.peer_requests import CHECK_PEER, OnReply, PeerRequests
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import check_engine, require_pp_aware
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, RankManifest, Refusal
 from kvxferd.wire.endpoint import address_of
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,

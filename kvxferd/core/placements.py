@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
-from kvxferd.core.lanes import ITSELF, TransportsUsed, data_transports, slow_transports
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PlacementRecord, TransportsRecord
+from kvxferd.core.ucx_log import ITSELF, TransportsUsed, data_transports, slow_transports
 from kvxferd.wire.common import Placement
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvxferd.core.holds import HeldGrant
+from kvxferd.core.grant_client import HeldGrant
 from kvxferd.core.registry import LocalRank
 from kvxferd.ids import GroupName, MoverId, PullId, Ticket
 from kvxferd.layout import PackedBlocks

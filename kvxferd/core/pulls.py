@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, SendToMover, SendToWorker
-from kvxferd.core.holds import GrantClient, GrantState, HeldGrant
-from kvxferd.core.kept_ids import BlockIdMemory, request_bytes
+from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.movers import Movers
 from kvxferd.core.pull import Pull, PullPhase, PullTrigger
 from kvxferd.core.registry import LocalRank, RankState
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
-from kvxferd.core.stalls import SourceBreaker
+from kvxferd.core.source_breaker import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
+from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.ids_stream import split_block_ids
 from kvxferd.wire.mover import AbortPull, FenceLocation, PullOutcome, SourceRank, StartPull
 from kvxferd.wire.worker import Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 

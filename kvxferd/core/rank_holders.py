@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.identity import SECRET_HOLDER
-from kvxferd.core.moment import NodeContext
 from kvxferd.ids import EngineId, EngineKey, Generation, Rank
 
 # A home has 4,096 ranks of other nodes, 2,048 of one peer, and 128 of its own (`limits.max_ranks`). Twice the

@@ -7,10 +7,10 @@ reconnects; a report is sent when a session joins, and whenever a rank comes or 
 
 from __future__ import annotations
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.registry import Registry
-from kvxferd.core.sessions import Session
+from kvxferd.core.session import Session
 from kvxferd.ids import EngineKey, Incarnation, Rank, SessionId
 from kvxferd.wire.worker import EngineRanks
 

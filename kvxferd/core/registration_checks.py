@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvxferd.core.context import NodeContext
 from kvxferd.core.limits import RETRY_LATER_S, check_share
-from kvxferd.core.moment import NodeContext
-from kvxferd.core.rates import RateLimiter
+from kvxferd.core.rate_limit import RateLimiter
 from kvxferd.core.registry import LocalRank, Registry
-from kvxferd.core.sessions import Session
+from kvxferd.core.session import Session
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, RegionId
 from kvxferd.layout import RankLayout

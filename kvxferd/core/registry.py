@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
-from kvxferd.core.lanes import TransportsUsed
 from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.rank_holders import is_local_user
+from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,

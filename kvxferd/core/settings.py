@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
 from kvxferd.core.limits import DEFAULT_LIMITS, Limits
-from kvxferd.core.trust import ALLOW_ALL, PeerAllowlist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.driver import AddressRange, Driver
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 
 if TYPE_CHECKING:
     import torch

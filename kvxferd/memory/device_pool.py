@@ -15,7 +15,7 @@ from typing import Any
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 
 _LOG = logging.getLogger(__name__)
 

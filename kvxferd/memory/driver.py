@@ -1,4 +1,4 @@
-"""What kvxferd needs of a GPU's driver; `kvxferd.memory.drivers` chooses one.
+"""What kvxferd needs of a GPU's driver; `kvxferd.memory.driver_registry` chooses one.
 
 Two implementations keep this contract and pass one suite: `kvxferd.memory.cuda`, the only file that
 touches CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles

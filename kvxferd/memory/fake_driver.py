@@ -19,8 +19,8 @@ from typing import Any
 
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.memory.driver import AddressRange, Device, WriteOrder
-from kvxferd.memory.inspect import check_memfd
 from kvxferd.memory.memfd import SealedMemory
+from kvxferd.memory.validate import check_memfd
 
 FAKE_DEVICES = (
     Device("GPU-fake-0", 0, "fake 0", 8 << 30),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 
-from kvxferd.memory.inspect import check_fence_page
 from kvxferd.memory.mapping import Mapping, map_memfd
 from kvxferd.memory.memfd import SealedMemory
+from kvxferd.memory.validate import check_fence_page
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS, FENCE_WORD_BYTES
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

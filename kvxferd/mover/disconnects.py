@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvxferd.core.lanes import TransportsUsed, transport_kind
+from kvxferd.core.ucx_log import TransportsUsed, transport_kind
 from kvxferd.wire.mover import DisconnectSeen, FromMover
 
 # The transports on which nothing lands after a disconnect, each with what shows it. Whatever is not here is

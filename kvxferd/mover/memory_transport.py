@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import (
+from kvxferd.mover.transport.base import (
     HOST,
     MemoryKind,
     ReadHandle,

@@ -1,12 +1,13 @@
 """Who reads which bytes of whom: plans from layouts, runs from block ids. Pure arithmetic."""
 
-from kvxferd.plan.aggregation import (
-    check_engine,
-    check_same_engine,
-    require_pp_aware,
-    set_xfer_handshake_metadata_pp_aware,
+from kvxferd.plan.block_list_checks import (
+    BlockRules,
+    block_rules,
+    check_blocks,
+    check_blocks_by,
+    check_request,
+    engine_rules,
 )
-from kvxferd.plan.cache import PlanCache
 from kvxferd.plan.conv import (
     MambaConvSplitInfo,
     compute_physical_blocks_per_logical,
@@ -14,9 +15,17 @@ from kvxferd.plan.conv import (
     logical_to_remote_block_ids,
 )
 from kvxferd.plan.differences import Difference, find_differences
+from kvxferd.plan.engine_checks import (
+    check_engine,
+    check_same_engine,
+    require_pp_aware,
+    set_xfer_handshake_metadata_pp_aware,
+)
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
 from kvxferd.plan.info import EngineTransferInfo, stage_infos
+from kvxferd.plan.plan import Plan, decode_plan, encode_plan
+from kvxferd.plan.plan_cache import PlanCache
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, plan_reads
 from kvxferd.plan.regions import (
@@ -27,16 +36,7 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.requests import (
-    BlockRules,
-    block_rules,
-    check_blocks,
-    check_blocks_by,
-    check_request,
-    engine_rules,
-)
 from kvxferd.plan.sender import SendPart, sender_plan
-from kvxferd.plan.structs import Plan, decode_plan, encode_plan
 from kvxferd.plan.topology import TransferTopology
 
 __all__ = [

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan.distinct import distinct
-from kvxferd.plan.rows import (
+from kvxferd.plan.plan import GroupRead, Plan
+from kvxferd.plan.run_shapes import (
     Int64s,
     OffsetRuns,
     PageRuns,
@@ -20,8 +21,7 @@ from kvxferd.plan.rows import (
     merge_touching,
     shape_runs,
 )
-from kvxferd.plan.segments import Segments, common_segments
-from kvxferd.plan.structs import GroupRead, Plan
+from kvxferd.plan.token_segments import Segments, common_segments
 
 # Equal or dividing block sizes have one shape or a few; 12 against 16 has six. Only sizes with a
 # huge common multiple have thousands, and they are cheap to work out again.

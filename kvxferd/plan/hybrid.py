@@ -14,8 +14,8 @@ from kvxferd.errors import Code, PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout, UnitRange
 from kvxferd.plan.info import EngineTransferInfo
+from kvxferd.plan.plan import Extent, Plan, StridePattern
 from kvxferd.plan.regions import cache_properties
-from kvxferd.plan.structs import Extent, Plan, StridePattern
 
 Ids = TypeVar("Ids")
 Descriptor = tuple[int, int]  # address, length in bytes

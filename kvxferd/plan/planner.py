@@ -15,9 +15,16 @@ from kvxferd.layout import (
     TokenShard,
     digest_of,
 )
+from kvxferd.plan.assignment import (
+    Fragment,
+    Gap,
+    RankShare,
+    assign_units,
+    common_period_steps,
+    preferred_rank,
+)
 from kvxferd.plan.differences import find_differences
-from kvxferd.plan.holders import Fragment, Gap, RankShare, assign_units, common_period_steps, preferred_rank
-from kvxferd.plan.structs import (
+from kvxferd.plan.plan import (
     BlockGeometry,
     Extent,
     GroupRead,

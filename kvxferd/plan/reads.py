@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan.holders import shared_fraction
-from kvxferd.plan.structs import Plan
+from kvxferd.plan.assignment import shared_fraction
+from kvxferd.plan.plan import Plan
 
 
 class Read(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvxferd.ids import Rank
 from kvxferd.layout import CacheTensor, RankLayout
-from kvxferd.plan.structs import Plan
+from kvxferd.plan.plan import Plan
 
 
 class SendPart(NamedTuple):

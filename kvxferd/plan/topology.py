@@ -15,12 +15,12 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, Generation, Rank, RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
 from kvxferd.layout.presets import shard_units
-from kvxferd.plan.holders import RankShare, assign_units, preferred_rank
+from kvxferd.plan.assignment import RankShare, assign_units, preferred_rank
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
 from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
+from kvxferd.plan.plan import Plan
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
-from kvxferd.plan.structs import Plan
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 

@@ -21,6 +21,6 @@ everything, as it does for a child. What differs for the engine:
 * A crash inside the library is the engine's crash.
 """
 
-from kvxferd.resident.registering import memory_of, register
+from kvxferd.resident.registration import memory_of, register
 
 __all__ = ["memory_of", "register"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from chaos.blocks import Blocks, Yard
 from kvxferd import client
-from kvxferd.cli.demo import content
+from kvxferd.demo import content
 from kvxferd.errors import EngineError, KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout

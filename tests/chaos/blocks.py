@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.cli.demo import content
+from kvxferd.demo import content
 from kvxferd.layout import RankLayout
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,8 +14,8 @@ from typing import Any
 
 from chaos.processes import children, lives, num_fds, state_of
 from chaos.proxy import Proxy
-from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.control_client import ControlClient
 
 # Short, so that what ends by itself ends within an audit.
 FLAGS = {

@@ -13,8 +13,8 @@ from samples import StillNode
 
 from kvxferd.cli.root import root
 from kvxferd.config import Config, load_config
-from kvxferd.control.http import HttpServer
-from kvxferd.observe.metrics import Metrics
+from kvxferd.control.http_server import HttpServer
+from kvxferd.telemetry.metrics import Metrics
 
 TABLES = ["status", "engines", "peers", "transfers"]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvxferd.cli.demo import content
-from kvxferd.cli.demo.shape import DemoShape, EngineShape, Role
+from kvxferd.demo import content
+from kvxferd.demo.shape import DemoShape, EngineShape, Role
 from kvxferd.ids import Rank
 from kvxferd.layout import RankLayout
 

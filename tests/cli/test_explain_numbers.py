@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.cli.asking import ControlClient
-from kvxferd.cli.explain.descriptions import EngineDescription, parse_engine
-from kvxferd.cli.explain.ranges import byte_ranges, group_layers_in_step
-from kvxferd.cli.explain.reckoning import DecodeRankReads, Explanation, explain_pair
+from kvxferd.explain.analysis import DecodeRankReads, Explanation, explain_pair
+from kvxferd.explain.byte_ranges import byte_ranges, group_layers_in_step
+from kvxferd.explain.engine_spec_parser import EngineDescription, parse_engine
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
+from kvxferd.tooling.control_client import ControlClient
 
 
 def described(text: str) -> EngineDescription:

@@ -13,7 +13,7 @@ from samples import PEER, StillNode
 from test_asking import daemon, run
 
 from kvxferd.cli.root import root
-from kvxferd.control.keys import read_key
+from kvxferd.control.curve_keys import read_key
 from kvxferd.errors import ConfigError
 
 
@@ -132,7 +132,7 @@ except ConfigError as error:
 """
     imports = """
 from pathlib import Path
-from kvxferd.control.keys import read_key
+from kvxferd.control.curve_keys import read_key
 from kvxferd.errors import ConfigError
 """
     with open_directory() as directory:

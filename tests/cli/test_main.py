@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import kvxferd
-from kvxferd.cli.showing import format_bytes, format_duration, plain_text
 from kvxferd.config import SETTINGS, flag_name
+from kvxferd.tooling.output import format_bytes, format_duration, plain_text
 
 
 def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +59,7 @@ def test_the_daemon_loads_neither_torch_nor_nixl_nor_the_demo() -> None:
     loads = "import kvxferd.cli.root, kvxferd.daemon, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert not loaded & {"torch", "nixl", "rixl", "kvxferd.cli.demo.runner"}
+    assert not loaded & {"torch", "nixl", "rixl", "kvxferd.demo.runner"}
 
 
 @pytest.mark.parametrize(

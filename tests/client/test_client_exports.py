@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 from devices import Segment
 
-from kvxferd.client.exports import Region, export_memory
+from kvxferd.client.memory_export import Region, export_memory
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout, RegionSpec
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
-from kvxferd.memory.inspect import check_exports
+from kvxferd.memory.validate import check_exports
 from kvxferd.wire.worker import RegionExport
 
 UNIT = GRANULARITY

@@ -11,7 +11,7 @@ import pytest
 from scripted_daemon import WAIT_S, DaemonSide
 
 from kvxferd.errors import ProtocolError
-from kvxferd.link import FrameSocket
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.framing import encode_frame

@@ -14,8 +14,8 @@ from kvxferd.client import BlockList, PublishRefused, Released
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import FENCE_SLOTS, IDS_PART_BYTES
 
 

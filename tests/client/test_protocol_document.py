@@ -10,7 +10,7 @@ from document import actual_fields, documented_fields, hex_examples, rows, secti
 
 from kvxferd.errors import Code
 from kvxferd.layout import unpack_ids
-from kvxferd.wire import limits, mover, notes, peer, worker
+from kvxferd.wire import limits, mover, peer, staging, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, FdBatch, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
@@ -22,7 +22,7 @@ UNIONS = {
     "Requests and replies": get_args(peer.PeerMessage),
     "Daemon to mover": get_args(mover.ToMover),
     "Mover to daemon": get_args(mover.FromMover),
-    "Notes between movers": get_args(notes.StagingMessage),
+    "Notes between movers": get_args(staging.StagingMessage),
 }
 MESSAGES = sorted({message for union in UNIONS.values() for message in union}, key=lambda m: m.__name__)
 STRUCTS = sorted(
@@ -78,7 +78,7 @@ def test_limits() -> None:
 def test_limits_of_notes() -> None:
     section = SECTIONS["Notes between movers"]
     for name in ("MAX_STAGING_MESSAGE_BYTES", "MAX_CHUNK_RUNS", "STAMP_BYTES"):
-        assert f"`{name}` ({getattr(notes, name)})" in section
+        assert f"`{name}` ({getattr(staging, name)})" in section
 
 
 def test_codes() -> None:

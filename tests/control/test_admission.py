@@ -12,7 +12,7 @@ import pytest
 from other_user import open_directory
 
 from kvxferd.config import WorkerConfig
-from kvxferd.control.admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
+from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code

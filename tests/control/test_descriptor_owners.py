@@ -12,8 +12,8 @@ from other_user import open_directory
 from test_admission import LAYOUT, Listening, open_fds, register
 
 from kvxferd.config import WorkerConfig
-from kvxferd.control.frame_descriptors import FrameFds
-from kvxferd.control.offers import check_registration, detach_mover_socket
+from kvxferd.control.frame_fds import FrameFds
+from kvxferd.control.registration_fds import check_registration, detach_mover_socket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import EngineError

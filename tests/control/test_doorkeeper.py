@@ -6,8 +6,8 @@ from ipaddress import ip_network
 
 import pytest
 
-from kvxferd.control.doorkeeper import LOG_INTERVAL_S, ZapAuthenticator
-from kvxferd.core.trust import PeerAllowlist
+from kvxferd.control.zap import LOG_INTERVAL_S, ZapAuthenticator
+from kvxferd.core.allowlist import PeerAllowlist
 
 FRIEND, STRANGER = b"\x0b" * 32, b"\x0c" * 32
 KEYS = PeerAllowlist(own_key="0a" * 32, allowed_keys=frozenset([FRIEND.hex()]))

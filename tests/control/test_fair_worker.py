@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from kvxferd.control.fair_worker import FairThread
+from kvxferd.control.fair_thread import FairThread
 
 
 async def test_each_client_in_turn():

@@ -14,14 +14,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvxferd.control import connection_guard, peer_inbox, unread_answers
+from kvxferd.control import connection_guard, peer_inbox, unread_replies
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
-from kvxferd.control.keys import CurveKeyPair, make_key
+from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.control.peer_inbox import NoChecks
 from kvxferd.control.peer_socket import PeerSocket
-from kvxferd.control.unread_answers import UnreadReplies
+from kvxferd.control.unread_replies import UnreadReplies
 from kvxferd.core import events as ev
-from kvxferd.core.trust import PeerAllowlist
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, GroupName
 from kvxferd.layout import EngineSpec, PackedBlocks
@@ -539,4 +539,4 @@ async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatc
     assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == parts[0]
     assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == Done(request=8)
     assert not node.socket._truncated_replies
-    assert unread_answers.MAX_UNREAD_BYTES > 64 << 20
+    assert unread_replies.MAX_UNREAD_BYTES > 64 << 20

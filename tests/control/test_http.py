@@ -12,12 +12,12 @@ import pytest
 from samples import SOURCE, StillNode, node_snapshot, records
 
 from kvxferd.config import Config, load_config
-from kvxferd.control.http import HttpServer
-from kvxferd.control.routes import ROUTES, Access
+from kvxferd.control.http_routes import ROUTES, Access
+from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import Code, ConfigError
-from kvxferd.observe.history import record_from_json
-from kvxferd.observe.metrics import Metrics
+from kvxferd.telemetry.history import record_from_json
+from kvxferd.telemetry.metrics import Metrics
 
 READ_ROUTES = [route.path for route in ROUTES if route.access is Access.ANYONE]
 NOBODY = 65_534

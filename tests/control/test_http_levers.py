@@ -11,7 +11,7 @@ from other_user import NOBODY, needs_root, open_directory, script
 from samples import PEER, StillNode
 from test_http import config_in, over_tcp, over_unix, serving
 
-from kvxferd.control.routes import ROUTES, Access
+from kvxferd.control.http_routes import ROUTES, Access
 
 ADMIN_ROUTES = [route for route in ROUTES if route.access is Access.ADMIN]
 

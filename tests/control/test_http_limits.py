@@ -17,12 +17,12 @@ from samples import StillNode
 from test_http import config_in, over_tcp, over_unix
 
 from kvxferd.config import Config, LimitsConfig
-from kvxferd.control import descriptor_budget, http_connections, sharing
-from kvxferd.control.descriptor_budget import fd_warnings, max_http_connections, max_memory_fds_of
-from kvxferd.control.http import HttpServer
+from kvxferd.control import fd_budget, http_connections, response_cache
+from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
 from kvxferd.control.http_connections import RateLimiter
+from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
-from kvxferd.observe.metrics import Metrics
+from kvxferd.telemetry.metrics import Metrics
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: kvxferd\r\n\r\n"
 UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: "
@@ -260,7 +260,7 @@ async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tm
                 async with tcp.get(path) as answer:
                     assert answer.status == 200
                     bodies.add(await answer.read())
-        possible = (time.monotonic() - started) / sharing.MAX_AGE_S + 1
+        possible = (time.monotonic() - started) / response_cache.MAX_AGE_S + 1
         assert node.num_made <= possible
         before = node.num_made
         for _ in range(10):
@@ -289,14 +289,14 @@ def test_http_has_an_eighth_of_the_descriptors(limit: int, want: int) -> None:
 
 def test_a_limit_below_what_the_limits_need_is_a_warning() -> None:
     limits = LimitsConfig()
-    needed = descriptor_budget.fds_needed(limits)
+    needed = fd_budget.fds_needed(limits)
     assert fd_warnings(limits, needed) == []
     assert "RLIMIT_NOFILE is 300" in fd_warnings(limits, 300)[0]
 
 
 def test_workers_memory_has_what_a_full_node_of_these_limits_leaves() -> None:
     limits = LimitsConfig()
-    needed = descriptor_budget.fds_needed(limits)
+    needed = fd_budget.fds_needed(limits)
     assert max_memory_fds_of(limits, 20_000) == (20_000 - needed) // 2
     assert max_memory_fds_of(limits, 1024) == 128
     assert max_memory_fds_of(LimitsConfig(max_peers=8), 20_000) > max_memory_fds_of(limits, 20_000)

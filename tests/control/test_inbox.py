@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxferd.control import inbox as inbox_module
-from kvxferd.control.inbox import FRAMES_PER_TURN, SessionInbox
-from kvxferd.link import FrameSocket
+from kvxferd.control import session_inbox as inbox_module
+from kvxferd.control.session_inbox import FRAMES_PER_TURN, SessionInbox
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.wire.framing import Frame, encode_frame
 
 NUM = 3 * FRAMES_PER_TURN + 7

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-from kvxferd.control.peer_connections import shut_accepted_connections
+from kvxferd.control.connection_shutdown import shut_accepted_connections
 
 _CONNECT = """
 import socket, sys

@@ -17,7 +17,7 @@ from kvxferd.wire.peer import Done, RenewGrants
 NUM_QUESTIONS = 50
 # Functions of Python and of its libraries that the way in and out calls. There were 115, while each
 # message came by `recv_multipart` and `zmq.POLLIN` was no plain number; there are 54 with Python 3.11.
-# `benchmarks/peer_questions.py` has the times.
+# `benchmarks/peer_requests.py` has the times.
 MAX_CALLS = 75
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from samples import node_snapshot
 
-from kvxferd.control.placements import placement_warnings
+from kvxferd.control.placement_warnings import placement_warnings
 from kvxferd.core.snapshot import NodeSnapshot, PlacementSnapshot
 
 

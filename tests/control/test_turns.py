@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxferd.control.turns import LOOP_TURN_S, RoundRobin
+from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
 
 FIRST, SECOND = 1000, 2000
 

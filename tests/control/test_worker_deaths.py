@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvxferd import unix_socket
 from kvxferd.config import WorkerConfig
-from kvxferd.control import callers
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 
@@ -65,7 +65,7 @@ async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session(tm
 
 def test_who_is_dead_already_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     """A kernel without SO_PEERPIDFD knows only the number of a process, which nobody may have any more."""
-    monkeypatch.setattr(callers, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(unix_socket, "_SO_PEERPIDFD", 9999)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ProcessLookupError):
-        callers.open_exit_fds(ours, 2**22 + 1)  # above what the kernel gives out
+        unix_socket.open_exit_fds(ours, 2**22 + 1)  # above what the kernel gives out

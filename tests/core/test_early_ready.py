@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.transfers import TransferTable
+from kvxferd.core.transfer_table import TransferTable
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank, TransferId
 
 RANK, MAPPING = Rank(0, 0), Incarnation("first")

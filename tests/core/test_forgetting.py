@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from world import World
 
-from kvxferd.core import Settings, planning
+from kvxferd.core import Settings, remote_engines
 from kvxferd.wire import worker as wk
 
 IDS, TOKENS = [3, 1, 2], 11
@@ -36,7 +36,7 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
 
 
 def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
-    monkeypatch.setattr(planning, "MAX_REMOTE_ENGINES", 3)
+    monkeypatch.setattr(remote_engines, "MAX_REMOTE_ENGINES", 3)
     prefill, decode = world.host("p"), world.host("d")
     (sink,) = world.engine(decode, "decode")
     for number in range(8):

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 from world import Host, Worker, World, spec_of
 
-from kvxferd.core import Settings, granting
+from kvxferd.core import Settings, grant_server
 from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
 from kvxferd.core import peers as core_peers
-from kvxferd.core.granting import MAX_READERS
-from kvxferd.core.layouts import LayoutCache
+from kvxferd.core.grant_server import MAX_READERS
+from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import Limits
-from kvxferd.core.manifests import check_manifest, checked_layouts
+from kvxferd.core.manifest_checks import check_manifest, checked_layouts
 from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.errors import Code, EngineError, PeerError
 from kvxferd.ids import Endpoint, Rank
@@ -513,7 +513,9 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
     question = msgspec.structs.replace(question, manifest=msgspec.structs.replace(manifest, layout=layout))
     found = checked_layouts((question.manifest,), LayoutCache())
     world.feed(stages[0].host, ev.LayoutsChecked(found))
-    monkeypatch.setattr("kvxferd.core.layouts.validate_layout", lambda *args: pytest.fail("checked again"))
+    monkeypatch.setattr(
+        "kvxferd.core.layout_cache.validate_layout", lambda *args: pytest.fail("checked again")
+    )
     (done,) = ask(world, stages[0].host, question)
     assert isinstance(done, Done)
 
@@ -632,7 +634,7 @@ def test_many_routes_of_one_key_have_one_share():
 
 
 def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
-    monkeypatch.setattr(granting, "MAX_LARGE_REQUESTS_PER_PEER", 3)
+    monkeypatch.setattr(grant_server, "MAX_LARGE_REQUESTS_PER_PEER", 3)
     ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
     answers: list[Message] = []
     for number in range(6):
@@ -646,8 +648,8 @@ def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source
 
 
 def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
-    monkeypatch.setattr(granting, "MAX_GRANTS_PER_PEER", 2)
-    monkeypatch.setattr(granting, "MAX_GRANTS_PER_TRANSFER", 4)
+    monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_PEER", 2)
+    monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_TRANSFER", 4)
     ref, transfer = granted
 
     def asked(name: str, key: str) -> Message:
@@ -677,7 +679,9 @@ def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
 
 def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
     """The limit was of each region: 1.3 million pieces of 40 regions took the loop a second."""
-    monkeypatch.setattr("kvxferd.core.manifests._is_valid_region", lambda region: pytest.fail("counted"))
+    monkeypatch.setattr(
+        "kvxferd.core.manifest_checks._is_valid_region", lambda region: pytest.fail("counted")
+    )
     question = joining(world, stages[1])
     binding = question.manifest.binding
     (region,) = binding.regions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
-from kvxferd.core.kept_ids import CHAR_BYTES, ENTRY_BYTES, GROUP_BYTES, RANK_BYTES, BlockIdMemory
+from kvxferd.core.block_id_memory import CHAR_BYTES, ENTRY_BYTES, GROUP_BYTES, RANK_BYTES, BlockIdMemory
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire import worker as wk

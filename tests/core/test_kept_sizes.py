@@ -10,7 +10,7 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, mover_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.kept_ids import ENTRY_BYTES, GROUP_BYTES
+from kvxferd.core.block_id_memory import ENTRY_BYTES, GROUP_BYTES
 from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core.lanes import (
+from kvxferd.core.ucx_log import (
     TransportsUsed,
     UcxLine,
     data_transports,

@@ -184,7 +184,7 @@ def test_grants_that_wait_are_bounded_and_the_pull_is_told():
 
 
 def test_tombstones_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvxferd.core.transfers.MAX_TOMBSTONES", 3)
+    monkeypatch.setattr("kvxferd.core.transfer_table.MAX_TOMBSTONES", 3)
     world = world_of()
     source = world.engine(world.host("p"), "prefill")[0]
     for number in range(10):

@@ -6,7 +6,7 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
+from kvxferd.core.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk

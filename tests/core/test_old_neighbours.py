@@ -9,7 +9,7 @@ from world import IDS, SINK_IDS, TOKENS, Envelope, Host, Worker, World, mover_of
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.routes import MAX_ROUTES, RouteVersions
+from kvxferd.core.route_versions import MAX_ROUTES, RouteVersions
 from kvxferd.errors import Code
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk

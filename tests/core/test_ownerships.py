@@ -9,7 +9,7 @@ from world import World, spec_of
 
 from kvxferd.core import events as ev
 from kvxferd.core import ownerships
-from kvxferd.core.moment import NodeContext
+from kvxferd.core.context import NodeContext
 from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.settings import Settings
 from kvxferd.errors import Code

@@ -6,8 +6,8 @@ import pytest
 from world import Worker, World, mover_of, spec_of
 
 from kvxferd.core.events import MoverMessage, TransportsSeen
-from kvxferd.core.lanes import TransportsUsed
 from kvxferd.core.snapshot import PlacementRecord, RankSnapshot, TransportsRecord
+from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.wire.common import Placement
 from kvxferd.wire.mover import ProbeResult
 

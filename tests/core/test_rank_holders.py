@@ -11,9 +11,9 @@ from world import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec
 from kvxferd.core import counted_ready, rank_holders
 from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
+from kvxferd.core.context import NodeContext
 from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.limits import RETRY_LATER_S
-from kvxferd.core.moment import NodeContext
 from kvxferd.core.rank_holders import RankHolders, holder_of_user
 from kvxferd.core.registry import MemberRank
 from kvxferd.core.settings import Settings

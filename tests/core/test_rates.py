@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_shares import FIRST, SECOND, register
 from world import World
 
-from kvxferd.core.rates import RateLimiter
+from kvxferd.core.rate_limit import RateLimiter
 from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk

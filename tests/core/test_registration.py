@@ -10,15 +10,15 @@ from world import World, spec_of
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.requests import MAX_PREPARED
+from kvxferd.core.worker_requests import MAX_PREPARED
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal, Versions
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11

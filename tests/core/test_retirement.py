@@ -9,10 +9,10 @@ import pytest
 from world import IDS, SINK_IDS, TOKENS, Mover, Worker, World, mover_of, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.holds import GrantState
+from kvxferd.core.grant_client import GrantState
 from kvxferd.core.movers import RETIRED_S
 from kvxferd.core.pulls import MAX_MOVERS_LOST
-from kvxferd.core.stalls import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
+from kvxferd.core.source_breaker import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
-from kvxferd.core import Settings, requests
+from kvxferd.core import Settings, worker_requests
+from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import Limits, PullAdmission
-from kvxferd.core.shares import FairShare
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.layout.presets import attention_layout
@@ -123,7 +123,7 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
 def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "MAX_PREPARED_PER_NODE", 16)
+    monkeypatch.setattr(worker_requests, "MAX_PREPARED_PER_NODE", 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
@@ -155,7 +155,7 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "MAX_ABANDONING_PER_NODE", 16)
+    monkeypatch.setattr(worker_requests, "MAX_ABANDONING_PER_NODE", 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from kvxferd.core.node import Node
-from kvxferd.core.showing import BATCH, MAX_SHOWN
-from kvxferd.core.transfers import Transfer
+from kvxferd.core.snapshot_builder import BATCH, MAX_SHOWN
+from kvxferd.core.transfer_table import Transfer
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Generation, SessionId, TransferId
 
 NUM = MAX_SHOWN + 2 * BATCH + 7

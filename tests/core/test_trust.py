@@ -9,7 +9,7 @@ import pytest
 from world import World, spec_of
 
 from kvxferd.core import Settings
-from kvxferd.core.trust import PeerAllowlist
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk

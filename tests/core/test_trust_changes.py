@@ -9,7 +9,7 @@ from world import World
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.trust import PeerAllowlist
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code
 from kvxferd.ids import EngineKey
 from kvxferd.wire import worker as wk

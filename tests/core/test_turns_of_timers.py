@@ -7,7 +7,7 @@ from world import SINK_IDS, TOKENS, Host, Worker, World
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.moment import CALLS_PER_TURN
+from kvxferd.core.context import CALLS_PER_TURN
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from world import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
-from kvxferd.core import Settings, peers, registration_checks, transfers
+from kvxferd.core import Settings, peers, registration_checks, transfer_table
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.limits import Limits
@@ -127,7 +127,7 @@ def test_ids_that_nobody_waits_for_are_not_kept() -> None:
 
 
 def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
-    monkeypatch.setattr(transfers, "MAX_EARLY_READY", 16)
+    monkeypatch.setattr(transfer_table, "MAX_EARLY_READY", 16)
     world = World()
     first, second = two_users(world)
     early = first.host.node.published.table
@@ -153,7 +153,7 @@ def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key
 
 
 def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
-    monkeypatch.setattr(transfers, "MAX_ACKNOWLEDGED", 320)
+    monkeypatch.setattr(transfer_table, "MAX_ACKNOWLEDGED", 320)
     world = World()
     (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
     node = source.host.node

@@ -6,8 +6,8 @@ import pytest
 from world import IDS, TOKENS, Worker, World, spec_of
 
 from kvxferd.core import events as ev
-from kvxferd.core.granting import REQUESTS_PER_TURN, GrantServer
-from kvxferd.core.handshake import FETCHES_PER_TURN, HandshakeServer
+from kvxferd.core.grant_server import REQUESTS_PER_TURN, GrantServer
+from kvxferd.core.handshake_server import FETCHES_PER_TURN, HandshakeServer
 from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk

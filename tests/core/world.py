@@ -37,9 +37,9 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.plan import Expander, decode_plan
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef, Versions
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 
 BLOCK_TOKENS = 4

@@ -15,9 +15,9 @@ from typing import Any
 
 from rank_process import RankProcess, ranks_of
 
-from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
+from kvxferd.tooling.control_client import ControlClient
 
 START_S = 60.0
 POLL_S = 0.02

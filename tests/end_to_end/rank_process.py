@@ -21,14 +21,14 @@ from devices import Segment
 from tensors import TensorStore
 
 from kvxferd import client, resident
-from kvxferd.cli.demo import content
+from kvxferd.demo import content
+from kvxferd.fd_wait import wait_readable
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.drivers import open_driver
-from kvxferd.polling import wait_readable
+from kvxferd.memory.driver_registry import open_driver
 
 GROUP = "full"
 OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most

@@ -16,10 +16,10 @@ from rank_process import RankProcess
 from test_transfers import publish, pull_and_check, spec_of
 
 from kvxferd.errors import Code, ProtocolError
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import Incarnation
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode

@@ -25,7 +25,7 @@ answer = ask(worker.Attach(request=1, engine_id="prefill", generation="squatted"
 print(getattr(answer, "code", type(answer).__name__))
 """
 IMPORTS = """
-from kvxferd.link import FrameSocket
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.common import Versions

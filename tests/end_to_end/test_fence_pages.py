@@ -37,7 +37,7 @@ from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.common import Versions
 from kvxferd.wire.framing import encode_frame
-from kvxferd.link import FrameSocket
+from kvxferd.frame_socket import FrameSocket
 """
 
 

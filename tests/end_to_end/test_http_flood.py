@@ -10,7 +10,7 @@ from pathlib import Path
 from fleet import DaemonUnderTest, Fleet, wait_until
 from test_transfers import publish, pull_and_check, spec_of
 
-from kvxferd.control.descriptor_budget import RESERVED_FDS
+from kvxferd.control.fd_budget import RESERVED_FDS
 
 DESCRIPTORS = 300
 

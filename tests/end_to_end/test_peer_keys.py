@@ -11,7 +11,7 @@ from fleet import FACTS, DaemonUnderTest, Fleet
 from test_transfers import publish, pull_and_check, spec_of
 from zmq.utils import z85
 
-from kvxferd.control.keys import make_key
+from kvxferd.control.curve_keys import make_key
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome

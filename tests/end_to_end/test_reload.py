@@ -18,7 +18,7 @@ from fleet import DaemonUnderTest, Fleet, wait_until
 from other_user import NOBODY, needs_root, open_directory, script
 from test_transfers import publish, pull_and_check, spec_of
 
-from kvxferd.control.keys import make_key
+from kvxferd.control.curve_keys import make_key
 
 
 def reload(daemon: DaemonUnderTest) -> subprocess.CompletedProcess[str]:

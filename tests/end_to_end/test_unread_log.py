@@ -12,7 +12,7 @@ import pytest
 from fleet import DaemonUnderTest, Fleet, wait_until
 from test_transfers import publish, pull_and_check, spec_of
 
-from kvxferd.cli.asking import ControlClient
+from kvxferd.tooling.control_client import ControlClient
 
 
 class Unread(DaemonUnderTest):

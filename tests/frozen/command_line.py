@@ -20,17 +20,16 @@ from samples import PEER, SOURCE, StillNode, pull_record
 from frozen.serving import Served, run_verb, serving
 from frozen.shapes import shape_of, struct_of
 from frozen.tree import ROOT, files_in, parsed
-from kvxferd.cli import doctor as doctor_checks
-from kvxferd.cli.bench import verb as bench
-from kvxferd.cli.bench.results import Result
-from kvxferd.cli.demo import verb as demo
-from kvxferd.cli.demo.shape import DemoShape, EngineShape
-from kvxferd.cli.demo.tally import DemoResults
-from kvxferd.cli.doctor import report
-from kvxferd.cli.doctor.finding import fail, ok, warn
-from kvxferd.cli.doctor.placements import PlacementResult
-from kvxferd.cli.doctor.verb import CHECKS
+from kvxferd import doctor as doctor_checks
+from kvxferd.bench.results import Result
+from kvxferd.cli import bench, demo
+from kvxferd.cli.doctor import CHECKS
 from kvxferd.cli.root import VERBS, root
+from kvxferd.demo.results import DemoResults
+from kvxferd.demo.shape import DemoShape, EngineShape
+from kvxferd.doctor import report
+from kvxferd.doctor.finding import fail, ok, warn
+from kvxferd.doctor.placements import PlacementResult
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
 KINDS = {kind.__name__ for kind in (ok, warn, fail)}

@@ -19,7 +19,7 @@ from frozen.shapes import signature_of, sorted_map, struct_of
 from frozen.tree import ROOT, parsed
 from kvxferd.client import TransferRef
 from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
-from kvxferd.integrations.vllm import requests, stats
+from kvxferd.integrations.vllm import request_params, stats
 
 PUBLIC = (
     "kvxferd",
@@ -46,7 +46,7 @@ def surface() -> dict[str, Any]:
     return {
         "modules": {name: _module(name) for name in PUBLIC},
         "of vLLM": {f"{module}:{name}": _of_vllm(module, name) for module, name in OF_VLLM.items()},
-        "kv_transfer_params": requests.params_for_decode(_reference()),
+        "kv_transfer_params": request_params.params_for_decode(_reference()),
         "figures of vLLM's log": stats.summary(_figures()),
         "scripts": project["scripts"],
         "entry points": project["entry-points"],

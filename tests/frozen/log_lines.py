@@ -20,7 +20,7 @@ from frozen.shapes import example_of, sorted_map
 from frozen.tree import files_in, parsed, text_of
 from kvxferd.core.snapshot import Record
 from kvxferd.errors import Code
-from kvxferd.observe.logs import log_record
+from kvxferd.telemetry.logs import log_record
 
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 COMPUTED = "(computed)"

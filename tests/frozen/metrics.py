@@ -10,7 +10,7 @@ from samples import node_snapshot, pull_record, records
 from frozen.shapes import sorted_map
 from frozen.tree import files_in, parsed, text_of
 from kvxferd.errors import Code
-from kvxferd.observe.metrics import Metrics
+from kvxferd.telemetry.metrics import Metrics
 
 # vLLM's own metrics of the connector are named in tables there; they need vLLM to be made.
 _VLLM_PREFIX = "vllm:"

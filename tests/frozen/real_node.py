@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from kvxferd.config import Config
-from kvxferd.control.desk import NodeAdmin
-from kvxferd.control.view import ReloadResult
-from kvxferd.mover.pool import PoolStatus
-from kvxferd.observe.history import History
+from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.node_api import ReloadResult
+from kvxferd.mover.supervisor.pool import PoolStatus
+from kvxferd.telemetry.history import History
 
 SIMULATION = Path(__file__).parents[1] / "core" / "world.py"
 

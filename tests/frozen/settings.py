@@ -19,7 +19,7 @@ from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.core.rank_holders import SavedRank
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.rundir import RunDirectory
+from kvxferd.run_directory import RunDirectory
 
 
 def surface() -> dict[str, Any]:

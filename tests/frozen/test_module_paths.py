@@ -123,7 +123,7 @@ def test_every_dotted_name_is_a_module_or_in_one() -> None:
 
 def test_every_module_that_is_run_can_be_run() -> None:
     found = [m for m in mentions(_RUN) if m.name.split(".")[0] not in FOREIGN]
-    assert {"kvxferd.cli", "kvxferd.mover.parent", "chaos", "hostile"} & {m.name for m in found}
+    assert {"kvxferd.cli", "kvxferd.mover.process.forkserver", "chaos", "hostile"} & {m.name for m in found}
     missing = []
     for mention in found:
         path = file_of(mention.name.split("."))
@@ -240,12 +240,12 @@ def test_every_verb_s_module_has_its_verb() -> None:
 
 
 def test_every_check_of_doctor_has_its_module() -> None:
-    verb = importlib.import_module("kvxferd.cli.doctor.verb")
+    verb = importlib.import_module("kvxferd.cli.doctor")
     assert [name for name, check in verb.select_checks(()) if callable(check)] == list(verb.CHECKS)
 
 
 def test_what_is_started_starts() -> None:
-    commands = [["-m", module, "--help"] for module in ("kvxferd.cli", "kvxferd.mover.parent")]
+    commands = [["-m", module, "--help"] for module in ("kvxferd.cli", "kvxferd.mover.process.forkserver")]
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(_python, commands))
     for command, process in zip(commands, done, strict=True):

@@ -16,15 +16,15 @@ import msgspec
 from msgspec import inspect as types
 
 from frozen.shapes import example_of, sorted_map, struct_of
-from kvxferd.cli.bench import relay
-from kvxferd.cli.bench import speech as bench_speech
-from kvxferd.cli.demo import speech as demo_speech
+from kvxferd.bench import protocol as bench_speech
+from kvxferd.bench import remote_protocol
+from kvxferd.demo import protocol as demo_speech
 from kvxferd.layout import digest_of
 from kvxferd.layout.presets import deploy
-from kvxferd.mover import control
+from kvxferd.mover import forkserver_protocol
 from kvxferd.plan import encode_plan, make_plan
-from kvxferd.plan.structs import Plan
-from kvxferd.wire import limits, mover, notes, peer, worker
+from kvxferd.plan.plan import Plan
+from kvxferd.wire import limits, mover, peer, staging, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.framing import HEADER, encode_frame
@@ -36,17 +36,17 @@ PROTOCOLS: dict[str, Any] = {
     "daemon to daemon": peer.PeerMessage,
     "daemon to mover": mover.ToMover,
     "mover to daemon": mover.FromMover,
-    "mover to mover": notes.StagingMessage,
-    "daemon to forkserver": control.Fork,
-    "forkserver to daemon": control.LibraryLoaded
-    | control.LibraryUnavailable
-    | control.Forked
-    | control.ForkFailed,
+    "mover to mover": staging.StagingMessage,
+    "daemon to forkserver": forkserver_protocol.Fork,
+    "forkserver to daemon": forkserver_protocol.LibraryLoaded
+    | forkserver_protocol.LibraryUnavailable
+    | forkserver_protocol.Forked
+    | forkserver_protocol.ForkFailed,
 }
 
 
 # JSON lines between a tool and its processes; those of the bench go to another machine too.
-TOOLS = {"demo": demo_speech, "bench": bench_speech, "bench --peer": relay}
+TOOLS = {"demo": demo_speech, "bench": bench_speech, "bench --peer": remote_protocol}
 
 
 def surface() -> dict[str, Any]:

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from fuzz.draw import Draw
 from kvxferd.errors import ProtocolError
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import CLIENT_MESSAGES, DAEMON_MESSAGES, FROM_MOVER, PEER_MESSAGES, TO_MOVER, Decoder
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.framing import HEADER, FrameDecoder
-from kvxferd.wire.ids_stream import BlockIdAssembly
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_OPEN_ASSEMBLIES
 
 DECODERS: list[Decoder[object]] = [CLIENT_MESSAGES, DAEMON_MESSAGES, FROM_MOVER, TO_MOVER, PEER_MESSAGES]

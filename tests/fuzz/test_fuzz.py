@@ -16,7 +16,7 @@ from fuzz.layouts import pairs, try_layouts
 from fuzz.sessions import try_session
 from fuzz.tape import tapes
 from kvxferd.errors import ProtocolError
-from kvxferd.link import FrameSocket, close_fds
+from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.wire.framing import HEADER
 
 sources = st.binary(max_size=400)

@@ -14,11 +14,11 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvxferd.control.keys import CurveKeyPair
+from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.errors import ProtocolError
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode

@@ -20,7 +20,7 @@ import numpy as np
 
 from hostile.users import ENGINES
 from kvxferd import client
-from kvxferd.cli.demo import content
+from kvxferd.demo import content
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout

@@ -21,8 +21,8 @@ from chaos.processes import children, lives, num_fds
 from hostile.registry import Setup
 from hostile.users import User
 from hostile.watched import Meter
-from kvxferd.cli.asking import ControlClient
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.control_client import ControlClient
 
 ANSWER_S = 5.0
 FLAGS = {

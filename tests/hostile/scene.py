@@ -17,7 +17,7 @@ from hostile.by_hand import PeerByHand, WorkerByHand
 from hostile.registry import Attack
 from hostile.stage import Stage
 from hostile.users import HOSTILE, STRANGER, die_with_parent
-from kvxferd.control.keys import CurveKeyPair
+from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.errors import KvxferdError
 
 USERS = {"stranger": STRANGER, "peer": STRANGER, "router": STRANGER, "operator": STRANGER}

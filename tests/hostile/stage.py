@@ -21,7 +21,7 @@ from chaos.processes import maps
 from hostile.nodes import Node
 from hostile.registry import Setup
 from hostile.users import DAEMON, GROUP, ROOT, can_start
-from kvxferd.control.keys import CurveKeyPair, make_key
+from kvxferd.control.curve_keys import CurveKeyPair, make_key
 
 START_S = 90.0
 SMALL_S = 0.02

@@ -12,7 +12,7 @@ from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver, WriteOrder
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 
 
 @pytest.fixture(params=DRIVERS)

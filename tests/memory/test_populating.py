@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxferd.memory.mapping import Mapping, map_memfd
-from kvxferd.memory.populating import STEP_BYTES, prefault
+from kvxferd.memory.prefault import STEP_BYTES, prefault
 
 PAGE = mmap.PAGESIZE
 SIZE = 2 * STEP_BYTES + PAGE

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.client import events as ce
-from kvxferd.client.enrolment import MemoryState
+from kvxferd.client.registration import MemoryState
 from kvxferd.client.standing import PERMANENT_REFUSALS
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxferd.client.events import Event
-from kvxferd.client.exports import MemoryExport
-from kvxferd.client.fence import FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.membership import PublisherRole, RankRole, SessionRole
+from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.session import ClientSession
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.common import Message

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvxferd.client.enrolment import Registration
-from kvxferd.client.fence import FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.registration import Registration
 from kvxferd.core import effects as fx
+from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine
-from kvxferd.core.sessions import Session
-from kvxferd.core.source import PublishedTransfers
-from kvxferd.core.transfers import Transfer, TransferTable
+from kvxferd.core.session import Session
+from kvxferd.core.transfer_table import Transfer, TransferTable
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire.worker import Publish

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rig import Node, Served, Worker, bind, serve, sink, worker
 
-from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.wire.mover import Polling, SetPolling
 
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -8,8 +8,8 @@ import sys
 
 from kvxferd.ids import AgentName
 from kvxferd.memory import Mapping, SealedMemory, map_memfd
-from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.transport import Span
+from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import FencePage, SealedMemory
-from kvxferd.mover.handle import MoverHandle
-from kvxferd.mover.pool import MoverPool
+from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import Plan, encode_plan, make_plan
-from kvxferd.wire.ids_stream import split_block_ids
+from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
     Bind,

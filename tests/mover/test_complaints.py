@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from kvxferd.mover.launch import _stderr_pipe
+from kvxferd.mover.supervisor.forkserver_client import _stderr_pipe
 
 CODE = """
 import logging, os, sys

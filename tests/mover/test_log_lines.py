@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rig import Node, Worker, bind, wait_until
 
-from kvxferd.core.lanes import UcxLine, is_about_connection, parse_line
+from kvxferd.core.ucx_log import UcxLine, is_about_connection, parse_line
 from kvxferd.ids import Digest
-from kvxferd.mover.log_lines import OneLineFormatter
-from kvxferd.mover.pool import MAX_EARLY_TRANSPORTS
+from kvxferd.mover.process.log_formatter import OneLineFormatter
+from kvxferd.mover.supervisor.pool import MAX_EARLY_TRANSPORTS
 from kvxferd.wire.mover import LoadPlan
 
 FORGED = "[1700000000.123456] [host:4711 :0] ucp_worker.c:1997 UCX  INFO  n intra-node cfg#1 rma(cma/memory)"

@@ -10,12 +10,12 @@ import pytest
 from rig import Node, serve, sink, worker
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.connecting import WARMUP_TIMEOUT_S, ConnectionWarmup
 from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.remotes import RemoteAgents
-from kvxferd.mover.scratch import WordSlots
-from kvxferd.mover.transport import Span, TransportError
+from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.process.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
+from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.scratch import WordSlots
 from kvxferd.wire.mover import LoadRemote
 
 THERE = AgentName("there")

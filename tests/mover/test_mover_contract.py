@@ -20,8 +20,8 @@ from rig import DEADLINE_S, MARK, marked_processes
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.transport import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.plan import Runs
 
 PAGE = 1 << 16

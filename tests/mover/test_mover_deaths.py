@@ -16,7 +16,7 @@ import pytest
 from rig import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
 
 from kvxferd.errors import Code, MoverError
-from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
 
 WORD = bytes(range(16))
@@ -143,7 +143,7 @@ async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(node: Nod
 
 DAEMON = """
 import asyncio, sys
-from kvxferd.mover.pool import MoverPool
+from kvxferd.mover.supervisor.pool import MoverPool
 
 async def main():
     lock = open(sys.argv[1])
@@ -300,6 +300,8 @@ async def test_a_taker_that_gives_up_leaves_its_mover_to_others() -> None:
 
 
 def test_the_daemon_side_imports_neither_torch_nor_nixl() -> None:
-    program = "import sys, kvxferd.mover.pool; print([m for m in ('torch', 'nixl') if m in sys.modules])"
+    program = (
+        "import sys, kvxferd.mover.supervisor.pool; print([m for m in ('torch', 'nixl') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
+from kvxferd.frame_socket import FrameSocket, dup_fds
 from kvxferd.ids import AgentName, MoverId, RegionId
-from kvxferd.link import FrameSocket, dup_fds
 from kvxferd.memory import SealedMemory
-from kvxferd.mover.handle import MoverHandle
-from kvxferd.mover.loop import MoverLoop
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.pacing import PollBackoff
+from kvxferd.mover.process.backoff import PollBackoff
+from kvxferd.mover.process.loop import MoverLoop
+from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.framing import Frame

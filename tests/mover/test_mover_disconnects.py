@@ -10,12 +10,12 @@ import pytest
 from rig import Node, Worker, serve, sink
 from test_mover_pulls import Bench, scattered
 
-from kvxferd.core.lanes import TransportsUsed, is_about_connection, parse_transports
+from kvxferd.core.ucx_log import TransportsUsed, is_about_connection, parse_transports
 from kvxferd.errors import Code
-from kvxferd.mover import pulls
-from kvxferd.mover.complaints import StderrReader
 from kvxferd.mover.disconnects import NO_WRITES_AFTER_DISCONNECT, transports_prove_over, ucx_tls_proves_over
-from kvxferd.mover.transport import TransportError
+from kvxferd.mover.process import pull_engine
+from kvxferd.mover.supervisor.stderr_reader import StderrReader
+from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import DisconnectSeen
 
 WORD = bytes(range(16))
@@ -120,7 +120,7 @@ def test_an_answer_that_takes_long_ends_the_doubt(bench: Bench) -> None:
     lose(bench)
     number = bench.start(scattered(8))
     bench.run()
-    bench.now += pulls.FAILED_PULL_WAIT_S
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.finished, outcome.quiet_follows) == (False, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.mover.nixl_transport import join_metadata, split_metadata
+from kvxferd.mover.transport.nixl import join_metadata, split_metadata
 
 
 @pytest.mark.parametrize("parts", [[b"one"], [b"one", b""], [b"nixl", b"two", bytes(1000)]])

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from kvxferd.mover import pacing
-from kvxferd.mover.pacing import PollBackoff
-from kvxferd.mover.process import MoverCount
+from kvxferd.mover.process import backoff
+from kvxferd.mover.process.backoff import PollBackoff
+from kvxferd.mover.process.linux_process import MoverCount
 
 
 def after(pacer: PollBackoff, idle_s: float, is_reading: bool) -> float:
@@ -22,12 +22,12 @@ def test_it_looks_again_at_once_after_something_happened(crowded: bool) -> None:
     pacer = PollBackoff(lambda: crowded)
     pacer.reset()
     assert after(pacer, -1.0, True) == 0.0  # whatever the call itself takes
-    assert after(pacer, 100e-6, False) == pacing.MIN_PAUSE_S
+    assert after(pacer, 100e-6, False) == backoff.MIN_PAUSE_S
 
 
 def test_it_spins_for_a_shorter_time_in_a_crowd() -> None:
-    idle_s = (pacing.SPIN_OVERSUBSCRIBED_S + pacing.SPIN_S) / 2
-    assert after(PollBackoff(lambda: True), idle_s, True) == pacing.MIN_PAUSE_S
+    idle_s = (backoff.SPIN_OVERSUBSCRIBED_S + backoff.SPIN_S) / 2
+    assert after(PollBackoff(lambda: True), idle_s, True) == backoff.MIN_PAUSE_S
     assert after(PollBackoff(lambda: False), -1.0, True) == 0.0
 
 
@@ -35,10 +35,10 @@ def test_pauses_grow_up_to_a_limit() -> None:
     pacer = PollBackoff(lambda: False)
     pauses = [after(pacer, idle, True) for idle in (0.0003, 0.001, 0.002, 0.1, 10.0)]
     assert pauses == sorted(pauses)
-    assert pauses[0] == pacing.MIN_PAUSE_S
-    assert pauses[-1] == pacing.MAX_READING_PAUSE_S
-    assert after(pacer, 0.5, False) == pacing.MAX_SERVING_PAUSE_S
-    assert after(pacer, 5.0, False) == pacing.MAX_IDLE_PAUSE_S
+    assert pauses[0] == backoff.MIN_PAUSE_S
+    assert pauses[-1] == backoff.MAX_READING_PAUSE_S
+    assert after(pacer, 0.5, False) == backoff.MAX_SERVING_PAUSE_S
+    assert after(pacer, 5.0, False) == backoff.MAX_IDLE_PAUSE_S
 
 
 def test_a_crowd_is_counted_for_the_processes_forked_from_it() -> None:

@@ -12,11 +12,11 @@ from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
-from kvxferd.mover import probe
-from kvxferd.mover.binding import Bindings
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.staging import StagedTransport
-from kvxferd.mover.transport import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.process.binding import Bindings
+from kvxferd.mover.transport import probe
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.mover import Bound
 from kvxferd.wire.worker import RegionExport

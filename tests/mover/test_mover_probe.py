@@ -16,8 +16,8 @@ from rig import MARK
 from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.probe import LIMIT_S, TIMED_BYTES, probe_span
-from kvxferd.mover.transport import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.probe import LIMIT_S, TIMED_BYTES, probe_span
 from kvxferd.plan import Runs
 
 SIZE = 4 * TIMED_BYTES
@@ -148,9 +148,9 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
 
 _SCRIPT = """
 import ctypes, json, mmap, os, time
-from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.probe import probe_span
-from kvxferd.mover.transport import Span
+from kvxferd.mover.transport.nixl import NixlTransport, import_library
+from kvxferd.mover.transport.probe import probe_span
+from kvxferd.mover.transport.base import Span
 transport = NixlTransport(import_library(), "me")
 page = mmap.mmap(-1, 4 << 20)
 page[:] = os.urandom(len(page))

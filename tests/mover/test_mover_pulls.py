@@ -14,12 +14,12 @@ from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.mover import pulls
 from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.pulls import PullEngine
-from kvxferd.mover.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
-from kvxferd.mover.transport import Span, TransportError
+from kvxferd.mover.process import pull_engine
+from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.transport.base import Span, TransportError
 from kvxferd.plan import MAX_RUNS, Runs, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
@@ -193,7 +193,7 @@ def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest
         if large in done:
             break
     assert large in done
-    assert len(done) > pulls.MAX_SHORT_PULLS_IN_A_ROW
+    assert len(done) > pull_engine.MAX_SHORT_PULLS_IN_A_ROW
 
 
 def test_posts_are_bounded(bench: Bench) -> None:
@@ -201,7 +201,7 @@ def test_posts_are_bounded(bench: Bench) -> None:
     for _ in range(20):
         bench.start(scattered(250))
     bench.run()
-    assert bench.engine.num_inflight == pulls.MAX_INFLIGHT
+    assert bench.engine.num_inflight == pull_engine.MAX_INFLIGHT
     assert max(num for _, num in bench.fabric.posts) <= MAX_DESCRIPTORS
     bench.fabric.stalled.clear()
     bench.run()
@@ -268,7 +268,7 @@ def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> 
     number = bench.start(scattered(8))
     bench.run()
     assert bench.told == [], "the other read may end in a moment"
-    bench.now += pulls.FAILED_PULL_WAIT_S
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
     bench.run()
     assert bench.outcomes()[number].finished is False
     assert bench.quiet() == []
@@ -362,7 +362,7 @@ def test_every_pull_ends_once_whatever_fails(bench: Bench, seed: int) -> None:
                 numbers.append(bench.start(range(start, start + rng.randint(0, 60)), word))
         for _ in range(rng.randint(0, 5)):
             bench.engine.step()
-        bench.now += rng.choice([0.0, 0.0, pulls.FAILED_PULL_WAIT_S])
+        bench.now += rng.choice([0.0, 0.0, pull_engine.FAILED_PULL_WAIT_S])
     bench.fabric.stalled.clear()
     bench.run()
     assert not bench.engine.is_busy

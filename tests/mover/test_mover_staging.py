@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
-from kvxferd.mover import lending, staging
-from kvxferd.mover.chunk import StagedRead
 from kvxferd.mover.memory_transport import Fabric, MemoryTransport
-from kvxferd.mover.staging import StagedTransport
-from kvxferd.mover.transport import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport import staging, staging_source
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.chunk import StagedRead
+from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import FENCE_WORD_BYTES
-from kvxferd.wire.notes import (
+from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,
     STAMP_BYTES,
     ChunkReady,
@@ -360,9 +360,9 @@ def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
     """A reader so slow that its loan has ended finds another stamp, whatever the clocks say."""
     handle = lent.post((0, 0, SLOT))
     lent.settle()  # lent
-    lent.now += lending.CHUNK_LEASE_S + 1
+    lent.now += staging_source.CHUNK_LEASE_S + 1
     lent.source.transport.progress()  # ended
-    lent.now -= lending.CHUNK_LEASE_S + 1
+    lent.now -= staging_source.CHUNK_LEASE_S + 1
     with pytest.raises(TransportError, match="took a chunk back") as raised:
         lent.run(handle)
     assert raised.value.settled
@@ -372,7 +372,7 @@ def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) ->
     lent.post((0, 0, 2 * SLOT))
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS - 2]
-    lent.now += lending.CHUNK_LEASE_S + 1
+    lent.now += staging_source.CHUNK_LEASE_S + 1
     lent.source.transport.progress()
     assert lent.free_slots() == [NUM_SLOTS]
 
@@ -517,7 +517,7 @@ def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None
 
 def test_waiting_asks_are_limited(lent: World, stranger: Stranger) -> None:
     base = lent.source.segment.address
-    for number in range(1, lending.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
+    for number in range(1, staging_source.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
         answers = stranger.ask((base, 8), number=number)
     assert [type(answer) for answer in answers] == [ChunkRefused]
     assert [type(answer) for answer in stranger.ask((base, 8), number=1)] == [ChunkRefused], (

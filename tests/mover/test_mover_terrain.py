@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvxferd.ids import RegionId
-from kvxferd.mover.terrain import RegionMap, is_plain, split_by_memory
-from kvxferd.mover.transport import HOST, MemoryKind, ReadKinds
+from kvxferd.mover.process.region_map import RegionMap, is_plain, split_by_memory
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
 

@@ -16,7 +16,7 @@ from rig import DEADLINE_S, Node, wait_until
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.launch import ForkserverClient
+from kvxferd.mover.supervisor.forkserver_client import ForkserverClient
 
 
 class Exhausted:

@@ -6,9 +6,9 @@ import asyncio
 import os
 import socket
 
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import MoverId
-from kvxferd.link import FrameSocket
-from kvxferd.mover.resident_handle import MAX_FRAMES_PER_TURN, ResidentHandle
+from kvxferd.mover.supervisor.resident_handle import MAX_FRAMES_PER_TURN, ResidentHandle
 from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import FromMover, Polling
 

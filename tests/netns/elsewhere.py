@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from kvxferd import client
-from kvxferd.cli.children import DaemonProcess
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling.subprocesses import DaemonProcess
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
 NUM_TOKENS = NUM_BLOCKS * BLOCK_TOKENS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.cli.children import DaemonProcess
+from kvxferd.tooling.subprocesses import DaemonProcess
 from netns import elsewhere
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]

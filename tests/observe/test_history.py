@@ -6,7 +6,7 @@ import pytest
 from samples import pull_record, records
 
 from kvxferd.core.snapshot import Record
-from kvxferd.observe.history import History, record_from_json, record_to_json
+from kvxferd.telemetry.history import History, record_from_json, record_to_json
 
 
 def test_the_oldest_goes_first() -> None:

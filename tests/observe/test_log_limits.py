@@ -11,16 +11,16 @@ import pytest
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.observe import log_limits
-from kvxferd.observe.log_limits import (
+from kvxferd.telemetry import log_limits
+from kvxferd.telemetry.log_limits import (
     MAX_LINES_PER_EVENT,
     MAX_LINES_PER_SOURCE,
     MAX_SOURCES,
     WINDOW_S,
     LogRateLimiter,
 )
-from kvxferd.observe.log_queue import LogCounts
-from kvxferd.observe.logs import configure_logs, set_log_level
+from kvxferd.telemetry.log_queue import LogCounts
+from kvxferd.telemetry.logs import configure_logs, set_log_level
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import pytest
 
-from kvxferd.observe import log_queue
-from kvxferd.observe.log_queue import LogCounts, LogQueue, StderrStream
+from kvxferd.telemetry import log_queue
+from kvxferd.telemetry.log_queue import LogCounts, LogQueue, StderrStream
 
 PIPE_BYTES = 64 << 10
 
@@ -181,7 +181,7 @@ def test_a_process_with_a_full_pipe_ends(pipe: Pipe) -> None:
     code = (
         "import structlog\n"
         "from kvxferd.config import LogConfig\n"
-        "from kvxferd.observe.logs import configure_queued_logs\n"
+        "from kvxferd.telemetry.logs import configure_queued_logs\n"
         "configure_queued_logs(LogConfig(format='json'))\n"
         "log = structlog.get_logger()\n"
         "for number in range(10_000): log.info('pull', number=number, filling='x' * 100)\n"
@@ -204,7 +204,7 @@ def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
     code = (
         "import structlog\n"
         "from kvxferd.config import LogConfig\n"
-        "from kvxferd.observe.logs import configure_queued_logs\n"
+        "from kvxferd.telemetry.logs import configure_queued_logs\n"
         "configure_queued_logs(LogConfig(format='json'))\n"
         "structlog.get_logger().info('before')\n"
         "raise RuntimeError('lost')\n"

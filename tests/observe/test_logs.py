@@ -13,7 +13,7 @@ from samples import pull_record, records
 from kvxferd.config import LogConfig
 from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
-from kvxferd.observe.logs import configure_logs, log_record, operator_log
+from kvxferd.telemetry.logs import configure_logs, log_record, operator_log
 
 
 @pytest.fixture(autouse=True)

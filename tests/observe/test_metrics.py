@@ -10,8 +10,8 @@ from samples import node_snapshot, pull_record, records
 
 from kvxferd.core.snapshot import PHASES, NodeSnapshot
 from kvxferd.errors import Code
-from kvxferd.observe.gauges import engine_state, transport_class
-from kvxferd.observe.metrics import Metrics
+from kvxferd.telemetry.gauges import engine_state, transport_class
+from kvxferd.telemetry.metrics import Metrics
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "metrics.md"
 

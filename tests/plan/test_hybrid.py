@@ -8,7 +8,7 @@ from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
-from kvxferd.layout.presets.facts import key_and_value, mamba2_states
+from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import (
     MambaEngineTransferInfo,
     TransferTopology,

@@ -8,7 +8,7 @@ import pytest
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, TokenComponent, deploy
-from kvxferd.layout.presets.facts import gdn_states, key_and_value, mamba1_states, mamba2_states
+from kvxferd.layout.presets.model_facts import gdn_states, key_and_value, mamba1_states, mamba2_states
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_engine, check_request, make_plan, plan_reads
 

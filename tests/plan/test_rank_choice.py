@@ -7,7 +7,7 @@ from cases import engine, plan_between
 
 from kvxferd.ids import Rank
 from kvxferd.layout import TokenShard, UnitRange
-from kvxferd.plan.holders import RankShare, assign_units, needed_shards, shared_fraction
+from kvxferd.plan.assignment import RankShare, assign_units, needed_shards, shared_fraction
 
 
 @pytest.mark.parametrize(

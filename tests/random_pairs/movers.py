@@ -18,7 +18,7 @@ from mover.rig import Node
 from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId, SessionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, RegionSpec
 from kvxferd.memory import FencePage, SealedMemory
-from kvxferd.mover.handle import MoverHandle
+from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_PAGE_BYTES

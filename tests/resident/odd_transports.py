@@ -7,8 +7,8 @@ from typing import Any
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
-from kvxferd.mover.nixl_transport import NixlTransport, import_library
-from kvxferd.mover.transport import ReadHandle
+from kvxferd.mover.transport.base import ReadHandle
+from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
 _armed = threading.Event()
 _let_go = threading.Event()

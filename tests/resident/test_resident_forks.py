@@ -9,8 +9,8 @@ import threading
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport import Transport
-from kvxferd.resident.mover import ThreadMover
+from kvxferd.mover.transport.base import Transport
+from kvxferd.resident.thread_mover import ThreadMover
 
 WAIT_MS = 20_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.wire.descriptors import FdBatchAssembly, leading_fd_batches, start_of_last_batch
+from kvxferd.wire.fd_batches import FdBatchAssembly, leading_fd_batches, start_of_last_batch
 from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 FULL = MAX_FDS_PER_FRAME

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from kvxferd.ids import GroupName
 from kvxferd.integrations.vllm.cpu_attention import HalfPacking, key_packing, value_packing
 from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts
-from kvxferd.integrations.vllm.names import LayerKey
+from kvxferd.integrations.vllm.layer_names import LayerKey
 from kvxferd.integrations.vllm.refusal import layer_error
-from kvxferd.integrations.vllm.views import TensorView
+from kvxferd.integrations.vllm.tensor_views import TensorView
 from kvxferd.layout import CacheTensor, UnitRange
 
 # Backends that keep one token's key and then its value in the content of a head (`split(head_size, -1)`

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvxferd.integrations.vllm import reading
-from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches, derive_layout
+from kvxferd.integrations.vllm import vllm_specs
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches, derive_layout
 
 __all__ = ["CacheStorage", "DerivedCaches", "derive_layout"]
 
@@ -17,12 +17,14 @@ def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_confi
 
     Raises LayoutError, naming the layer or group and why, for what is not understood.
     """
-    tp_rank, pp_rank, stage = reading.read_position(vllm_config)
-    layers = reading.read_layers(
+    tp_rank, pp_rank, stage = vllm_specs.read_position(vllm_config)
+    layers = vllm_specs.read_layers(
         kv_cache_config,
         vllm_config,
-        is_conv_dim_first=reading.conv_state_is_dim_first(),
-        fp8_dtype=reading.platform_fp8_dtype(),
+        is_conv_dim_first=vllm_specs.conv_state_is_dim_first(),
+        fp8_dtype=vllm_specs.platform_fp8_dtype(),
     )
-    worker = reading.read_worker(vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage)
+    worker = vllm_specs.read_worker(
+        vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage
+    )
     return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)

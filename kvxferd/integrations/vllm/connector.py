@@ -24,15 +24,15 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.attachment import open_publisher, open_publisher_in_thread
 from kvxferd.integrations.vllm.caches import derive_caches
-from kvxferd.integrations.vllm.enrolment import register_caches
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.memory_sharing import share_memory
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.orders import RegisteredEngine, StepMetadata
+from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.registration import register_caches
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.sharing import share_memory
+from kvxferd.integrations.vllm.step_metadata import RegisteredEngine, StepMetadata
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")

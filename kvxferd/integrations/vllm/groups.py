@@ -17,7 +17,7 @@ from kvxferd.client import BlockList
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
-from kvxferd.integrations.vllm.reading import read_groups
+from kvxferd.integrations.vllm.vllm_specs import read_groups
 
 NULL_BLOCK = 0
 

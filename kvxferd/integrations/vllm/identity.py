@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvxferd.ids import Endpoint, EngineId, Generation
-from kvxferd.integrations.vllm import reading
-from kvxferd.integrations.vllm.weights import digest_of_model
+from kvxferd.integrations.vllm import vllm_specs
+from kvxferd.integrations.vllm.model_digest import digest_of_model
 from kvxferd.layout import EngineSpec
 
 
@@ -23,7 +23,7 @@ def engine_spec(
     A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
     `fingerprint` stands for the derived one where an operator knows better.
     """
-    tp_rank, pp_rank, _ = reading.read_position(vllm_config)
+    tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
     return spec_of_rank(
         vllm_config,
         tp_rank=tp_rank,
@@ -47,7 +47,7 @@ def spec_of_rank(
 ) -> EngineSpec:
     """Return the statement of the rank in this place."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    draft = reading.draft_model(vllm_config)
+    draft = vllm_specs.draft_model(vllm_config)
     draft_layers = 0 if draft is None else draft.get_total_num_hidden_layers()
     return EngineSpec(
         engine_id=EngineId(vllm_config.kv_transfer_config.engine_id),
@@ -57,7 +57,7 @@ def spec_of_rank(
         tp_size=parallel.tensor_parallel_size,
         pp_rank=pp_rank,
         tp_rank=tp_rank,
-        num_kv_heads=reading.total_kv_heads(model),
+        num_kv_heads=vllm_specs.total_kv_heads(model),
         fingerprint=fingerprint,
         home=Endpoint(home),
         publish_implies_ready=publish_implies_ready,
@@ -72,7 +72,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     found the model.
     """
     parts = [_model_part(vllm_config.model_config)]
-    draft = reading.draft_model(vllm_config)
+    draft = vllm_specs.draft_model(vllm_config)
     if draft is not None:
         parts.append(f"{vllm_config.speculative_config.method}:{_model_part(draft)}")
     return "+".join(parts)

@@ -15,8 +15,7 @@ from typing import Any
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.orders import PublishSpec, PullSpec, StepMetadata
-from kvxferd.integrations.vllm.requests import (
+from kvxferd.integrations.vllm.request_params import (
     AllocatedBlocks,
     Request,
     is_prompt_computed,
@@ -26,6 +25,7 @@ from kvxferd.integrations.vllm.requests import (
     wants_pull,
 )
 from kvxferd.integrations.vllm.stats import ConnectorStats
+from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepMetadata
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts
-from kvxferd.integrations.vllm.names import LayerKey
+from kvxferd.integrations.vllm.layer_names import LayerKey
 from kvxferd.integrations.vllm.refusal import layer_error
+from kvxferd.integrations.vllm.tensor_views import TensorView
 from kvxferd.integrations.vllm.units import unit_range_of_rank
-from kvxferd.integrations.vllm.views import TensorView
 from kvxferd.layout import CacheTensor, UnitRange
 
 

@@ -27,10 +27,10 @@ from kvxferd.client import (
     Region,
     Suspended,
 )
-from kvxferd.client.ordering import Completion
+from kvxferd.client.gpu_events import Completion
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.integrations.vllm.orders import PublishSpec, PullSpec, StepMetadata
 from kvxferd.integrations.vllm.stats import ConnectorStats
+from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepMetadata
 
 _LOG = logging.getLogger("vllm.kvxferd.worker")
 

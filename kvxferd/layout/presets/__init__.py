@@ -2,9 +2,15 @@
 
 from kvxferd.layout.presets.attention import LAYOUT_NAMES, attention_layout
 from kvxferd.layout.presets.build import blocks_per_logical, model_layout
-from kvxferd.layout.presets.choices import DeploymentOptions
 from kvxferd.layout.presets.deploy import deploy, deployed, with_kv_dtype
-from kvxferd.layout.presets.facts import LayerKind, ModelFacts, StateComponent, TokenComponent, key_and_value
+from kvxferd.layout.presets.deployment_options import DeploymentOptions
+from kvxferd.layout.presets.model_facts import (
+    LayerKind,
+    ModelFacts,
+    StateComponent,
+    TokenComponent,
+    key_and_value,
+)
 from kvxferd.layout.presets.models import MODELS, find_model
 from kvxferd.layout.presets.sharding import shard_units, stage_layers
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from kvxferd.ids import Rank
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.build import model_layout, model_spec
-from kvxferd.layout.presets.choices import DeploymentOptions
-from kvxferd.layout.presets.facts import ModelFacts
+from kvxferd.layout.presets.deployment_options import DeploymentOptions
+from kvxferd.layout.presets.model_facts import ModelFacts
 from kvxferd.layout.presets.models import find_model
 from kvxferd.layout.tensors import RankLayout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.layout.presets.facts import (
+from kvxferd.layout.presets.model_facts import (
     LayerKind,
     ModelFacts,
     TokenComponent,

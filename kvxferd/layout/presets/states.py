@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.ids import RegionId
-from kvxferd.layout.presets.arrays import num_units
-from kvxferd.layout.presets.choices import ShardPosition
-from kvxferd.layout.presets.facts import StateComponent
+from kvxferd.layout.presets.deployment_options import ShardPosition
+from kvxferd.layout.presets.model_facts import StateComponent
 from kvxferd.layout.presets.sharding import shard_units
+from kvxferd.layout.presets.token_arrays import num_units
 from kvxferd.layout.tensors import CacheTensor, Group
 
 

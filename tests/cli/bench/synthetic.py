@@ -1,19 +1,19 @@
 """What measures would return, made up, for tests of what is made of it."""
 
-from kvxferd.cli.bench.cases import BlockPattern, Case
-from kvxferd.cli.bench.contenders import COPY, ENGINE, KVXFERD, RAW
-from kvxferd.cli.bench.figures import Measurements, figures_of, summary_of
-from kvxferd.cli.bench.measures.behind import HeadOfLine
-from kvxferd.cli.bench.measures.calls import BORROWED, COPIED, Calls
-from kvxferd.cli.bench.measures.first import FirstPull
-from kvxferd.cli.bench.measures.idle import Idle
-from kvxferd.cli.bench.measures.latency import Latency
-from kvxferd.cli.bench.measures.parallel import Parallel
-from kvxferd.cli.bench.points import Point, point_of
-from kvxferd.cli.bench.results import Machine, Result
-from kvxferd.cli.bench.rounds import Round, Rounds
-from kvxferd.cli.bench.shapes import Deployment
-from kvxferd.cli.bench.speech import Sample
+from kvxferd.bench.cases import BlockPattern, Case
+from kvxferd.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.bench.implementations import COPY, ENGINE, KVXFERD, RAW
+from kvxferd.bench.measures.calls import BORROWED, COPIED, Calls
+from kvxferd.bench.measures.first_pull import FirstPull
+from kvxferd.bench.measures.head_of_line import HeadOfLine
+from kvxferd.bench.measures.idle import Idle
+from kvxferd.bench.measures.latency import Latency
+from kvxferd.bench.measures.parallel import Parallel
+from kvxferd.bench.points import Point, point_of
+from kvxferd.bench.protocol import Sample
+from kvxferd.bench.results import Machine, Result
+from kvxferd.bench.rounds import Round, Rounds
+from kvxferd.bench.shapes import Deployment
 
 MIB = 1 << 20
 

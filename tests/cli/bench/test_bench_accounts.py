@@ -7,39 +7,39 @@ import time
 
 import numpy as np
 
-from kvxferd.cli.bench import accounts
+from kvxferd.bench import proc_stats
 from kvxferd.memory import SealedMemory
 
 MIB = 1 << 20
 
 
 def test_exported_memory_is_not_private() -> None:
-    before = accounts.private_bytes(os.getpid())
+    before = proc_stats.private_bytes(os.getpid())
     with SealedMemory.create(64 * MIB) as memory:
         np.frombuffer(memory.buffer, dtype=np.uint8)[:] = 1
-        assert accounts.private_bytes(os.getpid()) - before < 8 * MIB
-        assert accounts.resident_bytes(os.getpid()) > 64 * MIB
+        assert proc_stats.private_bytes(os.getpid()) - before < 8 * MIB
+        assert proc_stats.resident_bytes(os.getpid()) > 64 * MIB
 
 
 def test_own_memory_is_private() -> None:
-    before = accounts.private_bytes(os.getpid())
+    before = proc_stats.private_bytes(os.getpid())
     held = np.ones(64 * MIB, dtype=np.uint8)
-    assert accounts.private_bytes(os.getpid()) - before > 56 * MIB
+    assert proc_stats.private_bytes(os.getpid()) - before > 56 * MIB
     assert held.any()
 
 
 def test_processor_time_is_counted() -> None:
-    before = accounts.cpu_seconds(os.getpid())
+    before = proc_stats.cpu_seconds(os.getpid())
     began = time.thread_time()
     while time.thread_time() - began < 0.05:
         pass
-    assert accounts.cpu_seconds(os.getpid()) - before >= 0.05
+    assert proc_stats.cpu_seconds(os.getpid()) - before >= 0.05
 
 
 def test_a_tree_is_the_process_and_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
-            tree = accounts.process_tree(os.getpid())
+            tree = proc_stats.process_tree(os.getpid())
         finally:
             child.communicate(b"\n")
     assert tree[0] == os.getpid()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvxferd import client
-from kvxferd.cli.bench import speech
-from kvxferd.cli.bench.cases import BlockPattern, Case
-from kvxferd.cli.bench.rank_process import BenchRank
-from kvxferd.cli.bench.shapes import Deployment
+from kvxferd.bench import protocol
+from kvxferd.bench.cases import BlockPattern, Case
+from kvxferd.bench.rank_process import BenchRank
+from kvxferd.bench.shapes import Deployment
 
 DEPLOYMENT = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
 SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
@@ -46,13 +46,13 @@ class Rank:
 
 
 @pytest.fixture
-def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[speech.Sample]]]:
+def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[protocol.Sample]]]:
     rank = Rank(request.param)
     process = object.__new__(BenchRank)  # without a daemon
     process._rank = rank  # type: ignore[assignment]
     process._layout = DEPLOYMENT.layout()
     process._pending_events = deque()
-    command = speech.PullBehind(
+    command = protocol.PullBehind(
         large=LARGE, large_ref={"name": "large"}, small=SMALL, small_refs=[{"name": "small"}] * 3
     )
     yield rank, process.pull_behind(command).samples
@@ -69,7 +69,7 @@ def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[speech.S
     indirect=["pulled"],
 )
 def test_all_that_began_behind_the_large_one_count(
-    pulled: tuple[Rank, list[speech.Sample]], num_small: int
+    pulled: tuple[Rank, list[protocol.Sample]], num_small: int
 ) -> None:
     rank, (large, *small) = pulled
     assert rank.num_small == len(small) == num_small

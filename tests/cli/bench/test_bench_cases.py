@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from kvxferd.cli.bench.cases import BlockPattern, Case, block_lists, blocks_for, ids_per_pull, runs_of
-from kvxferd.cli.bench.effort import ALL_SIZES, MIB
-from kvxferd.cli.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, Deployment, footprint, layers_for
+from kvxferd.bench.cases import BlockPattern, Case, block_lists, blocks_for, ids_per_pull, runs_of
+from kvxferd.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, Deployment, footprint, layers_for
+from kvxferd.bench.workload import ALL_SIZES, MIB
 from kvxferd.ids import Rank
 from kvxferd.layout.presets import deploy
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvxferd.cli.bench import content
+from kvxferd.bench import content
 from kvxferd.plan import Runs
 
 # In the sink, in the source, bytes: two short ones, one of two words, and one that counts as long.

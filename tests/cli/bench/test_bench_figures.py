@@ -9,14 +9,14 @@ import pytest
 import synthetic
 from rich.console import Console
 
-from kvxferd.cli.bench.contenders import ENGINE, KVXFERD, RAW
-from kvxferd.cli.bench.figures import Measurements, figures_of, summary_of
-from kvxferd.cli.bench.measures.latency import added_latency
-from kvxferd.cli.bench.measures.parallel import rate_spread
-from kvxferd.cli.bench.plot import points_to_plot, rates_by_size, write_plot
-from kvxferd.cli.bench.report import render_report
-from kvxferd.cli.bench.rounds import Round, Rounds
-from kvxferd.cli.bench.speech import Sample
+from kvxferd.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
+from kvxferd.bench.measures.latency import added_latency
+from kvxferd.bench.measures.parallel import rate_spread
+from kvxferd.bench.plot import points_to_plot, rates_by_size, write_plot
+from kvxferd.bench.protocol import Sample
+from kvxferd.bench.report import render_report
+from kvxferd.bench.rounds import Round, Rounds
 from kvxferd.ids import Rank
 
 KEYS = {

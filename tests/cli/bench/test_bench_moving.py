@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from kvxferd.cli.bench.cases import BlockPattern, Case
-from kvxferd.cli.bench.moving import PostedRead, run_reads
-from kvxferd.cli.bench.rounds import Round, order_in_round
-from kvxferd.cli.bench.shapes import Deployment
-from kvxferd.cli.bench.speech import Sample
+from kvxferd.bench.cases import BlockPattern, Case
+from kvxferd.bench.protocol import Sample
+from kvxferd.bench.read_loop import PostedRead, run_reads
+from kvxferd.bench.rounds import Round, order_in_round
+from kvxferd.bench.shapes import Deployment
 
 CASE = Case(
     deployment=Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64),

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvxferd.cli.bench.cases import BlockPattern
-from kvxferd.cli.bench.effort import ThroughputPoint, Workload
-from kvxferd.cli.bench.figures import SUMMARY
-from kvxferd.cli.bench.runner import BenchOptions, run_bench
+from kvxferd.bench.cases import BlockPattern
+from kvxferd.bench.figures import SUMMARY
+from kvxferd.bench.runner import BenchOptions, run_bench
+from kvxferd.bench.workload import ThroughputPoint, Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.cli.bench import relay, serving
-from kvxferd.cli.bench.hosts import LocalHost
+from kvxferd.bench import remote_protocol, remote_server
+from kvxferd.bench.hosts import LocalHost
 from kvxferd.errors import Code, KvxferdError
 
 DEADLINE_S = 20.0
@@ -20,7 +20,7 @@ def while_serving(bind: str, act: Callable[[str, str], Awaitable[None]]) -> None
 
     async def both() -> None:
         said: asyncio.Queue[str] = asyncio.Queue()
-        server = asyncio.ensure_future(serving._serve_until_stopped(bind, said.put_nowait))
+        server = asyncio.ensure_future(remote_server._serve_until_stopped(bind, said.put_nowait))
         try:
             found = re.search(r"--peer (\S+):(\d+)#(\S+)", await said.get())
             assert found is not None
@@ -37,9 +37,9 @@ def while_serving(bind: str, act: Callable[[str, str], Awaitable[None]]) -> None
 def test_a_token_that_is_not_the_one_is_refused_whatever_it_is_made_of(token: str) -> None:
     async def act(address: str, right: str) -> None:
         with pytest.raises(KvxferdError, match="the token is wrong") as refused:
-            await relay.RemoteHost.connect(address, token)
+            await remote_protocol.RemoteHost.connect(address, token)
         assert refused.value.code is Code.NOT_ALLOWED
-        await (await relay.RemoteHost.connect(address, right)).stop()
+        await (await remote_protocol.RemoteHost.connect(address, right)).stop()
 
     while_serving("127.0.0.1:0", act)
 
@@ -52,13 +52,13 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
             hosts.append(peer_host)
             super().__init__(directory, peer_host)
 
-    monkeypatch.setattr(serving, "LocalHost", Noted)
+    monkeypatch.setattr(remote_server, "LocalHost", Noted)
 
     async def act(address: str, right: str) -> None:
-        remote = await relay.RemoteHost.connect(address, right)
+        remote = await remote_protocol.RemoteHost.connect(address, right)
         # It answers to what nothing there is called: so it has begun to serve.
         with pytest.raises(KvxferdError, match="nothing here is called 7"):
-            await remote.request(relay.SetPaused(who=7, on=True))
+            await remote.request(remote_protocol.SetPaused(who=7, on=True))
         await remote.stop()
 
     while_serving("0.0.0.0:0", act)
@@ -67,15 +67,15 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
 
 def test_a_machine_that_is_gone_without_a_word_is_noticed() -> None:
     with socket.socket() as connection:
-        relay.enable_keepalive(connection)
+        remote_protocol.enable_keepalive(connection)
         asked = {
             option: connection.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         }
         idle, between, count = asked.values()
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert idle + between * count <= relay.KEEPALIVE_TIMEOUT_S
+        assert idle + between * count <= remote_protocol.KEEPALIVE_TIMEOUT_S
         assert (
             connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            == relay.KEEPALIVE_TIMEOUT_S * 1000
+            == remote_protocol.KEEPALIVE_TIMEOUT_S * 1000
         )

@@ -7,10 +7,11 @@ import pytest
 import synthetic
 from click.testing import CliRunner
 
-from kvxferd.cli.bench import effort, runner, verb
-from kvxferd.cli.bench.cases import BlockPattern
-from kvxferd.cli.bench.figures import Measurements
-from kvxferd.cli.bench.shapes import SHAPES
+from kvxferd.bench import runner, workload
+from kvxferd.bench.cases import BlockPattern
+from kvxferd.bench.figures import Measurements
+from kvxferd.bench.shapes import SHAPES
+from kvxferd.cli import bench
 from kvxferd.cli.root import root
 from kvxferd.errors import KvxferdError
 
@@ -46,14 +47,14 @@ def test_what_cannot_be_done_is_said(flags: list[str], says: str) -> None:
     ("text", "size"), [("64K", 65536), ("4M", 4 << 20), ("2GiB", 2 << 30), ("1048576", 1 << 20)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert verb.Size().convert(text, None, None) == size
+    assert bench.Size().convert(text, None, None) == size
 
 
 def test_what_flags_offer_is_what_there_is() -> None:
-    assert tuple(SHAPES) == verb.SHAPE_NAMES
-    assert tuple(lists.value for lists in BlockPattern) == verb.LIST_NAMES
-    assert tuple(effort.TRANSPORT_ENVIRONMENTS) == verb.TRANSPORT_NAMES
-    assert set(verb.MEASURE_NAMES) == runner.MEASURES
+    assert tuple(SHAPES) == bench.SHAPE_NAMES
+    assert tuple(lists.value for lists in BlockPattern) == bench.LIST_NAMES
+    assert tuple(workload.TRANSPORT_ENVIRONMENTS) == bench.TRANSPORT_NAMES
+    assert set(bench.MEASURE_NAMES) == runner.MEASURES
 
 
 def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
 
 
 def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
-    quick = effort.quick_workload()
+    quick = workload.quick_workload()
     assert quick.rounds >= 7
     assert quick.first_rounds >= 7
     # A p99 is then not of the two or three slowest.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.cli.doctor.apart import IsolatedProcess, run_isolated
+from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
 PROBES = {
     "well": "print('noise'); print('{\"speed\": 3}')",

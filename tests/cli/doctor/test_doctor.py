@@ -16,9 +16,9 @@ import pytest
 from examining import examine
 from other_user import needs_root, run_as
 
-from kvxferd.cli.children import DaemonProcess
 from kvxferd.errors import DeviceError
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.subprocesses import DaemonProcess
 
 
 def test_all_of_it_on_this_machine(tmp_path: Path):
@@ -101,9 +101,9 @@ def test_few_descriptors(tmp_path: Path):
 
 IMPORTS = """
 import resource
-from kvxferd.cli.asking import ControlClient
-from kvxferd.cli.doctor import memlock, run_directory, shared_memory
-from kvxferd.cli.doctor.finding import CheckContext
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.doctor import memlock, run_directory, shared_memory
+from kvxferd.doctor.finding import CheckContext
 from kvxferd.config import Config, NodeConfig
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from examining import LIMIT_S, examine
 
-from kvxferd.cli.doctor.placing import unique_pages
+from kvxferd.doctor.placement_trial import unique_pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,7 @@ def test_the_table_is_printed_after_tests_that_failed_and_a_placement_that_crash
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
         "words = open('/proc/self/cmdline').read().split('\\0')\n"
-        "if 'kvxferd.cli.doctor.placing' in words and 'direct' in words:\n"
+        "if 'kvxferd.doctor.placement_trial' in words and 'direct' in words:\n"
         "    os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
     done = check_gpu(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvxferd.cli.doctor.finding import Finding, Verdict, fail, ok, warn
-from kvxferd.cli.doctor.placements import PlacementResult
-from kvxferd.cli.doctor.report import (
+from kvxferd.cli.doctor import CHECKS, doctor
+from kvxferd.doctor.finding import Finding, Verdict, fail, ok, warn
+from kvxferd.doctor.placements import PlacementResult
+from kvxferd.doctor.report import (
     EXIT_FAILED,
     EXIT_NO_GPU,
     EXIT_OK,
@@ -18,7 +19,6 @@ from kvxferd.cli.doctor.report import (
     print_findings,
     print_placements,
 )
-from kvxferd.cli.doctor.verb import CHECKS, doctor
 
 COPY = PlacementResult(placement="device copy", gigabytes_per_s=1000.0)
 DIRECT = PlacementResult(placement="direct", gigabytes_per_s=250.0, lanes="cuda_ipc/cuda")

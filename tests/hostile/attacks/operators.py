@@ -14,7 +14,7 @@ from hostile.honest import TOKENS, Engine, _blocks, spec_of
 from hostile.registry import Setup, attack
 from hostile.scene import Scene
 from kvxferd import client
-from kvxferd.cli.demo import content
+from kvxferd.demo import content
 
 UNREAD = Setup(stderr_unread=True)
 

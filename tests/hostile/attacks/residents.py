@@ -10,9 +10,9 @@ from hostile.by_hand import FACTS, WorkerByHand
 from hostile.registry import attack
 from hostile.scene import Scene
 from kvxferd.errors import Code
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.link import FrameSocket
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, RegionAddress

@@ -90,7 +90,7 @@ def groups() -> list[object]:
         UniformTypeKVCacheSpecs,
     )
 
-    from kvxferd.integrations.vllm.reading import read_groups, read_layers
+    from kvxferd.integrations.vllm.vllm_specs import read_groups, read_layers
 
     sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     latent = MLAAttentionSpec(**sizes | {"num_kv_heads": 1, "head_size": 576})

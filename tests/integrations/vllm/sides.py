@@ -19,7 +19,7 @@ import numpy as np
 from fleet import DaemonUnderTest
 
 from kvxferd.client import Publisher, Region, connect
-from kvxferd.client.ordering import Completion
+from kvxferd.client.gpu_events import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups

@@ -12,9 +12,9 @@ from sides import EngineUnderTest
 
 from kvxferd.client import Publisher, connect
 from kvxferd.errors import KvxferdError
-from kvxferd.integrations.vllm.attachment import open_publisher, open_publisher_in_thread
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.orders import RegisteredEngine
+from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 
 Make = Callable[..., EngineUnderTest]
 

@@ -9,7 +9,6 @@ import torch
 from torch_caches import CPU, FLASH, layer_views
 
 from kvxferd.errors import Code, LayoutError
-from kvxferd.integrations.vllm.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import (
     AttentionFacts,
     CacheGroup,
@@ -19,6 +18,7 @@ from kvxferd.integrations.vllm.facts import (
     WorkerFacts,
 )
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
 from kvxferd.layout import CacheTensor, EngineSpec, TokenShard, UnitRange
 from kvxferd.layout.validate import validate_layout
 

@@ -15,7 +15,7 @@ import torch
 from kvxferd.errors import LayoutError
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.reading import read_groups, read_layers, read_worker
+from kvxferd.integrations.vllm.vllm_specs import read_groups, read_layers, read_worker
 
 
 class QuantMode(enum.IntEnum):

@@ -13,13 +13,13 @@ from torch_caches import layer_views
 from kvxferd.client import BlockList
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
-from kvxferd.integrations.vllm.derivation import CacheStorage, DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.sharing import SharedCaches, device_region, share_memory
+from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.memory_sharing import SharedCaches, device_region, share_memory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
-from kvxferd.memory.drivers import open_driver
+from kvxferd.memory.driver_registry import open_driver
 
 BLOCKS, LAYERS = 64, 3
 BIG = (LAYERS, BLOCKS, 24, 32, 128)  # 36 MiB: glibc maps blocks of 32 MiB and more by themselves, always

@@ -15,8 +15,8 @@ from kvxferd.client import BlockList
 from kvxferd.errors import Code
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.orders import StepMetadata
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.step_metadata import StepMetadata
 from kvxferd.integrations.vllm.worker import MAX_DAEMON_WAIT_S, Results
 from kvxferd.memory import SealedMemory
 

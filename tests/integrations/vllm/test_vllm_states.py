@@ -15,9 +15,9 @@ from moving import move
 
 from kvxferd.errors import LayoutError, PlanError
 from kvxferd.ids import Rank
-from kvxferd.integrations.vllm.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind, LayerFacts, StateFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
 from kvxferd.layout import EngineSpec
 
 NUM_BLOCKS = 5

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvxferd.ids import Rank
-from kvxferd.integrations.vllm.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import stage_layers
 

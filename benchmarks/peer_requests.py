@@ -1,0 +1,215 @@
+"""What a peer's question costs the daemon that answers it, in processor time; several checkouts in turn.
+
+    python benchmarks/peer_requests.py OLD NEW
+
+Each checkout gets a daemon and a rank, which stay; then they take turns, forwards and backwards, a batch of
+each kind of question. Compare the least of all batches: whatever else the machine does only adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from checkout_process import CheckoutProcess
+
+REQUESTS_PER_BATCH = 1000  # of a batch
+WINDOWS = (1, 64)  # questions that wait for their answers
+
+
+class Cost(NamedTuple):
+    """A batch's: microseconds of the loop's thread and of all threads a question, and answers a second."""
+
+    loop_us: float
+    all_us: float
+    rate: float
+
+
+def processor_us(pid: int) -> tuple[float, float]:
+    """What the process's first thread has taken, and all its threads."""
+    took = {
+        task.name: int((task / "schedstat").read_text().split()[0])
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    return took[str(pid)] / 1000, sum(took.values()) / 1000
+
+
+class Peer:
+    """Asks one checkout's daemon, with that checkout's messages."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        import latency  # this one's, over the checkout's kvxferd
+        import zmq
+
+        from kvxferd.wire import peer
+        from kvxferd.wire.codec import PEER_MESSAGES, encode
+
+        self._peer, self._encode, self._decode = peer, encode, PEER_MESSAGES.decode
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
+        rank = latency.register_rank(stack, latency.start_daemon(stack, directory, {}), "prefill", 4)
+        self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
+        self._pid = daemon_pid(directory)
+        context = stack.enter_context(zmq.Context())
+        self._dealer = stack.enter_context(context.socket(zmq.DEALER))
+        self._dealer.linger = 0
+        self._dealer.connect(self._ref.endpoint)
+        self._number = 2
+        greet = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")
+        self.request(greet)
+        engine, generation = self._ref.engine_id, self._ref.generation
+        fetch = peer.FetchEngine(request=2, engine_id=engine, generation=generation, wait_s=5.0)
+        manifest = self.request(fetch).ranks[0]
+        self._reads = ((manifest.spec.rank, manifest.binding.agent),)
+        self._consumer = peer.Consumer("decode", "g", manifest.spec.rank, 1)
+
+    def request(self, question: Any) -> Any:
+        """Send one question; return its answer."""
+        self._dealer.send(self._encode(question))
+        return self._decode(self._dealer.recv())
+
+    def renewals(self) -> list[Any]:
+        """Questions that cost the core next to nothing: what is left is the way to it and back."""
+        self._number += REQUESTS_PER_BATCH
+        numbers = range(self._number - REQUESTS_PER_BATCH, self._number)
+        return [self._peer.RenewGrants(request=number, grants=(f"g{number}",)) for number in numbers]
+
+    def grants(self) -> list[Any]:
+        """Grants asked for, and given back."""
+        questions: list[Any] = []
+        for _ in range(REQUESTS_PER_BATCH // 2):
+            self._number += 2
+            number = self._number
+            questions.append(
+                self._peer.AskGrant(
+                    request=number,
+                    grant=f"g{number}",
+                    ref=self._ref,
+                    consumer=self._consumer,
+                    reads=self._reads,
+                    wait_s=5.0,
+                )
+            )
+            questions.append(self._peer.ReturnGrant(request=number + 1, grant=f"g{number}"))
+        return questions
+
+    def cost(self, questions: Sequence[Any], window: int) -> Cost:
+        """Ask all, so many at a time."""
+        payloads = [self._encode(question) for question in questions]
+        answers = []
+        before, began = processor_us(self._pid), time.perf_counter()
+        for number, payload in enumerate(payloads):
+            if number >= window:
+                answers.append(self._dealer.recv())
+            self._dealer.send(payload)
+        while len(answers) < len(payloads):
+            answers.append(self._dealer.recv())
+        took_s = time.perf_counter() - began
+        after = processor_us(self._pid)
+        refused = [
+            answer for answer in map(self._decode, answers) if isinstance(answer, self._peer.PeerRefused)
+        ]
+        assert not refused, refused[0]
+        count = len(payloads)
+        return Cost((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / took_s)
+
+    def batches(self) -> dict[str, Cost]:
+        """One batch of each kind."""
+        kinds = {"renew": self.renewals, "grant and return": self.grants}
+        return {
+            f"{kind}, {window} in flight": self.cost(questions(), window)
+            for kind, questions in kinds.items()
+            for window in WINDOWS
+        }
+
+
+def daemon_pid(directory: Path) -> int:
+    """Return the pid of the daemon of that run directory."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"serve" in arguments and str(directory).encode() in arguments:
+            return int(entry.name)
+    raise RuntimeError(f"no daemon serves from {directory}")
+
+
+class BatchMeasure(Protocol):
+    """What is measured of a checkout."""
+
+    def batches(self) -> dict[str, Cost]:
+        """What one batch of each kind costs."""
+        ...
+
+
+def run_batches(checkout: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
+    """Be one checkout: set up, then measure a batch of each kind for each line on standard input."""
+    sys.path.insert(0, str(checkout))
+    with ExitStack() as stack:
+        measure = made(stack)
+        measure.batches()
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(measure.batches()), flush=True)
+
+
+class Checkout(CheckoutProcess):
+    """A process that measures one checkout."""
+
+    def __init__(self, stack: ExitStack, script: Path, path: Path) -> None:
+        super().__init__(stack, script, path)
+        self.measured: list[dict[str, Cost]] = []
+
+    def measure(self) -> None:
+        """Have it ask a batch of each kind."""
+        self.measured.append({kind: Cost(*cost) for kind, cost in self.measure_batch().items()})
+
+
+def show(kind: str, checkouts: Sequence[Checkout]) -> None:
+    """Print what one kind of question costs in each checkout, and by the first."""
+    print(kind)
+    first = [costs[kind] for costs in checkouts[0].measured]
+    for checkout in checkouts:
+        costs = [measured[kind] for measured in checkout.measured]
+        loop = min(cost.loop_us for cost in costs)
+        everything = min(cost.all_us for cost in costs)
+        by_first = everything / min(cost.all_us for cost in first)
+        paired = statistics.median(a.all_us / b.all_us for a, b in zip(costs, first, strict=True))
+        rate = max(cost.rate for cost in costs)
+        print(f"  {checkout.path}: least {loop:.1f} us of the loop, {everything:.1f} of all threads")
+        print(f"    {by_first:.2f} of the first, paired {paired:.2f}; at most {rate:.0f} a second")
+
+
+def compare(text: str | None, script: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
+    """Measure the checkouts that are named, and print."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--be", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.be is not None:
+        run_batches(options.be, made)
+        return
+    if not options.checkouts:
+        parser.error("name a checkout or more")
+    with ExitStack() as stack:
+        checkouts = [Checkout(stack, script, path.resolve()) for path in options.checkouts]
+        for checkout in checkouts:
+            checkout.read_line()
+        for number in range(options.rounds):
+            for checkout in checkouts if number % 2 == 0 else reversed(checkouts):
+                checkout.measure()
+    for kind in checkouts[0].measured[0]:
+        show(kind, checkouts)
+
+
+if __name__ == "__main__":
+    compare(__doc__, Path(__file__), Peer)

@@ -1,0 +1,124 @@
+"""One thing to move: which blocks of which deployment, on each side."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role, footprint
+from kvxferd.ids import GroupName, Rank, RegionId
+from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.plan import Expander, Runs, make_plan
+
+BlockIds = npt.NDArray[np.int32]
+
+BLOCKS_PER_RUN = 4
+
+
+class BlockPattern(StrEnum):
+    """How a request's blocks lie in the pool, on both sides."""
+
+    CONTIGUOUS = "contiguous"
+    FRAGMENTED = "fragmented"  # runs of four
+    SCATTERED = "scattered"
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pulls of one size: `slots` of them have no block in common and may run at the same time."""
+
+    deployment: Deployment
+    lists: BlockPattern
+    blocks: int  # ids of the attention group in one pull
+    slots: int = 1
+    first_block: int = 0  # of the part of the pool that is used, for two cases side by side
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one pull."""
+        return self.blocks * footprint(self.deployment.layout()).block_tokens
+
+
+def blocks_for(deployment: Deployment, size_bytes: int) -> int:
+    """Return how many blocks come closest to a size; 0 where the states alone are larger."""
+    of = footprint(deployment.layout())
+    return max(0, round((size_bytes - of.state_bytes) / of.block_bytes))
+
+
+def ids_per_pull(deployment: Deployment, blocks: int) -> int:
+    """Return how many ids of the pool one pull takes, all groups together: whole runs of four."""
+    total = blocks + footprint(deployment.layout()).num_state_groups
+    return -(-total // BLOCKS_PER_RUN) * BLOCKS_PER_RUN
+
+
+def block_lists(case: Case, role: Role, slot: int) -> dict[str, BlockIds]:
+    """Return one pull's ids by group, on one side.
+
+    Attention takes the first ids of the slot and each state group one of the rest: in a hybrid all
+    of them are pages of one pool.
+    """
+    chosen = _pool_ids(case, role)
+    taken = ids_per_pull(case.deployment, case.blocks)
+    own = chosen[slot * taken : (slot + 1) * taken]
+    lists: dict[str, BlockIds] = {}
+    rest = case.blocks
+    for group in case.deployment.layout().groups:
+        if group.kind is GroupKind.STATE:
+            lists[group.name] = own[rest : rest + 1]
+            rest += 1
+        else:
+            lists[group.name] = own[: case.blocks]
+    return lists
+
+
+@lru_cache(maxsize=4)
+def _pool_ids(case: Case, role: Role) -> BlockIds:
+    """Return the ids of all slots in order."""
+    needed = case.slots * ids_per_pull(case.deployment, case.blocks)
+    room = case.deployment.pool_blocks - case.first_block
+    if needed > room:
+        raise ValueError(f"cannot list {needed} blocks: the pool has {room}")
+    if case.lists is BlockPattern.CONTIGUOUS:
+        return np.arange(case.first_block, case.first_block + needed, dtype=np.int32)
+    run = BLOCKS_PER_RUN if case.lists is BlockPattern.FRAGMENTED else 1
+    # Both sides draw from all of the pool, each its own way: what touches here does not touch there.
+    drawn = np.random.default_rng([run, role == "sink"]).permutation(room // run)[: needed // run]
+    return (case.first_block + drawn[:, None] * run + np.arange(run)).ravel().astype(np.int32)
+
+
+def packed_blocks(case: Case, role: Role, slot: int) -> dict[GroupName, PackedBlocks]:
+    """Return one pull's lists as the planner takes them."""
+    layout = case.deployment.layout()
+    states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}
+    return {
+        GroupName(name): PackedBlocks(ids=ids.tobytes(), state_at=case.num_tokens if name in states else -1)
+        for name, ids in block_lists(case, role, slot).items()
+    }
+
+
+@lru_cache(maxsize=32)
+def _expander(deployment: Deployment, rank: Rank) -> Expander:
+    sink_spec, sink_layout = deployment.engine("sink")[rank]
+    source = deployment.engine("source")
+    layouts = {remote: layout for remote, (_, layout) in source.items()}
+    return Expander(make_plan(sink_spec, sink_layout, source[FIRST_RANK][0], layouts))
+
+
+def runs_of(case: Case, rank: Rank, slot: int) -> Runs:
+    """Return what one pull of a rank moves, as offsets in the two regions: sorted and merged.
+
+    This is what the mover posts, up to the cutting of long runs. A rank reads its twin alone.
+    """
+    expander = _expander(case.deployment, rank)
+    bases = {RegionId(region.region): 0 for region in case.deployment.layout().regions}
+    found = expander.expand(
+        packed_blocks(case, "sink", slot),
+        packed_blocks(case, "source", slot),
+        case.num_tokens,
+        bases,
+        {rank: bases},
+    )
+    return found[rank]

@@ -1,0 +1,129 @@
+"""NIXL as the in-engine connector sets it up: progress thread on, four threads, prepared lists.
+
+Every block of every tensor is a descriptor of a list that is prepared once. For a request the
+engine's thread works out the indices from the block ids, in the order in which the lists name
+them, and posts; NIXL merges neighbours where that order has them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.bench.cases import BlockIds, Case, block_lists, runs_of
+from kvxferd.bench.read_loop import PostedRead
+from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role
+from kvxferd.layout import GroupKind, RankLayout
+
+NUM_THREADS = 4
+
+
+def agent_config(api: Any) -> Any:
+    """Return how the agent is made."""
+    return api.nixl_agent_config(enable_prog_thread=True, num_threads=NUM_THREADS, backends=["UCX"])
+
+
+class EngineNixlReader:
+    """See `moving.Reads`."""
+
+    def __init__(
+        self, nixl: Any, remote: str, local_base: int, remote_base: int, deployment: Deployment
+    ) -> None:
+        self._nixl = nixl
+        layout = deployment.layout()
+        self._tensor_starts = _first_descriptors(layout)
+        self._per_id: dict[str, int] = {
+            group.name: group.physical_blocks_per_logical for group in layout.groups
+        }
+        self._local = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(layout, local_base), "DRAM")
+        self._remote = nixl.prep_xfer_dlist(remote, _descriptors(layout, remote_base), "DRAM")
+        self._case: Case | None = None
+        self._lists: list[tuple[dict[str, BlockIds], dict[str, BlockIds]]] = []
+        self._slot_sizes: list[tuple[int, int]] = []
+
+    def close(self) -> None:
+        """Release the prepared lists."""
+        self._nixl.release_dlist_handle(self._local)
+        self._nixl.release_dlist_handle(self._remote)
+
+    def prepare(self, case: Case) -> None:
+        """Note every slot's block ids: the engine knows them when the request comes."""
+        if case == self._case:
+            return
+        self._case = case
+        sides: tuple[Role, Role] = ("sink", "source")
+        self._lists, self._slot_sizes = [], []
+        for slot in range(case.slots):
+            here, there = (block_lists(case, role, slot) for role in sides)
+            self._lists.append((here, there))
+            length = runs_of(case, FIRST_RANK, slot).length
+            self._slot_sizes.append((int(length.sum()), len(self._indices(here))))
+
+    def post(self, slot: int) -> PostedRead:
+        """Work out the indices, have the request made, and post it."""
+        here, there = self._lists[slot]
+        began = time.perf_counter()
+        handle = self._nixl.make_prepped_xfer(
+            "READ", self._local, self._indices(here), self._remote, self._indices(there)
+        )
+        is_done = self._nixl.transfer(handle) == "DONE"
+        # Nothing is worked out beforehand in an engine: all of it counts.
+        return PostedRead(handle, slot, began, began, time.perf_counter(), is_done)
+
+    def is_done(self, handle: Any) -> bool:
+        """Poll."""
+        return bool(self._nixl.check_xfer_state(handle) == "DONE")
+
+    def release(self, handle: Any) -> None:
+        """Give a handle back."""
+        self._nixl.release_xfer_handle(handle)
+
+    def slot_size(self, slot: int) -> tuple[int, int]:
+        """Return bytes, and descriptors before NIXL merges any."""
+        return self._slot_sizes[slot]
+
+    def _indices(self, lists: dict[str, BlockIds]) -> npt.NDArray[np.int32]:
+        found = []
+        for group, firsts in self._tensor_starts.items():
+            per_id = self._per_id[group]
+            blocks: npt.NDArray[np.int32] = lists[group]
+            if per_id > 1:
+                blocks = (
+                    (blocks[:, None] * per_id + np.arange(per_id, dtype=np.int32)).ravel().astype(np.int32)
+                )
+            found.append((firsts[:, None] + blocks).ravel())
+        return np.concatenate(found).astype(np.int32, copy=False)
+
+
+def _num_pages(layout: RankLayout) -> dict[str, int]:
+    return {group.name: group.num_blocks * group.physical_blocks_per_logical for group in layout.groups}
+
+
+def _first_descriptors(layout: RankLayout) -> dict[str, npt.NDArray[np.int32]]:
+    """Return, by group, where each of its tensors' descriptors begin in the list."""
+    pages = _num_pages(layout)
+    found: dict[str, list[int]] = {}
+    position = 0
+    for tensor in layout.tensors:
+        found.setdefault(tensor.group, []).append(position)
+        position += pages[tensor.group]
+    return {group: np.array(firsts, dtype=np.int32) for group, firsts in found.items()}
+
+
+def _descriptors(layout: RankLayout, base: int) -> npt.NDArray[np.uint64]:
+    """Return (address, length, device) of every page of every tensor, tensor by tensor."""
+    pages = _num_pages(layout)
+    groups = {group.name: group for group in layout.groups}
+    found = []
+    for tensor in layout.tensors:
+        group = groups[tensor.group]
+        length = tensor.num_units * tensor.content_bytes
+        if group.kind is not GroupKind.STATE:
+            page_tokens = group.block_tokens // group.physical_blocks_per_logical
+            length *= page_tokens // tensor.granule_tokens
+        address = base + tensor.offset + np.arange(pages[group.name], dtype=np.uint64) * tensor.block_stride
+        found.append(np.stack((address, np.full_like(address, length), np.zeros_like(address)), axis=1))
+    return np.concatenate(found).astype(np.uint64, copy=False)

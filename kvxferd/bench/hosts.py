@@ -1,0 +1,194 @@
+"""Where the bench's processes run: this machine, or (see `relay`) another one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from kvxferd.bench import protocol
+from kvxferd.errors import KvxferdError
+from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
+
+TOOL = "the bench"
+
+WorkerKind = Literal["rank", "raw", "engine", "copy"]
+
+_WORKER_MODULES: dict[WorkerKind, tuple[str, tuple[str, ...]]] = {
+    "rank": ("kvxferd.bench.rank_process", ()),
+    "raw": ("kvxferd.bench.nixl_process", ("raw",)),
+    "engine": ("kvxferd.bench.nixl_process", ("engine",)),
+    "copy": ("kvxferd.bench.copy_process", ()),
+}
+
+R = TypeVar("R", bound=protocol.Line)
+
+
+class WorkerHandle(Protocol):
+    """A process that obeys."""
+
+    async def request(self, command: protocol.Command, kind: type[R]) -> R:
+        """Return its answer. Raises KvxferdError if it cannot do it."""
+        ...
+
+    async def pause(self) -> None:
+        """Keep it from running at all: some would spin a core while others are timed."""
+        ...
+
+    async def resume(self) -> None:
+        """Let it run on."""
+        ...
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+class DaemonHandle(Protocol):
+    """A daemon of the bench."""
+
+    @property
+    def worker_socket(self) -> str:
+        """Where its ranks connect."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process, on its own machine."""
+        ...
+
+    async def get(self, path: str) -> Any:
+        """Return what its control socket answers."""
+        ...
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+class Host(Protocol):
+    """Starts processes somewhere and ends them."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is this machine, whose memory and processes can be looked at."""
+        ...
+
+    async def start_daemon(self, environment: Mapping[str, str]) -> DaemonHandle:
+        """Start a daemon and wait until it takes registrations. Raises KvxferdError."""
+        ...
+
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> WorkerHandle:
+        """Start a process. Raises KvxferdError."""
+        ...
+
+    async def stop(self) -> None:
+        """End all that was started and is not ended."""
+        ...
+
+
+def decode_expected_reply(name: str, line: bytes, kind: type[R]) -> R:
+    """Return an answer of the kind that was asked for. Raises KvxferdError for Broken."""
+    reply = protocol.decode_reply(line)
+    if isinstance(reply, protocol.CommandFailed):
+        raise KvxferdError(f"cannot run {TOOL}: process {name}: {reply.message}")
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+class LocalWorker:
+    """A child process."""
+
+    def __init__(self, process: CommandProcess) -> None:
+        self.process = process
+        self._is_paused = False
+
+    async def request(self, command: protocol.Command, kind: type[R]) -> R:
+        """Return its answer. Raises KvxferdError."""
+        return decode_expected_reply(
+            self.process.name, await self.process.request(protocol.encode_line(command)), kind
+        )
+
+    async def pause(self) -> None:
+        """Stop it."""
+        self._is_paused = True
+        self.process.send_signal(signal.SIGSTOP)
+
+    async def resume(self) -> None:
+        """Let it run on."""
+        if self._is_paused:
+            self.process.send_signal(signal.SIGCONT)
+            self._is_paused = False
+
+    async def stop(self) -> None:
+        """End it."""
+        await self.resume()  # one that is stopped would not read the end of its input
+        await self.process.stop()
+
+
+class LocalDaemon:
+    """A daemon that is a child process."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._daemon = daemon
+
+    @property
+    def worker_socket(self) -> str:
+        """Where its ranks connect."""
+        return self._daemon.worker_socket
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._daemon.pid
+
+    async def get(self, path: str) -> Any:
+        """Return what its control socket answers."""
+        return await asyncio.to_thread(self._daemon.control.get, path)
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._daemon.stop()
+
+
+class LocalHost:
+    """This machine; everything lives in one directory, which its owner removes."""
+
+    is_local = True
+
+    def __init__(self, directory: Path, peer_host: str = "127.0.0.1") -> None:
+        self._directory = directory
+        self._peer_host = peer_host
+        self._number = 0
+        self._started: list[LocalWorker | LocalDaemon] = []
+
+    async def start_daemon(self, environment: Mapping[str, str]) -> LocalDaemon:
+        """Start a daemon and wait until it takes registrations."""
+        directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
+        daemon = await DaemonProcess.start(TOOL, directory.name, directory, environment, self._peer_host)
+        seat = LocalDaemon(daemon)
+        self._started.append(seat)
+        try:
+            await daemon.wait_ready()
+        except KvxferdError as error:
+            raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
+        return seat
+
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> LocalWorker:
+        """Start a process."""
+        self._number += 1
+        module, flags = _WORKER_MODULES[kind]
+        name = f"{kind}-{self._number}"
+        process = await CommandProcess.start(TOOL, module, name, self._directory, environment, flags)
+        actor = LocalWorker(process)
+        self._started.append(actor)
+        return actor
+
+    async def stop(self) -> None:
+        """End all: processes first, for ranks leave their daemon."""
+        started, self._started = self._started, []
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalWorker)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalDaemon)))

@@ -1,0 +1,79 @@
+"""The first pull between engines whose daemons have never met, each time with new daemons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvxferd.bench import protocol
+from kvxferd.bench.cases import BlockPattern, Case, blocks_for
+from kvxferd.bench.points import median
+from kvxferd.bench.shapes import Deployment, layers_for
+from kvxferd.bench.testbed import EnginePair, Hosts, PublishedBatch, Testbed
+from kvxferd.bench.workload import FIRST_BYTES, Workload
+
+SHAPE = "llama-3-70b"
+
+
+@dataclass
+class FirstPull:
+    """What was seen, round by round. Seconds."""
+
+    size_bytes: int
+    started_s: list[float] = field(default_factory=list)  # both daemons, from nothing to ready
+    registered_s: list[float] = field(default_factory=list)  # both ranks, their processes' start included
+    first_s: list[float] = field(default_factory=list)  # pull() to Delivered; the daemons have never met
+    prepared_s: list[float] = field(default_factory=list)  # the first of two new engines, after prepare
+    warm_s: list[float] = field(default_factory=list)  # the same pull again, prepared
+
+    @property
+    def median_s(self) -> float:
+        """Of the first pulls."""
+        return median(self.first_s)
+
+
+async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], effort: Workload) -> FirstPull:
+    """Measure first pulls of 64 MiB."""
+    found = FirstPull(FIRST_BYTES)
+    for number in range(effort.first_rounds):
+        began = time.monotonic()
+        async with Testbed.open(hosts, environment, baselines=False) as stage:
+            found.started_s.append(time.monotonic() - began)
+            began = time.monotonic()
+            async with stage.pair(_deployment(f"first-{number}"), baselines=False) as pair:
+                found.registered_s.append(time.monotonic() - began)
+                await _stamp(pair, nonce := 3 * number + 1)
+                found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
+            async with stage.pair(_deployment(f"second-{number}"), baselines=False) as pair:
+                for nonce, times in enumerate((found.prepared_s, found.warm_s), 3 * number + 2):
+                    await _stamp(pair, nonce)
+                    times.append(
+                        await _pull_and_verify(pair, await pair.publish_prepared(_case(pair), 1), nonce)
+                    )
+    return found
+
+
+async def _stamp(pair: EnginePair, nonce: int) -> None:
+    await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.Done)
+
+
+async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) -> float:
+    """Pull, have every byte compared, and return what the pull took."""
+    command = protocol.PullCommand(case=_case(pair), refs=batch.refs)
+    (sample,) = (await pair.sink.request(command, protocol.Moved)).samples
+    await pair.release(batch)
+    await pair.require_correct(protocol.Check(case=_case(pair), nonce=nonce, slots=1, whole=True))
+    return sample.ended - sample.began
+
+
+def _deployment(name: str) -> Deployment:
+    layers = layers_for(SHAPE, FIRST_BYTES)
+    sized = Deployment(name=name, shape=SHAPE, layers=layers, pool_blocks=1)
+    blocks = blocks_for(sized, FIRST_BYTES)
+    return Deployment(name=name, shape=SHAPE, layers=layers, pool_blocks=2 * blocks)
+
+
+def _case(pair: EnginePair) -> Case:
+    blocks = blocks_for(pair.deployment, FIRST_BYTES)
+    return Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=blocks)

@@ -1,0 +1,66 @@
+"""Pulls of all sizes, shapes and lists, against every baseline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvxferd.bench.cases import Case, blocks_for, ids_per_pull
+from kvxferd.bench.implementations import implementations_of
+from kvxferd.bench.points import Point, point_of
+from kvxferd.bench.rounds import interleave
+from kvxferd.bench.shapes import Deployment, footprint, layers_for
+from kvxferd.bench.testbed import Testbed
+from kvxferd.bench.workload import MIB, ThroughputPoint, Workload
+
+# A round is long enough to be timed and short enough for many.
+_ROUND_BYTES = 128 * MIB
+_MAX_PER_ROUND = 16
+# Room for lists that are not contiguous, on top of what one round moves.
+_POOL_HEADROOM = 1.25
+
+
+async def measure_throughput(stage: Testbed, transport: str, effort: Workload) -> AsyncIterator[Point]:
+    """Yield a point for each of the effort's pulls that its shape can be."""
+    for (shape, size), pulls in _by_shape_and_size(effort.points).items():
+        deployment = _deployment(f"{transport}-{shape}-{size}", pulls)
+        if deployment is None:
+            continue
+        blocks = blocks_for(deployment, size)
+        async with stage.pair(deployment) as pair:
+            for one in pulls:
+                count = requests_per_round(one)
+                case = Case(deployment=deployment, lists=one.lists, blocks=blocks, slots=count)
+                found = await interleave(
+                    pair, case, implementations_of(pair), effort.rounds, count, one.in_flight
+                )
+                yield point_of("throughput", transport, size, case, found)
+
+
+def requests_per_round(pulls: ThroughputPoint) -> int:
+    """Return how many requests one contender moves in one round."""
+    return max(pulls.in_flight, min(_MAX_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
+
+
+def region_bytes(pulls: tuple[ThroughputPoint, ...]) -> int:
+    """Return the memory of the largest rank that these take, on one side."""
+    groups = _by_shape_and_size(pulls).values()
+    return max((d.region_bytes for group in groups if (d := _deployment("size", group))), default=0)
+
+
+def _by_shape_and_size(pulls: tuple[ThroughputPoint, ...]) -> dict[tuple[str, int], list[ThroughputPoint]]:
+    groups: dict[tuple[str, int], list[ThroughputPoint]] = {}
+    for one in pulls:
+        groups.setdefault((one.shape, one.size_bytes), []).append(one)
+    return groups
+
+
+def _deployment(name: str, pulls: list[ThroughputPoint]) -> Deployment | None:
+    """Return engines for pulls of one shape and size; None where its states alone are larger."""
+    shape, size = pulls[0].shape, pulls[0].size_bytes
+    deployment = Deployment(name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1)
+    blocks = blocks_for(deployment, size)
+    if blocks == 0 or footprint(deployment.layout()).state_bytes > size:
+        return None
+    most = max(requests_per_round(one) for one in pulls)
+    pool = int(most * ids_per_pull(deployment, blocks) * _POOL_HEADROOM) + 4
+    return Deployment(name=name, shape=shape, layers=deployment.layers, pool_blocks=pool)

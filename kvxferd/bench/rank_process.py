@@ -1,0 +1,280 @@
+"""One rank of an engine that uses kvxferd as an engine would: source or sink of the bench.
+
+`python -m kvxferd.bench.rank_process` obeys commands on standard input until that is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from kvxferd import client
+from kvxferd.bench import content, protocol
+from kvxferd.bench.cases import Case, block_lists, runs_of
+from kvxferd.bench.command_loop import serve_commands
+from kvxferd.bench.shapes import Role
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.fd_wait import wait_readable
+from kvxferd.ids import RegionId
+from kvxferd.layout import GroupKind
+from kvxferd.memory import SealedMemory
+
+CONNECT_TIMEOUT_S = 30.0
+REGISTER_TIMEOUT_S = 60.0
+PULL_DEADLINE_S = 60.0
+RELEASE_TIMEOUT_S = 60.0
+
+Blocks = Mapping[str, client.BlockList]
+
+
+class BenchRank:
+    """A registered rank, its memory, and what it was told by its daemon."""
+
+    def __init__(self, begin: protocol.StartRank) -> None:
+        self._deployment = begin.deployment
+        self._rank_id = begin.rank
+        self._spec, self._layout = begin.deployment.engine(begin.role)[begin.rank]
+        (region,) = self._layout.regions
+        self._memory = SealedMemory.create(region.size_bytes, "kvxferd-bench")
+        self._words = content.words_of(memoryview(self._memory.buffer))
+        if begin.role == "source":
+            content.fill(self._words)
+        else:
+            self._words[:] = 0  # every page is there before anything is timed
+        began = time.perf_counter()
+        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
+        self._rank = self._client.register(
+            engine=self._spec,
+            layout=self._layout,
+            regions={RegionId(region.region): self._memory},
+            timeout_s=REGISTER_TIMEOUT_S,
+        )
+        self.started_reply = protocol.RankStarted(
+            memory=protocol.ProcessMemory(os.getpid(), self._memory.fd),
+            register_s=time.perf_counter() - began,
+        )
+        self._released: set[str] = set()
+        self._stamped: Case | None = None
+        self._pending_events: deque[client.Event] = deque()
+
+    def close(self) -> None:
+        """Leave: the daemon unmaps the memory."""
+        self._client.close()
+
+    # --- as a source
+
+    def publish(self, command: protocol.PublishCommand) -> protocol.Published:
+        """Publish them all; the content is there already."""
+        case = command.case
+        lists = [self._blocks(case, "source", slot) for slot in range(min(case.slots, len(command.names)))]
+        num_tokens = case.num_tokens
+        refs = [
+            self._rank.publish(name, blocks=lists[n % case.slots], num_tokens=num_tokens)
+            for n, name in enumerate(command.names)
+        ]
+        return protocol.Published(refs=[ref.to_dict() for ref in refs])
+
+    def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:
+        """Wait for the daemon to give the blocks back."""
+        deadline = time.perf_counter() + RELEASE_TIMEOUT_S
+        left = set(command.names) - self._released
+        while left:
+            match self._next_event(deadline):
+                case client.Released(transfer_id):
+                    self._released.add(transfer_id)
+                    left.discard(transfer_id)
+                case client.PublishRefused(_, code, message):
+                    raise KvxferdError(message, code)
+        self._released -= set(command.names)
+        return protocol.Done()
+
+    # --- as a sink
+
+    def prepare(self, command: protocol.PrepareCommand) -> protocol.Done:
+        """Say what will be pulled."""
+        for ref in command.refs:
+            self._rank.prepare(ref)
+        return protocol.Done()
+
+    def abandon(self, command: protocol.AbandonCommand) -> protocol.Done:
+        """Give back what was prepared and not pulled."""
+        for ref in command.refs:
+            self._rank.abandon(ref)
+        return protocol.Done()
+
+    def pull(self, command: protocol.PullCommand) -> protocol.Moved:
+        """Pull all, keeping `window` of them under way."""
+        slots = range(command.case.slots)
+        lists = [self._blocks(command.case, "sink", slot, command.lent) for slot in slots]
+        waiting = enumerate(command.refs)
+        running: dict[client.PullTicket, tuple[int, float, float]] = {}
+        samples: dict[int, protocol.Sample] = {}
+        _wait_until(command.at)
+        while len(samples) < len(command.refs):
+            while len(running) < command.window and (following := next(waiting, None)):
+                number, ref = following
+                if number and command.gap_s:
+                    time.sleep(command.gap_s)
+                started = self._start_pull(ref, lists[number % len(lists)], command.case)
+                running[started[0]] = (number, *started[1:])
+            event = self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
+            ended = time.perf_counter()
+            delivered = _delivered_or_raise(event)
+            if delivered is not None and delivered.ticket in running:
+                number, began, posted = running.pop(delivered.ticket)
+                samples[number] = _sample(began, posted, ended, delivered)
+        return protocol.Moved(samples=[samples[number] for number in range(len(command.refs))])
+
+    def pull_behind(self, command: protocol.PullBehind) -> protocol.Moved:
+        """Pull the large one, and small ones as long as it runs; the last of them may end after it."""
+        large_lists = self._blocks(command.large, "sink", 0)
+        lists = [self._blocks(command.small, "sink", slot) for slot in range(command.small.slots)]
+        large = self._start_pull(command.large_ref, large_lists, command.large)
+        large_sample: protocol.Sample | None = None
+        samples = []
+        for number, ref in enumerate(command.small_refs):
+            small = self._start_pull(ref, lists[number % len(lists)], command.small)
+            ended: client.Delivered | None = None
+            while ended is None or (large_sample is None and number == len(command.small_refs) - 1):
+                event = _delivered_or_raise(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
+                now = time.perf_counter()
+                if event is not None and event.ticket is small[0]:
+                    # One that waits until the large one is over is the worst case, not to be left out.
+                    ended = event
+                    samples.append(_sample(*small[1:], now, event))
+                elif event is not None and event.ticket is large[0]:
+                    large_sample = _sample(*large[1:], now, event)
+            if large_sample is not None:
+                break
+        assert large_sample is not None
+        return protocol.Moved(samples=[large_sample, *samples])
+
+    def _start_pull(
+        self, ref: dict[str, Any], blocks: Blocks, case: Case
+    ) -> tuple[client.PullTicket, float, float]:
+        num_tokens = case.num_tokens
+        began = time.perf_counter()
+        ticket = self._rank.pull(ref, blocks=blocks, num_tokens=num_tokens, deadline_s=PULL_DEADLINE_S)
+        return ticket, began, time.perf_counter()
+
+    # --- content
+
+    def stamp(self, command: protocol.Stamp) -> protocol.Done:
+        """Stamp this rank's runs, all slots; what another case had stamped is put back first."""
+        former, self._stamped = self._stamped, command.case
+        if former is not None and former != command.case:
+            for slot in range(former.slots):
+                content.unstamp(self._words, runs_of(former, self._rank_id, slot))
+        for slot in range(command.case.slots):
+            content.stamp(self._words, runs_of(command.case, self._rank_id, slot), command.nonce)
+        return protocol.Done()
+
+    def wipe(self, command: protocol.Wipe) -> protocol.Done:
+        """Wipe this rank's runs, all slots."""
+        for slot in range(command.case.slots):
+            content.wipe(self._words, runs_of(command.case, self._rank_id, slot))
+        return protocol.Done()
+
+    def check(self, command: protocol.Check) -> protocol.Checked:
+        """Count wrong words."""
+        count = content.count_wrong if command.whole else content.count_unstamped
+        slots = range(command.slots)
+        return protocol.Checked(
+            wrong=sum(
+                count(self._words, runs_of(command.case, self._rank_id, n), command.nonce) for n in slots
+            )
+        )
+
+    def _blocks(self, case: Case, role: Role, slot: int, lent: bool = False) -> Blocks:
+        lists = block_lists(case, role, slot)
+        states = {group.name for group in self._layout.groups if group.kind is GroupKind.STATE}
+        return {
+            name: client.BlockList(
+                ids=ids.data, state_at=case.num_tokens if name in states else -1, borrowed=lent
+            )
+            for name, ids in lists.items()
+        }
+
+    def _next_event(self, deadline: float) -> client.Event:
+        """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
+        while not self._pending_events:
+            left = deadline - time.perf_counter()
+            readable = wait_readable([self._rank.fileno()], left)
+            self._pending_events.extend(self._rank.poll())
+            if not readable and not self._pending_events and left <= 0:
+                raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
+        event = self._pending_events.popleft()
+        if isinstance(event, client.Disconnected):
+            raise KvxferdError(event.message, event.code)
+        return event
+
+
+def _delivered_or_raise(event: client.Event) -> client.Delivered | None:
+    if isinstance(event, client.Failed):
+        raise KvxferdError(event.message, event.code)
+    return event if isinstance(event, client.Delivered) else None
+
+
+def _sample(began: float, posted: float, ended: float, event: client.Delivered) -> protocol.Sample:
+    return protocol.Sample(began, began, posted, ended, event.bytes, event.runs)
+
+
+def _wait_until(at: float) -> None:
+    if (left := at - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class RankCommandHandler:
+    """The process before and after it is a rank."""
+
+    def __init__(self) -> None:
+        self._rank: BenchRank | None = None
+
+    def handle(self, command: protocol.Command) -> protocol.Reply:
+        """Do what is asked."""
+        if isinstance(command, protocol.StartRank):
+            self._rank = BenchRank(command)
+            return self._rank.started_reply
+        if self._rank is None:
+            raise KvxferdError(f"cannot obey {type(command).__name__}: this is no rank yet")
+        return _handle_rank_command(self._rank, command)
+
+    def progress(self) -> bool:
+        """There is nothing to do between commands."""
+        return False
+
+    def close(self) -> None:
+        """Leave the daemon."""
+        if self._rank is not None:
+            self._rank.close()
+
+
+def _handle_rank_command(process: BenchRank, command: protocol.Command) -> protocol.Reply:
+    match command:
+        case protocol.PublishCommand():
+            return process.publish(command)
+        case protocol.AwaitRelease():
+            return process.await_release(command)
+        case protocol.PrepareCommand():
+            return process.prepare(command)
+        case protocol.AbandonCommand():
+            return process.abandon(command)
+        case protocol.PullCommand():
+            return process.pull(command)
+        case protocol.PullBehind():
+            return process.pull_behind(command)
+        case protocol.Stamp():
+            return process.stamp(command)
+        case protocol.Wipe():
+            return process.wipe(command)
+        case protocol.Check():
+            return process.check(command)
+        case _:
+            raise KvxferdError(f"cannot obey {type(command).__name__}: this is a rank")
+
+
+if __name__ == "__main__":
+    serve_commands(RankCommandHandler)

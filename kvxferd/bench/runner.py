@@ -1,0 +1,201 @@
+"""The bench itself: start both sides, take every measure, end everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from kvxferd.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.bench.hosts import TOOL, Host, LocalHost
+from kvxferd.bench.implementations import KVXFERD
+from kvxferd.bench.measures import calls, first_pull, head_of_line, idle, latency, parallel, throughput
+from kvxferd.bench.proc_stats import available_bytes
+from kvxferd.bench.process_vm import require_cma
+from kvxferd.bench.remote_protocol import RemoteHost
+from kvxferd.bench.results import Result, describe_machine
+from kvxferd.bench.shapes import Role
+from kvxferd.bench.testbed import Hosts, Testbed
+from kvxferd.bench.workload import GIB, TRANSPORT_ENVIRONMENTS, Workload
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
+from kvxferd.tooling.output import format_bytes
+
+MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
+# Beside the two regions: workers, movers, baselines.
+_HEADROOM_BYTES = 2 * GIB
+
+MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first"))
+POINT_MEASURES = frozenset(("latency", "throughput"))  # taken over every transport
+
+ReportProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is to be measured."""
+
+    workload: Workload
+    transports: tuple[str, ...]
+    is_quick: bool
+    measures: frozenset[str] = MEASURES
+    peer: str = ""
+
+
+def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
+    """Run it and return what was found; `say` is told what is being measured.
+
+    A failure after something was measured is the result's `error`. Whatever ends it, SIGINT and
+    SIGTERM included, its processes and its directory are gone then. Raises KeyboardInterrupt for
+    both, and KvxferdError.
+    """
+    check_memory(options)
+    check_environment()
+    return asyncio.run(run_until_signal(_run(options, report_progress)))
+
+
+def check_memory(asked: BenchOptions) -> None:
+    """Raise KvxferdError where the largest pulls would not fit."""
+    effort = asked.workload
+    region = throughput.region_bytes(effort.points) if "throughput" in asked.measures else 0
+    region = max(region, effort.head_of_line_bytes if "behind" in asked.measures else 0)
+    needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
+    if needed > there:
+        raise KvxferdError(
+            f"cannot run {TOOL}: its largest pulls take {needed / GIB:.1f} GiB of memory and "
+            f"{there / GIB:.1f} GiB is available; ask for smaller ones with --size"
+        )
+
+
+def check_environment() -> None:
+    """Raise KvxferdError where the movers alone would be told how to move: the baselines would not."""
+    if os.environ.get(MOVER_ENVIRONMENT_VARIABLE):
+        raise KvxferdError(
+            f"cannot run {TOOL}: {MOVER_ENVIRONMENT_VARIABLE} is set, which reaches the daemons and not "
+            "what they are "
+            "compared with; unset it, and set the variables that it names themselves",
+            Code.CONFIG_INVALID,
+        )
+
+
+async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
+    say("looking at the machine")
+    machine = await asyncio.to_thread(describe_machine)
+    began = time.monotonic()
+    found = Measurements()
+    error = ""
+    try:
+        async with _open_hosts(asked.peer) as hosts:
+            for number, transport in enumerate(asked.transports):
+                await _measure_transport(hosts, transport, asked, found, say, is_first=number == 0)
+    except Exception as failure:
+        if found == Measurements():
+            raise
+        # What was measured in half an hour is not thrown away for what came after it.
+        if isinstance(failure, KvxferdError):
+            error = f"{failure.message} [{failure.code.value}]"
+        else:
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
+    figures = figures_of(found)
+    return Result(
+        machine=machine,
+        quick=asked.is_quick,
+        peer=asked.peer.partition("#")[0],
+        seconds=round(time.monotonic() - began, 1),
+        load_after=round(os.getloadavg()[0], 2),
+        points=found.points,
+        figures=figures,
+        summary=summary_of(figures),
+        error=error,
+    )
+
+
+@asynccontextmanager
+async def _open_hosts(peer: str) -> AsyncIterator[Hosts]:
+    """Give both sides' hosts: `peer` is ``host:port#token``, or "" for this machine alone."""
+    directory = make_work_directory("kvxferd-bench-")
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        here = LocalHost(directory)
+        hosts: dict[Role, Host] = {"source": here, "sink": here}
+        if peer:
+            address, _, token = peer.partition("#")
+            there = await RemoteHost.connect(address, token)
+            stack.push_async_callback(there.stop)
+            here = LocalHost(directory, there.local_address)
+            hosts = {"source": there, "sink": here}
+        stack.push_async_callback(here.stop)
+        yield hosts
+
+
+async def _measure_transport(
+    hosts: Hosts,
+    transport: str,
+    asked: BenchOptions,
+    found: Measurements,
+    say: ReportProgress,
+    is_first: bool,
+) -> None:
+    """Measure over one transport: points on each, the rest on the first."""
+    environment = TRANSPORT_ENVIRONMENTS[transport]
+    wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
+    if wanted - {"first"}:
+        say(f"starting two daemons ({transport})")
+        async with Testbed.open(hosts, environment) as stage:
+            if transport == "cma" and stage.can_copy:
+                require_cma(stage.daemons["source"].pid)
+            await _measure_points(stage, transport, asked.workload, wanted, found, say, is_first)
+            await _measure_rest(stage, asked.workload, wanted, found, say)
+    if "first" in wanted:
+        say("first pulls")
+        found.first_pull = await first_pull.measure_first_pull(hosts, environment, asked.workload)
+
+
+async def _measure_points(
+    stage: Testbed,
+    transport: str,
+    effort: Workload,
+    wanted: frozenset[str],
+    found: Measurements,
+    say: ReportProgress,
+    is_first: bool,
+) -> None:
+    if "latency" in wanted:
+        say(f"small pulls ({transport})")
+        seen = await latency.measure_latency(stage, transport, effort)
+        found.points.append(seen.point)
+        found.latency = seen if is_first else found.latency
+    if "throughput" in wanted:
+        say(f"throughput ({transport})")
+        async for point in throughput.measure_throughput(stage, transport, effort):
+            found.points.append(point)
+            rate = point.contenders[KVXFERD].gb_per_s
+            what = (
+                f"{point.shape}, {point.lists}, {format_bytes(point.size_bytes)}, {point.in_flight} in flight"
+            )
+            say(f"  {what}: {rate:.2f} GB/s, {point.ratio_to_raw:.2f} of raw NIXL")
+
+
+async def _measure_rest(
+    stage: Testbed, effort: Workload, wanted: frozenset[str], found: Measurements, say: ReportProgress
+) -> None:
+    if "calls" in wanted:
+        say("time inside pull()")
+        found.calls = await calls.measure_calls(stage, effort)
+    if "behind" in wanted:
+        say("small pulls behind a large one")
+        found.head_of_line = await head_of_line.measure_head_of_line(stage, effort)
+    if wanted & {"parallel", "idle"}:
+        say("eight ranks")
+        async with stage.pair(parallel.parallel_deployment(effort), baselines=False) as pair:
+            found.parallel = await parallel.measure_parallel(pair, effort)
+            if "idle" in wanted:
+                say("idle")
+                daemon = stage.daemons["sink"].pid
+                found.idle = await idle.measure_idle(daemon, len(pair.ranks), effort.idle_s)

@@ -1,0 +1,30 @@
+"""The memory of another process of this machine, mapped here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvxferd.bench.protocol import ProcessMemory
+from kvxferd.errors import EngineError
+from kvxferd.memory import Mapping, map_memfd
+
+
+@contextmanager
+def open_process_memory(place: ProcessMemory) -> Iterator[int]:
+    """Give a descriptor of the memory. Raises EngineError where this user may not have it."""
+    try:
+        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise EngineError(f"cannot open the memory of process {place.pid}: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def map_process_memory(place: ProcessMemory, size_bytes: int) -> Mapping:
+    """Map it; the caller unmaps. All contenders move between the same two pieces of memory."""
+    with open_process_memory(place) as fd:
+        return map_memfd(fd, size_bytes)

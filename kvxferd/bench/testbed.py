@@ -1,0 +1,225 @@
+"""Both sides of one transport: a daemon each and the baselines' processes, and engines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxferd.bench import protocol
+from kvxferd.bench.cases import Case
+from kvxferd.bench.hosts import TOOL, DaemonHandle, Host, WorkerHandle
+from kvxferd.bench.shapes import FIRST_RANK, ROLES, Deployment, Role
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Rank
+from kvxferd.tooling.async_tasks import gather_or_cancel
+
+GRANT_TIMEOUT_S = 30.0
+_GRANT_POLL_S = 0.002
+
+Hosts = Mapping[Role, Host]
+
+_names = itertools.count()
+
+
+@dataclass
+class Testbed:
+    """Daemons and baselines of one transport. `environment` is what the transport library is told."""
+
+    hosts: Hosts
+    environment: Mapping[str, str]
+    daemons: dict[Role, DaemonHandle] = field(default_factory=dict)
+    raw_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
+    engine_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
+    copy_worker: WorkerHandle | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, hosts: Hosts, environment: Mapping[str, str], baselines: bool = True
+    ) -> AsyncIterator[Testbed]:
+        """Start it; at the end everything on it is ended."""
+        stage = cls(hosts, environment)
+        try:
+            await stage._start(baselines)
+            yield stage
+        finally:
+            await stage._stop()
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether one process can map both sides' memory."""
+        return self.copy_worker is not None
+
+    @asynccontextmanager
+    async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[EnginePair]:
+        """Give two engines of this deployment, registered with a daemon each."""
+        pair = EnginePair(self, deployment)
+        try:
+            await pair.start()
+            if baselines:
+                await self._attach(pair)
+            yield pair
+        finally:
+            await pair.stop()
+
+    async def _start(self, baselines: bool) -> None:
+        async def seat(role: Role) -> None:
+            self.daemons[role] = await self.hosts[role].start_daemon(self.environment)
+
+        async def agents(role: Role) -> None:
+            self.raw_workers[role] = await self.hosts[role].start_worker("raw", self.environment)
+            self.engine_workers[role] = await self.hosts[role].start_worker("engine", self.environment)
+
+        await gather_or_cancel(*map(seat, ROLES))
+        if baselines:
+            await gather_or_cancel(*map(agents, ROLES))
+            if all(host.is_local for host in self.hosts.values()):
+                self.copy_worker = await self.hosts["sink"].start_worker("copy", self.environment)
+
+    async def _stop(self) -> None:
+        actors = [
+            *self.raw_workers.values(),
+            *self.engine_workers.values(),
+            *([self.copy_worker] if self.copy_worker else []),
+        ]
+        await asyncio.gather(*(actor.stop() for actor in actors))
+        await asyncio.gather(*(seat.stop() for seat in self.daemons.values()))
+
+    async def _attach(self, pair: EnginePair) -> None:
+        """Give the baselines the memory of the pair's first ranks."""
+        for agents in (self.raw_workers, self.engine_workers):
+            await gather_or_cancel(*(agents[role].resume() for role in ROLES))
+            attached = {}
+            for role in ROLES:
+                command = protocol.AttachMemory(
+                    deployment=pair.deployment, memory=pair.memory[role, FIRST_RANK]
+                )
+                attached[role] = await agents[role].request(command, protocol.MemoryAttached)
+            source = attached["source"]
+            await agents["sink"].request(
+                protocol.AddRemote(metadata=source.metadata, address=source.address), protocol.Done
+            )
+        # Their progress threads would take both cores for good.
+        await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
+        if self.copy_worker is not None:
+            sink, source_memory = pair.memory["sink", FIRST_RANK], pair.memory["source", FIRST_RANK]
+            await self.copy_worker.request(
+                protocol.AttachMemory(deployment=pair.deployment, memory=sink), protocol.MemoryAttached
+            )
+            await self.copy_worker.request(protocol.MapSourceMemory(memory=source_memory), protocol.Done)
+
+
+@dataclass
+class PublishedBatch:
+    """Transfers that were published for one round."""
+
+    names: list[str]
+    refs: list[dict[str, Any]]
+
+
+class EnginePair:
+    """Two engines of one deployment: what is published by one, and pulled by the other."""
+
+    def __init__(self, testbed: Testbed, deployment: Deployment) -> None:
+        self.stage = testbed
+        self.deployment = deployment
+        self.workers: dict[tuple[Role, Rank], WorkerHandle] = {}
+        self.memory: dict[tuple[Role, Rank], protocol.ProcessMemory] = {}
+        self._batches: list[PublishedBatch] = []
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Every rank, on each side."""
+        return list(self.deployment.engine("source"))
+
+    async def start(self) -> None:
+        """Start every rank's process and register it."""
+        places = [(role, rank) for role in ROLES for rank in self.ranks]
+
+        async def begin(role: Role, rank: Rank) -> None:
+            actor = await self.stage.hosts[role].start_worker("rank", {})
+            self.workers[role, rank] = actor
+            socket = self.stage.daemons[role].worker_socket
+            command = protocol.StartRank(
+                deployment=self.deployment, role=role, rank=rank, worker_socket=socket
+            )
+            self.memory[role, rank] = (await actor.request(command, protocol.RankStarted)).memory
+
+        await gather_or_cancel(*(begin(role, rank) for role, rank in places))
+
+    async def stop(self) -> None:
+        """End every rank's process; the daemons let go of its memory."""
+        await asyncio.gather(*(actor.stop() for actor in self.workers.values()))
+
+    async def publish(self, case: Case, count: int) -> PublishedBatch:
+        """Publish so many transfers of a case."""
+        names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
+        answer = await self.source.request(
+            protocol.PublishCommand(case=case, names=names), protocol.Published
+        )
+        return PublishedBatch(names, answer.refs)
+
+    async def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
+        """Publish them, have every sink rank prepare them, and wait until all grants are there."""
+        before = await self.num_grants()
+        batch = await self.publish(case, count)
+        await self.prepare(batch)
+        await self.await_grants(before + count * len(self.ranks))
+        return batch
+
+    async def prepare(self, batch: PublishedBatch) -> None:
+        """Have every sink rank say that it will pull these."""
+        command = protocol.PrepareCommand(refs=batch.refs)
+        await gather_or_cancel(
+            *(self.workers["sink", rank].request(command, protocol.Done) for rank in self.ranks)
+        )
+
+    async def num_grants(self) -> int:
+        """Return how many grants the sink's daemon holds."""
+        answer = await self.stage.daemons["sink"].get("/v1/peers")
+        return sum(peer["num_grants"] for peer in answer["peers"])
+
+    async def await_grants(self, count: int) -> None:
+        """Wait until so many are held. Raises KvxferdError when they do not come."""
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        while (held := await self.num_grants()) < count:
+            if time.monotonic() > deadline:
+                raise KvxferdError(f"cannot run {TOOL}: {held} of {count} grants came", Code.DEADLINE)
+            await asyncio.sleep(_GRANT_POLL_S)
+
+    async def release(self, batch: PublishedBatch) -> None:
+        """Wait until the transfers are over."""
+        command = protocol.AwaitRelease(names=batch.names)
+        await self.source.request(command, protocol.Done)
+
+    async def request_all(self, role: Role, command: protocol.Command) -> None:
+        """Have every rank of a side do it."""
+        await gather_or_cancel(
+            *(self.workers[role, rank].request(command, protocol.Done) for rank in self.ranks)
+        )
+
+    async def require_correct(self, check: protocol.Check) -> None:
+        """Have every sink rank compare what it holds. Raises KvxferdError where a word is wrong."""
+        for rank in self.ranks:
+            answer = await self.workers["sink", rank].request(check, protocol.Checked)
+            if answer.wrong:
+                case = check.case
+                raise KvxferdError(
+                    f"cannot run {TOOL}: {answer.wrong} wrong words in {rank} of {case.deployment.shape}, "
+                    f"{case.lists.value}, {case.blocks} blocks"
+                )
+
+    @property
+    def source(self) -> WorkerHandle:
+        """The rank that publishes."""
+        return self.workers["source", FIRST_RANK]
+
+    @property
+    def sink(self) -> WorkerHandle:
+        """The first rank that pulls."""
+        return self.workers["sink", FIRST_RANK]

@@ -1,0 +1,82 @@
+"""How much is measured: everything that was asked for, or the least that fills the summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxferd.bench.cases import BlockPattern
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+SMALL_BYTES = 64 * KIB
+LARGE_BYTES = 2 * GIB
+FIRST_BYTES = 64 * MIB
+ALL_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 2 * GIB)
+ALL_IN_FLIGHT = (1, 8, 64)
+TRANSPORT_ENVIRONMENTS: dict[str, dict[str, str]] = {
+    # Between processes of one user on one machine. UCX sets connections up over TCP here too.
+    "cma": {"UCX_TLS": "cma,posix,sysv,self,tcp"},
+    "tcp": {"UCX_TLS": "tcp,self"},
+    # As the environment says: between two machines, and for those with a network card.
+    "any": {},
+}
+
+
+@dataclass(frozen=True)
+class ThroughputPoint:
+    """One point of the throughput measure."""
+
+    shape: str
+    lists: BlockPattern
+    size_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rounds and requests of every measure, and the points of throughput."""
+
+    points: tuple[ThroughputPoint, ...]
+    rounds: int
+    small_per_round: int  # pulls of 64 KiB, one after the other
+    calls_per_round: int  # of pull(), for each number of block ids
+    first_rounds: int  # each with daemons of its own
+    parallel_pulls: int  # by each of eight ranks, in each round
+    head_of_line_pulls: int  # small ones prepared for one large
+    head_of_line_bytes: int
+    idle_s: float
+
+
+def quick_workload() -> Workload:
+    """Return the least that fills the summary, with rounds enough for a median."""
+    pulls = [
+        ThroughputPoint("llama-3-70b", lists, size, 1)
+        for size in (4 * MIB, 64 * MIB)
+        for lists in BlockPattern
+    ]
+    pulls += [
+        ThroughputPoint(shape, BlockPattern.FRAGMENTED, size, 1)
+        for shape in ("qwen3-8b", "deepseek-v3")
+        for size in (4 * MIB, 64 * MIB)
+    ]
+    pulls.append(ThroughputPoint("mamba2-hybrid", BlockPattern.FRAGMENTED, 64 * MIB, 1))
+    return Workload(tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0)
+
+
+def full_workload(
+    shapes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    lists: tuple[BlockPattern, ...],
+    in_flight: tuple[int, ...],
+    rounds: int,
+) -> Workload:
+    """Return all combinations; those too large to be there at the same time are left out."""
+    pulls = tuple(
+        ThroughputPoint(shape, one, size, window)
+        for shape in shapes
+        for size in sizes
+        for one in lists
+        for window in in_flight
+        if size * window <= LARGE_BYTES
+    )
+    return Workload(pulls, rounds, 150, 60, max(7, rounds), 32, 2000, LARGE_BYTES, 20.0)

@@ -1,0 +1,182 @@
+"""`kvxferd bench`: its flags and its exit code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvxferd.bench.runner import BenchOptions
+
+EXIT_FAILED = 2
+EXIT_INTERRUPTED = 130
+
+# Known here so that --help needs neither numpy nor a model; a test holds them to what there is.
+SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
+LIST_NAMES = ("contiguous", "fragmented", "scattered")
+TRANSPORT_NAMES = ("cma", "tcp", "any")
+MEASURE_NAMES = ("latency", "throughput", "calls", "behind", "parallel", "idle", "first")
+PLOT_SUFFIXES = (".png", ".svg")
+
+MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:iB)?", re.IGNORECASE)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: ``64K``, ``4M``, ``2GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes, or fail with what is wrong."""
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no size: write 64K, 4M or 2G", param, ctx)
+        size = int(match[1]) * _UNITS[match[2].upper()]
+        if not MIN_SIZE <= size <= MAX_SIZE:
+            self.fail(f"{value!r} is out of range: 64K to 2G", param, ctx)
+        return size
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="The least that fills the summary: under three minutes.")
+@click.option(
+    "--measure", "measures", type=click.Choice(MEASURE_NAMES), multiple=True, help="Only these. Default: all."
+)
+@click.option(
+    "--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Of throughput. Default: all."
+)
+@click.option(
+    "--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Of throughput. Default: all."
+)
+@click.option(
+    "--size",
+    "sizes",
+    type=Size(),
+    multiple=True,
+    help="Of throughput: 64K to 2G. Default: eight sizes between.",
+)
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1, 64),
+    multiple=True,
+    help="Of throughput: pulls at a time. Default: 1, 8, 64.",
+)
+@click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
+@click.option(
+    "--transport",
+    "transports",
+    type=click.Choice(TRANSPORT_NAMES),
+    multiple=True,
+    help="What the movers and the baselines move over. Default: cma, and tcp unless --quick; with --peer "
+    "any, which is what UCX chooses.",
+)
+@click.option(
+    "--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: .png or .svg."
+)
+@click.option(
+    "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine: what --serve printed there."
+)
+@click.option(
+    "--serve", metavar="HOST:PORT", default="", help="Be the other machine of a bench. Port 0 takes any."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.pass_context
+def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, **options: Any) -> None:
+    """Measure what a daemon costs against NIXL inside the engine, side by side.
+
+    Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
+    in turn. Everything it started is gone at its end.
+    """
+    if serve:
+        if plot is not None or as_json or any(options.values()):
+            raise click.UsageError("--serve takes no other flag: the other side says what is measured")
+        _serve_remote(ctx, serve)
+        return
+    asked = _bench_options(options)
+    if plot is not None:
+        _check_plot_path(plot)
+    # numpy and asyncio are loaded for the bench alone.
+    from kvxferd.bench.runner import run_bench
+    from kvxferd.tooling.output import console, print_json
+
+    try:
+        result = run_bench(asked, lambda what: click.echo(f"kvxferd: {what}", err=True))
+    except KeyboardInterrupt:
+        click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+    # Shown first: what follows may fail, on a full disk for one.
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(result))
+    else:
+        from kvxferd.bench.report import render_report
+
+        console().print(render_report(result))
+    failures = [result.error] if result.error else []
+    if plot is not None:
+        from kvxferd.bench.plot import write_plot
+
+        try:
+            write_plot(result, plot)
+        except OSError as error:
+            failures.append(f"cannot write {plot}: {error.strerror or error}")
+    for failure in failures:
+        click.echo(f"kvxferd: {failure}", err=True)
+    if failures:
+        ctx.exit(EXIT_FAILED)
+
+
+def _serve_remote(ctx: click.Context, bind: str) -> None:
+    from kvxferd.bench.remote_server import serve_benches
+
+    try:
+        serve_benches(bind, lambda what: click.echo(f"kvxferd: {what}", err=True))
+    except KeyboardInterrupt:
+        click.echo("kvxferd: no longer serving; everything that was started is gone", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+
+
+def _bench_options(options: dict[str, Any]) -> BenchOptions:
+    from kvxferd.bench.cases import BlockPattern
+    from kvxferd.bench.runner import BenchOptions
+    from kvxferd.bench.workload import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
+
+    peer = options["peer"]
+    if peer and "#" not in peer:
+        raise click.BadParameter("write HOST:PORT#TOKEN, as --serve printed it", param_hint="--peer")
+    measures = frozenset(options["measures"] or MEASURE_NAMES)
+    if options["quick"]:
+        for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
+            if options[name]:
+                raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
+        transports = options["transports"] or (("any",) if peer else ("cma",))
+        return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures, peer=peer)
+    effort = full_workload(
+        options["shapes"] or SHAPE_NAMES,
+        options["sizes"] or ALL_SIZES,
+        tuple(map(BlockPattern, options["lists"] or LIST_NAMES)),
+        options["in_flight"] or ALL_IN_FLIGHT,
+        options["rounds"] or 7,
+    )
+    if not effort.points:
+        raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
+    transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
+    return BenchOptions(effort, transports, is_quick=False, measures=measures, peer=peer)
+
+
+def _check_plot_path(path: Path) -> None:
+    """Find out before anything is measured that nothing could be drawn."""
+    from importlib.util import find_spec
+
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise click.BadParameter(f"{path.name!r} must end in .png or .svg", param_hint="--plot")
+    if not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {str(path.parent)!r}", param_hint="--plot")
+    if find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'kvxferd[bench]'")

@@ -1,0 +1,107 @@
+"""`kvxferd demo`: its flags and its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvxferd.layout.presets import LAYOUT_NAMES
+
+if TYPE_CHECKING:
+    from kvxferd.demo.shape import DemoShape
+
+EXIT_WRONG_BYTES = 1
+EXIT_INTERRUPTED = 130
+
+_count = click.IntRange(min=1)
+
+
+def _engine_options(role: str, tp: int, pp: int, block_tokens: int, layout: str) -> Callable[[Any], Any]:
+    def with_options(verb: Any) -> Any:
+        for option in (
+            click.option(
+                f"--{role}-layout", type=click.Choice(LAYOUT_NAMES), default=layout, show_default=True
+            ),
+            click.option(f"--{role}-block-tokens", type=_count, default=block_tokens, show_default=True),
+            click.option(f"--{role}-pp", type=_count, default=pp, show_default=True, help="Pipeline stages."),
+            click.option(
+                f"--{role}-tp", type=_count, default=tp, show_default=True, help="Ranks of a stage."
+            ),
+        ):
+            verb = option(verb)
+        return verb
+
+    return with_options
+
+
+@click.command()
+@_engine_options("prefill", tp=4, pp=2, block_tokens=16, layout="HND")
+@_engine_options("decode", tp=2, pp=1, block_tokens=32, layout="NHD")
+@click.option("--layers", type=_count, default=16, show_default=True)
+@click.option("--heads", type=_count, default=8, show_default=True, help="KV heads of the model.")
+@click.option("--head-dim", type=_count, default=128, show_default=True)
+@click.option("--requests", type=_count, default=16, show_default=True)
+@click.option("--tokens", type=_count, default=500, show_default=True, help="Tokens of a request.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+# For tests of the demo: spoil one byte of the first request, to see that the check finds it.
+@click.option("--damage", type=click.Choice(["", "item", "spill"]), default="", hidden=True)
+@click.pass_context
+def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> None:
+    """Move KV cache between two daemons on this machine and check every byte.
+
+    Starts two daemons and two engines of real processes with different layouts, moves requests
+    through NIXL, and exits with 1 if a byte is wrong. Everything it started is gone at its end.
+    """
+    # numpy and asyncio are loaded for the demo alone.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvxferd.demo.report import render_report
+    from kvxferd.demo.runner import run_demo
+    from kvxferd.tooling.output import console, print_json
+
+    shape = _demo_shape(options)
+    shape.check()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("starting daemons and workers", total=shape.requests)
+
+            def on_request(done: int) -> None:
+                progress.update(task, completed=done, description="moving requests")
+                if done == 0 and not progress.console.is_terminal:  # where a bar would not be drawn
+                    click.echo("kvxferd: moving requests", err=True)
+
+            tally = run_demo(shape, on_request, damage)
+    except KeyboardInterrupt:
+        click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+    if as_json:
+        print_json(tally.as_json())
+    else:
+        console().print(render_report(tally))
+    ctx.exit(0 if tally.is_ok else EXIT_WRONG_BYTES)
+
+
+def _demo_shape(options: dict[str, Any]) -> DemoShape:
+    from kvxferd.demo.shape import DemoShape, EngineShape
+
+    def engine(role: str) -> EngineShape:
+        return EngineShape(
+            tp=options[f"{role}_tp"],
+            pp=options[f"{role}_pp"],
+            block_tokens=options[f"{role}_block_tokens"],
+            layout=options[f"{role}_layout"],
+        )
+
+    return DemoShape(
+        prefill=engine("prefill"),
+        decode=engine("decode"),
+        heads=options["heads"],
+        head_dim=options["head_dim"],
+        layers=options["layers"],
+        requests=options["requests"],
+        tokens=options["tokens"],
+    )

@@ -1,0 +1,122 @@
+"""`kvxferd doctor`: its options, and the order of its checks."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+import click
+import msgspec
+
+from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
+from kvxferd.doctor.finding import Check, CheckContext, Finding, fail
+from kvxferd.errors import ConfigError, KvxferdError
+from kvxferd.memory.driver import DRIVER_VARIABLE
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import json_option, print_json
+
+RESPONSE_TIMEOUT_S = 5.0
+# The module of each check in `kvxferd.doctor`, in the order of the report. A check may find several things.
+CHECKS = {
+    "software": "software",
+    "kernel": "kernel",
+    "same_node": "same_node",
+    "tcp": "tcp",
+    "shared_memory": "shared_memory",
+    "memlock": "memlock",
+    "descriptors": "fd_limit",
+    "run_directory": "run_directory",
+    "answering": "daemon_health",
+    "workers": "workers",
+    "gpus": "gpus",
+    "gpu_direct": "gpu_direct",
+    "cards": "network_cards",
+}
+
+
+@click.command()
+@json_option
+@click.option("--gpu", is_flag=True, help="Try every placement of GPU memory, too. Takes a minute.")
+@click.option(
+    "--check",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help=f"Only this check; may be repeated. One of {', '.join(CHECKS)}.",
+)
+@click.option("--driver", hidden=True, help="Another driver of GPUs: what tests have instead of one.")
+@click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
+@click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    envvar=CONFIG_PATH_VARIABLE,
+    help="The daemon's configuration.",
+)
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    as_json: bool,
+    gpu: bool,
+    names: tuple[str, ...],
+    driver: str | None,
+    socket_path: str | None,
+    config_path: Path | None,
+) -> None:
+    """Examine this node: what it can do, why not more, and what to do about it.
+
+    Run it as the daemon's user, where the daemon runs (in its container). Exit status: 0 all that is
+    needed works; 1 something needed does not, or with --gpu a placement does not; 3 with --gpu, there
+    is no GPU.
+    """
+    # numpy and rich are loaded for this verb alone.
+    from kvxferd.doctor import gpus, report
+    from kvxferd.doctor.placements import try_placements
+
+    findings: list[Finding] = []
+    config = load_config_or_finding(config_path, findings)
+    node = CheckContext(
+        config,
+        ControlClient(socket_path or config.control.socket, RESPONSE_TIMEOUT_S),
+        {**os.environ, **config.mover.environment, **({DRIVER_VARIABLE: driver} if driver else {})},
+    )
+    for name, check in select_checks(names):
+        findings += run_check(name, check, node)
+    tried = try_placements(node, run_check("gpus", gpus.check, node)) if gpu else None
+    if as_json:
+        print_json(report.as_json(findings, tried))
+    else:
+        report.print_findings(findings)
+        if tried:
+            report.print_placements(tried)
+        elif tried is not None:
+            click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
+    ctx.exit(report.exit_status(findings, tried))
+
+
+def load_config_or_finding(path: Path | None, findings: list[Finding]) -> Config:
+    try:
+        return load_config(path, os.environ, {})
+    except KvxferdError as error:
+        findings.append(
+            fail("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
+        )
+        return Config()
+
+
+def select_checks(names: tuple[str, ...]) -> list[tuple[str, Check]]:
+    if unknown := sorted(set(names) - set(CHECKS)):
+        raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(CHECKS)}")
+    chosen = [name for name in CHECKS if not names or name in names]
+    return [(name, import_module(f"kvxferd.doctor.{name}").check) for name in chosen]
+
+
+def run_check(name: str, check: Check, node: CheckContext) -> list[Finding]:
+    """A check that fails is a finding, too: the others are wanted all the more."""
+    try:
+        found = list(check(node))
+    except Exception as error:
+        found = [fail(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
+    return [msgspec.structs.replace(finding, name=name) for finding in found]

@@ -1,0 +1,94 @@
+"""`kvxferd explain`: its arguments and its exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvxferd.errors import ConfigError
+from kvxferd.ids import Rank
+from kvxferd.tooling.control_client import ControlClient, with_control_client
+from kvxferd.tooling.output import console, json_option, print_json
+
+if TYPE_CHECKING:
+    from kvxferd.explain.analysis import DecodeRankReads, Explanation
+
+EXIT_REFUSED = 1
+
+
+@click.command()
+@click.argument("prefill")
+@click.argument("decode")
+@click.option("--rank", "rank", metavar="PP,TP", help="Show the byte ranges of this decode rank too.")
+@click.option(
+    "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
+)
+@json_option
+@with_control_client
+@click.pass_context
+def explain(
+    ctx: click.Context,
+    daemon: ControlClient,
+    prefill: str,
+    decode: str,
+    rank: str | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Tell what DECODE would read from PREFILL: which ranks, layers, heads, bytes and runs, or why not.
+
+    Each is PRESET[,key=value...] (keys tp, pp, block_tokens, layout, num_blocks and more), a .json or
+    .toml file, or @ENGINE_ID for an engine that is live in the daemon. No GPU is needed, and a
+    daemon only for @ENGINE_ID. Exits with 1 if the two cannot be read from one another.
+    """
+    # numpy is loaded for this verb alone.
+    from kvxferd.explain.analysis import explain_pair
+    from kvxferd.explain.byte_ranges import byte_ranges
+    from kvxferd.explain.engine_spec_parser import parse_engine
+    from kvxferd.explain.json_report import explanation_json
+    from kvxferd.explain.svg_report import draw_svg
+    from kvxferd.explain.text_report import print_byte_ranges, print_explanation
+
+    asked = _parse_rank(rank)
+    engines = [parse_engine(text, lambda: daemon) for text in (prefill, decode)]
+    explanation = explain_pair(*engines)
+    chosen = _reads_of_rank(explanation, asked)
+    ranges = None if chosen is None else byte_ranges(chosen)
+    if svg is not None:
+        try:
+            svg.write_text(draw_svg(explanation), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
+    if as_json:
+        print_json(explanation_json(explanation, ranges))
+    else:
+        out = console()
+        print_explanation(out, explanation)
+        if chosen is not None and ranges is not None:
+            print_byte_ranges(out, chosen, ranges)
+    ctx.exit(EXIT_REFUSED if explanation.refused else 0)
+
+
+def _parse_rank(text: str | None) -> Rank | None:
+    if text is None:
+        return None
+    try:
+        pp_rank, tp_rank = map(int, text.split(","))
+    except ValueError:
+        raise ConfigError(f"cannot use --rank {text}: write pp_rank,tp_rank, as in 0,3") from None
+    return Rank(pp_rank, tp_rank)
+
+
+def _reads_of_rank(explanation: Explanation, rank: Rank | None) -> DecodeRankReads | None:
+    """Return the reads of the rank asked for; nothing where all is refused."""
+    if rank is None:
+        return None
+    if rank not in explanation.decode.ranks:
+        spec = explanation.decode.spec
+        raise ConfigError(
+            f"cannot use --rank {rank.pp_rank},{rank.tp_rank}: decode's ranks are 0 to {spec.pp_size - 1},"
+            f"0 to {spec.tp_size - 1}"
+        )
+    return next((reads for reads in explanation.ranks if reads.rank == rank), None)

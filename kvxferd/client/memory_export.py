@@ -1,0 +1,181 @@
+"""A rank's memory as what is sent to the daemon: descriptors, and where each region lies in them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvxferd.errors import Code, DeviceError, EngineError
+from kvxferd.frame_socket import close_fds
+from kvxferd.ids import Incarnation, RegionId
+from kvxferd.layout import RankLayout
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.driver import AddressRange
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_REGIONS
+from kvxferd.wire.worker import RegionExport
+
+
+class MemfdMemory(Protocol):
+    """A sealed memfd; `kvxferd.memory.SealedMemory` is the usual one."""
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+
+
+Memory = MemfdMemory | DeviceMemory | ResidentMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One region of the layout, and where it starts in its memory (of a memfd: whole pages)."""
+
+    region: RegionId
+    memory: Memory
+    offset: int = 0
+
+
+Regions = Mapping[RegionId, Memory] | Iterable[Region]
+
+
+class MemoryExport:
+    """A rank's memory, ready to be sent. Owns duplicates of the descriptors until `close`."""
+
+    def __init__(self, regions: tuple[RegionExport, ...], fds: tuple[int, ...]) -> None:
+        self.regions = regions
+        self.fds = fds
+        self.incarnation = Incarnation(secrets.token_hex(8))  # of this mapping of the memory
+
+    @property
+    def placement(self) -> str:
+        """Where the mover must be: a thread of this process, if one region is reached by nobody else."""
+        return "resident" if any(region.kind == "resident" for region in self.regions) else "child"
+
+    def close(self) -> None:
+        """Let go of the memory: nothing here keeps it alive any more. Idempotent."""
+        fds, self.fds = self.fds, ()
+        for fd in fds:
+            os.close(fd)
+
+
+class FdTable:
+    """The descriptors of a rank's memories: memfds first, then a GPU's allocations in order of address.
+
+    So what lies side by side under a region has descriptors in a row, and regions share what they share.
+    """
+
+    def __init__(self, sized: Iterable[tuple[Region, int]]) -> None:
+        """Of regions and their sizes in bytes. Raises EngineError where there are too many."""
+        self._memfds: dict[int, int] = {}  # the engine's descriptor: position
+        found: dict[tuple[str, AddressRange], DeviceMemory] = {}
+        for region, size_bytes in sized:
+            memory = region.memory
+            if isinstance(memory, DeviceMemory):
+                under = memory.allocations_under(region.offset, size_bytes)
+                found.update({(memory.device, stretch): memory for stretch in under})
+            elif not isinstance(memory, ResidentMemory):
+                self._memfds.setdefault(memory.fd, len(self._memfds))
+        self._allocations = sorted(found.items(), key=lambda item: item[0])
+        self._positions = {
+            key: number for number, (key, _) in enumerate(self._allocations, len(self._memfds))
+        }
+        if (count := len(self._memfds) + len(found)) > MAX_DESCRIPTORS_PER_RANK:
+            raise EngineError(
+                f"cannot export {count} memories, at most {MAX_DESCRIPTORS_PER_RANK}: put more regions in "
+                "one, or allocate a GPU's cache from kvxferd.memory.device_pool",
+                Code.REGION_INVALID,
+            )
+
+    def describe(self, region: Region, size_bytes: int) -> RegionExport:
+        """Say where a region lies."""
+        memory = region.memory
+        if isinstance(memory, ResidentMemory):
+            address = memory.address + region.offset
+            return RegionExport(
+                region.region, size_bytes, kind="resident", device=memory.device, address=address
+            )
+        if not isinstance(memory, DeviceMemory):
+            return RegionExport(region.region, size_bytes, self._memfds[memory.fd], region.offset)
+        under = memory.allocations_under(region.offset, size_bytes)
+        return RegionExport(
+            region.region,
+            size_bytes,
+            self._positions[memory.device, under[0]],
+            memory.address + region.offset - under[0].base,
+            kind="vmm",
+            device=memory.device,
+            pieces=tuple(stretch.size_bytes for stretch in under),
+        )
+
+    def open_fds(self) -> tuple[int, ...]:
+        """Return the descriptors, the caller's from here on. Raises EngineError or DeviceError, with none."""
+        own: list[int] = []
+        try:
+            own.extend(os.dup(fd) for fd in self._memfds)
+            own.extend(memory.export(stretch) for (_, stretch), memory in self._allocations)
+        except OSError as error:
+            close_fds(own)
+            raise EngineError(f"cannot export a region's memory: {error}", Code.REGION_INVALID) from error
+        except DeviceError:
+            close_fds(own)
+            raise
+        return tuple(own)
+
+
+def export_memory(layout: RankLayout, regions: Regions) -> MemoryExport:
+    """Return the layout's regions as descriptors to send. Raises EngineError(region-...), DeviceError.
+
+    Regions in the same memory share descriptors.
+    """
+    listed = _by_region_id(regions)
+    _check_names(layout, listed)
+    sized = [(listed[spec.region], spec.size_bytes) for spec in layout.regions]
+    for region, size_bytes in sized:
+        _check_bounds(region, size_bytes)
+    sources = FdTable(sized)
+    return MemoryExport(tuple(sources.describe(*region) for region in sized), sources.open_fds())
+
+
+def _by_region_id(regions: Regions) -> dict[RegionId, Region]:
+    if isinstance(regions, Mapping):
+        return {name: Region(name, memory) for name, memory in regions.items()}
+    listed: dict[RegionId, Region] = {}
+    for region in regions:
+        if region.region in listed:
+            raise EngineError(f"cannot export region {region.region!r} twice", Code.REGION_INVALID)
+        listed[region.region] = region
+    return listed
+
+
+def _check_names(layout: RankLayout, listed: dict[RegionId, Region]) -> None:
+    named = [spec.region for spec in layout.regions]
+    if len(named) > MAX_REGIONS:
+        raise EngineError(f"cannot export {len(named)} regions, at most {MAX_REGIONS}", Code.REGION_INVALID)
+    if missing := sorted(set(named) - listed.keys()):
+        raise EngineError(f"cannot export: no memory given for regions {missing}", Code.REGION_INVALID)
+    if unnamed := sorted(listed.keys() - set(named)):
+        raise EngineError(f"cannot export: the layout has no regions {unnamed}", Code.REGION_INVALID)
+
+
+def _check_bounds(region: Region, size_bytes: int) -> None:
+    is_memfd = not isinstance(region.memory, DeviceMemory | ResidentMemory)
+    if region.offset < 0 or (is_memfd and region.offset % mmap.PAGESIZE):
+        raise EngineError(
+            f"cannot export region {region.region!r} at offset {region.offset}: "
+            f"give a multiple of the page size, {mmap.PAGESIZE}",
+            Code.REGION_INVALID,
+        )
+    if region.offset + size_bytes > region.memory.size_bytes:
+        raise EngineError(
+            f"cannot export region {region.region!r}: bytes {region.offset} to {region.offset + size_bytes} "
+            f"of a memory of {region.memory.size_bytes}",
+            Code.REGION_TOO_SMALL,
+        )

@@ -1,0 +1,320 @@
+"""What the daemon was asked to make of a session, and who may use the session's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+
+import msgspec
+
+from kvxferd.client.membership import RankRole, SessionRole
+from kvxferd.client.memory_export import MemoryExport
+from kvxferd.client.mover_watch import LaunchMover, ResidentMover
+from kvxferd.client.outbox import Outgoing
+from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.ids import BootId
+from kvxferd.wire import worker
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import FdBatch, Refusal
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
+
+
+class MemoryState(Enum):
+    """Whether the daemon may use the rank's memory."""
+
+    SHARED = auto()
+    SUSPENDING = auto()  # suspend was asked
+    SUSPENDED = auto()  # Suspended was told: the engine may have freed it
+
+
+class Registration:
+    """Asks, again after each loss, to be what the engine said it is."""
+
+    def __init__(self) -> None:
+        self.role: SessionRole | None = None
+        self.memory_state = MemoryState.SHARED
+        self.reply_refusal: Refusal | None = None  # the answer to the caller that waits
+        self.caller_waits = False  # a caller waits for the answer
+        self.expects_fence_page = False  # what was asked last is answered with a fence page (version 2)
+        self.was_registered = False  # from then on the client asks by itself after a loss
+        self._request = 0
+        self._registered_epoch = 0  # the epoch in which the daemon last said yes
+        self._mapped_epochs: set[int] = set()  # epochs whose movers may still map the memory
+        self._unwatched_offer = False  # memory was offered, and no mover's pidfd came back
+        self.boot = BootId("")  # of the daemon at the other end
+        self.version = 1  # of the protocol that it speaks
+        self._launch: LaunchMover | None = None
+        self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not asked for yet
+        self._resident_movers: list[ResidentMover] = []  # those that are not quiet yet
+        self._unwatched_movers: list[ResidentMover] = []
+
+    def begin(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
+        """Take what the session is to be; `launch` starts resident movers.
+
+        Raises EngineError: out-of-place if it is something already, region-invalid for memory that
+        needs a resident mover where nothing can start one.
+        """
+        if self.role is not None:
+            raise EngineError(
+                f"cannot register {role}: this connection is {self.role}; connect once for each",
+                Code.OUT_OF_PLACE,
+            )
+        self._launch = launch
+        if isinstance(role, RankRole) and role.exports is not None:
+            self._check_reachable(role.exports)
+            _check_sendable(role, role.exports)
+        self.role, self.reply_refusal, self.caller_waits = role, None, True
+
+    def _check_reachable(self, exports: MemoryExport) -> None:
+        if exports.placement == "resident" and self._launch is None:
+            raise EngineError(
+                "cannot register memory that no other process can map: register it through kvxferd.resident",
+                Code.REGION_INVALID,
+            )
+
+    def give_up(self) -> None:
+        """The first answer did not come in time."""
+        self._close_exports()
+        self.role, self._unwatched_offer = None, False
+
+    @property
+    def should_register(self) -> bool:
+        """Whether to ask a daemon that has just welcomed the session.
+
+        Memory that was offered without an answer may be mapped by a mover that nobody here can
+        watch: only a daemon's `Suspended` proves that it is not, so it is asked once more.
+        """
+        if self.role is None:
+            return False
+        return self.memory_state is MemoryState.SHARED or (
+            self.memory_state is MemoryState.SUSPENDING and self._unwatched_offer
+        )
+
+    def build_request(self, delivery_fd: int) -> Outgoing:
+        """Return `Register` or `Attach`. Only when `wanted`. `notices`: the descriptor of their far end."""
+        self._request += 1
+        self.expects_fence_page = True
+        role = self.role
+        if not isinstance(role, RankRole):
+            assert role is not None
+            return Outgoing(
+                worker.Attach(request=self._request, engine_id=role.engine_id, generation=role.generation)
+            )
+        assert role.exports is not None, "memory that is held is exported"
+        register = _register_message(self._request, role, role.exports)
+        offered = self._fds_to_offer(role.exports)
+        if self.version < worker.FIRST_WITH_LATE_FDS:
+            return Outgoing(register, offered)
+        num_regions = len(role.exports.fds)
+        regions, mover = offered[:num_regions], offered[num_regions:]
+        max_fds = MAX_FDS_PER_FRAME - len(mover) - 1
+        self._unsent_fds, announced = regions[max_fds:], num_regions if num_regions > max_fds else 0
+        register = msgspec.structs.replace(register, num_descriptors=announced, notices=True)
+        return Outgoing(register, (*regions[:max_fds], *mover, delivery_fd))
+
+    def build_fd_batches(self, request: int) -> list[Outgoing]:
+        """Return the descriptors that a registration announced and did not carry."""
+        self._check_request_number(request)
+        unsent, self._unsent_fds = self._unsent_fds, ()
+        if not unsent:
+            return []
+        assert isinstance(self.role, RankRole)
+        assert self.role.exports is not None
+        before = len(self.role.exports.fds) - len(unsent)
+        starts = range(0, len(unsent), MAX_FDS_PER_FRAME)
+        return [
+            Outgoing(FdBatch(first=before + start), unsent[start : start + MAX_FDS_PER_FRAME])
+            for start in starts
+        ]
+
+    def _fds_to_offer(self, exports: MemoryExport) -> tuple[int, ...]:
+        """Return what goes along with the memory's description."""
+        if exports.placement != "resident":
+            # From then on no mover gets the memory before its pidfd is watched here.
+            self._unwatched_offer = self.version < worker.FIRST_WITH_MOVER_OFFERS
+            return exports.fds
+        return (*exports.fds, self._start_mover(exports))
+
+    def _start_mover(self, exports: MemoryExport) -> int:
+        assert self._launch is not None
+        mover = self._launch(self.boot, exports.regions)
+        self._resident_movers = [own for own in self._resident_movers if not own.is_quiesced]
+        self._resident_movers.append(mover)
+        self._unwatched_movers.append(mover)
+        return mover.daemon_end
+
+    def handle_accepted(self, request: int, epoch: int) -> None:
+        """The daemon said yes."""
+        self._check_request_number(request)
+        self.close_daemon_ends()
+        self.was_registered, self.caller_waits, self._registered_epoch = True, False, epoch
+        if isinstance(self.role, RankRole):
+            self._unwatched_offer = False
+            self._mapped_epochs.add(epoch)
+
+    def mark_mapped(self, epoch: int) -> None:
+        """A mover of this connection may have the memory, and is watched."""
+        self._mapped_epochs.add(epoch)
+
+    def handle_refused(self, message: worker.Refused, epoch: int) -> bool:
+        """The daemon said no: nothing is mapped. Returns whether a caller waits to hear it.
+
+        If one does, the member that never was is forgotten, or the memory stays out.
+        """
+        self._check_request_number(message.request)
+        self._unwatched_offer = False
+        self._mapped_epochs.discard(epoch)
+        self.close_and_stop_movers()
+        if not self.caller_waits:
+            return False
+        self.reply_refusal = Refusal(message.code, message.message, message.retry_after_s)
+        self.caller_waits = False
+        if self.was_registered:
+            self.finish_suspend()
+        else:
+            self._close_exports()
+            self.role = None
+        return True
+
+    def is_registered(self, epoch: int) -> bool:
+        """Whether the daemon of this connection has said yes."""
+        return self._registered_epoch == epoch
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether the session has memory, and so a mover."""
+        return isinstance(self.role, RankRole)
+
+    @property
+    def expects_mover_offers(self) -> bool:
+        """Whether the daemon offers movers of its own, and waits until they are watched."""
+        return self.version >= worker.FIRST_WITH_MOVER_OFFERS and self.is_rank and not self.is_resident
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the rank's mover is a thread of this process."""
+        role = self.role
+        return (
+            isinstance(role, RankRole) and role.exports is not None and (role.exports.placement == "resident")
+        )
+
+    # --- movers of this process
+
+    def build_new_mover(self) -> Outgoing | None:
+        """Return `NewMover`, for a daemon that wants one; None where the memory is not to be used."""
+        if not self.is_resident or self.memory_state is not MemoryState.SHARED:
+            return None
+        assert isinstance(self.role, RankRole)
+        assert self.role.exports is not None
+        return Outgoing(worker.NewMover(), (self._start_mover(self.role.exports),))
+
+    def pop_unwatched_movers(self) -> list[ResidentMover]:
+        """Return the movers started since the last call."""
+        unwatched, self._unwatched_movers = self._unwatched_movers, []
+        return unwatched
+
+    def close_daemon_ends(self) -> None:
+        """The daemon has all that was sent, and nothing waits to be."""
+        for mover in self._resident_movers:
+            mover.close_daemon_end()
+
+    def stop_movers(self) -> list[ResidentMover]:
+        """Have the movers of this process end; return those that have not yet."""
+        for mover in self._resident_movers:
+            mover.stop()
+        return [mover for mover in self._resident_movers if not mover.is_quiesced]
+
+    def close_and_stop_movers(self) -> None:
+        """Have the movers of this process end, when nothing waits to be sent any more."""
+        self.close_daemon_ends()
+        self.stop_movers()
+
+    # --- memory
+
+    def begin_suspend(self) -> None:
+        """The engine wants its memory back."""
+        self.memory_state = MemoryState.SUSPENDING
+
+    @property
+    def is_unmapped_elsewhere(self) -> bool:
+        """Whether no process but this one can map the memory."""
+        return not self._mapped_epochs and not self._unwatched_offer and self.resident_movers_quiesced
+
+    @property
+    def resident_movers_quiesced(self) -> bool:
+        """Whether no mover of this process is left."""
+        return all(mover.is_quiesced for mover in self._resident_movers)
+
+    def mark_unmapped(self, epoch: int) -> None:
+        """The movers of that connection are dead, or have let go."""
+        self._mapped_epochs.discard(epoch)
+
+    def finish_suspend(self) -> None:
+        """It is told that the memory may go: keep nothing of it alive."""
+        self.memory_state = MemoryState.SUSPENDED
+        self._close_exports()
+
+    def begin_resume(self, exports: MemoryExport) -> None:
+        """The memory is here again, in a new mapping."""
+        assert isinstance(self.role, RankRole)
+        self._check_reachable(exports)
+        _check_sendable(self.role, exports)
+        self.role = replace(self.role, exports=exports)
+        self.memory_state, self.reply_refusal, self.caller_waits = MemoryState.SHARED, None, True
+
+    def build_resume(self) -> Outgoing:
+        """Return `Resume`, for a daemon that knows the rank already."""
+        assert isinstance(self.role, RankRole)
+        assert self.role.exports is not None
+        self._request += 1
+        self.expects_fence_page = False  # the session has its page
+        exports = self.role.exports
+        resume = worker.Resume(
+            request=self._request,
+            regions=exports.regions,
+            incarnation=exports.incarnation,
+            placement=exports.placement,
+        )
+        return Outgoing(resume, self._fds_to_offer(exports))
+
+    def close(self) -> None:
+        """Keep no memory alive."""
+        self.close_and_stop_movers()
+        self._close_exports()
+
+    def _close_exports(self) -> None:
+        if isinstance(self.role, RankRole) and self.role.exports is not None:
+            exports, self.role = self.role.exports, replace(self.role, exports=None)
+            self._unsent_fds = ()
+            exports.close()
+
+    def _check_request_number(self, request: int) -> None:
+        if request != self._request:
+            raise ProtocolError(
+                f"the daemon answered request {request} where {self._request} was asked", Code.OUT_OF_PLACE
+            )
+
+
+def _register_message(request: int, role: RankRole, exports: MemoryExport) -> worker.Register:
+    return worker.Register(
+        request=request,
+        engine=role.engine,
+        layout=role.layout,
+        regions=exports.regions,
+        incarnation=exports.incarnation,
+        placement=exports.placement,
+    )
+
+
+def _check_sendable(role: RankRole, exports: MemoryExport) -> None:
+    """Raise EngineError(region-invalid) for what no frame carries: here, in the caller's thread."""
+    try:
+        num_bytes = len(encode(_register_message(0, role, exports)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"cannot register {role}: its regions: {error}", Code.REGION_INVALID) from error
+    if num_bytes > MAX_REGISTER_BYTES:
+        raise EngineError(
+            f"cannot register {role}: its layout and regions take {num_bytes} bytes, "
+            f"{MAX_REGISTER_BYTES} go; describe fewer tensors or regions",
+            Code.REGION_INVALID,
+        )

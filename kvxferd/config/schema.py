@@ -1,0 +1,208 @@
+"""The sections of the configuration: one frozen struct for each TOML table."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import msgspec
+
+from kvxferd.config.types import (
+    AdvertisedEndpoint,
+    ByteCount,
+    Count,
+    Directory,
+    Environment,
+    FileMode,
+    HostPort,
+    KeyFile,
+    LogFormat,
+    LogLevel,
+    MoverLibrary,
+    MoverPlacement,
+    Networks,
+    NumericIds,
+    PoolSize,
+    PublicKeys,
+    Seconds,
+    SecondsOrZero,
+    SocketPath,
+    TcpEndpoint,
+    split_endpoint,
+)
+from kvxferd.errors import ConfigError
+
+_WILDCARDS = frozenset({"*", "0.0.0.0", "[::]"})
+ANY_KEY = "any"  # in peer.curve_allowed_keys
+# sockaddr_un holds 108 bytes, the last of them zero.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: a TOML table each."""
+
+
+class NodeConfig(Section, frozen=True):
+    """Where this daemon keeps what it puts into the file system."""
+
+    run_dir: Directory = "/run/kvxferd"
+
+
+class WorkerConfig(Section, frozen=True):
+    """The socket on which engines' processes register."""
+
+    socket: SocketPath = ""
+    mode: FileMode = 0o660
+    allowed_uids: NumericIds = ()  # both lists empty: the file's mode decides
+    allowed_gids: NumericIds = ()
+    ownership_s: Seconds = 600.0  # an engine id stays its user's after its last rank has left
+
+
+class ControlConfig(Section, frozen=True):
+    """The socket on which the operator's commands arrive: HTTP, mode 0660."""
+
+    socket: SocketPath = ""
+
+
+class HttpConfig(Section, frozen=True):
+    """Metrics, health and the status page over TCP; nothing there changes state."""
+
+    bind: HostPort = "127.0.0.1:9440"
+
+
+class PeerConfig(Section, frozen=True):
+    """The socket on which other nodes' daemons ask."""
+
+    bind: TcpEndpoint = "tcp://127.0.0.1:9441"
+    advertise: AdvertisedEndpoint = ""  # "": what was bound
+    handshake_wait_s: Seconds = 10.0  # for an engine whose ranks are still registering
+    request_timeout_s: Seconds = 2.0  # an unanswered question is sent again after this
+    silent_after_s: Seconds = 10.0  # a peer that has not answered for this long is taken for gone
+    curve_secret_key_file: KeyFile = ""  # of `kvxferd keygen`; "": no CURVE
+    curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): whoever speaks CURVE
+    allowed_addresses: Networks = ()  # peers' addresses; empty: any
+
+
+class TransferConfig(Section, frozen=True):
+    """How long a published request's blocks are held."""
+
+    lease_s: Seconds = 30.0  # for a publish that names none
+    max_hold_s: Seconds = 600.0  # a reader may renew its grant for this long in all
+    unknown_wait_s: SecondsOrZero = 1.0  # a reference may outrun its publish by this much
+
+
+class MoverConfig(Section, frozen=True):
+    """The child processes that own a NIXL agent each."""
+
+    pool_size: PoolSize = 2  # kept ready for the next registrations
+    library: MoverLibrary = "auto"
+    placement: MoverPlacement = "auto"  # staged: GPU memory always by copies
+    environment: Environment = {}
+
+
+class DrainConfig(Section, frozen=True):
+    """What a stop waits for."""
+
+    limit_s: SecondsOrZero = 30.0
+
+
+class LimitsConfig(Section, frozen=True):
+    """How much the node takes before it says `busy`, with a time to ask again."""
+
+    max_sessions: Count = 256  # connections on the worker socket
+    max_ranks: Count = 128  # registered here
+    max_transfers_per_engine: Count = 8192  # published and not released
+    max_pulls_per_rank: Count = 1024  # that have not ended
+    max_inflight_bytes: ByteCount = 1 << 40  # of those pulls, all ranks together
+    max_peers: Count = 512  # daemons that this one asks
+    max_waiting_per_peer: Count = 8192  # questions of one peer that wait for something
+    max_waiting: Count = 32_768  # of all peers
+
+
+class LogConfig(Section, frozen=True):
+    """The log, on standard error."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "auto"  # auto: console on a terminal, else JSON
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the operator may set. However it was made, its socket paths are filled in."""
+
+    node: NodeConfig = NodeConfig()
+    worker: WorkerConfig = WorkerConfig()
+    control: ControlConfig = ControlConfig()
+    http: HttpConfig = HttpConfig()
+    peer: PeerConfig = PeerConfig()
+    transfer: TransferConfig = TransferConfig()
+    mover: MoverConfig = MoverConfig()
+    drain: DrainConfig = DrainConfig()
+    limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        """Fill in the paths that follow from `run_dir`. Raises ConfigError where two settings disagree."""
+        for name, section in (("worker", self.worker), ("control", self.control)):
+            if not section.socket:
+                # A directory of its own: pods mount it, and not what is beside it.
+                own = "worker/worker.sock" if name == "worker" else f"{name}.sock"
+                path = str(Path(self.node.run_dir) / own)
+                msgspec.structs.force_setattr(self, name, msgspec.structs.replace(section, socket=path))
+        _check_sockets(self)
+        _check_peer(self.peer)
+        _check_allowlists(self.peer)
+        if self.transfer.max_hold_s < self.transfer.lease_s:
+            raise ConfigError(
+                f"cannot use transfer.max_hold_s = {self.transfer.max_hold_s:g}: it is shorter than a lease; "
+                f"give transfer.lease_s = {self.transfer.lease_s:g} or more"
+            )
+
+
+def _check_sockets(config: Config) -> None:
+    for key, path in (("worker.socket", config.worker.socket), ("control.socket", config.control.socket)):
+        if len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"cannot use {key} = {path!r}: a Unix socket's path has at most "
+                f"{_MAX_SOCKET_PATH_BYTES} bytes; give a shorter node.run_dir"
+            )
+    if config.worker.socket == config.control.socket:
+        raise ConfigError(f"cannot use control.socket = {config.control.socket!r}: worker.socket is the same")
+
+
+def _check_peer(peer: PeerConfig) -> None:
+    if not peer.advertise:
+        if split_endpoint(peer.bind)[0] in _WILDCARDS:
+            raise ConfigError(
+                f"cannot use peer.bind = {peer.bind!r} alone: other nodes cannot connect to a wildcard; "
+                "set peer.advertise to the tcp://host:port at which they reach this node"
+            )
+        return
+    host, port = split_endpoint(peer.advertise)
+    if host in _WILDCARDS or port == 0:
+        raise ConfigError(
+            f"cannot use peer.advertise = {peer.advertise!r}: nobody can connect to that; "
+            "give the host and port at which other nodes reach this one"
+        )
+
+
+def _check_allowlists(peer: PeerConfig) -> None:
+    keys = peer.curve_allowed_keys
+    if peer.curve_secret_key_file and not keys:
+        raise ConfigError(
+            "cannot use peer.curve_secret_key_file alone: nobody would be let in; give the public keys of "
+            'the other daemons in peer.curve_allowed_keys, or ["any"]'
+        )
+    if keys and not peer.curve_secret_key_file:
+        raise ConfigError(
+            "cannot use peer.curve_allowed_keys alone: without a key of its own this daemon does not speak "
+            "CURVE; set peer.curve_secret_key_file to a file that `kvxferd keygen` wrote"
+        )
+    if ANY_KEY in keys and len(keys) > 1:
+        raise ConfigError(f'cannot use peer.curve_allowed_keys: "{ANY_KEY}" stands alone, or keys are listed')
+    for text in peer.allowed_addresses:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot use peer.allowed_addresses: {error}; give networks such as 10.0.0.0/16"
+            ) from error

@@ -1,0 +1,120 @@
+"""What an operator can do to a running node. Each takes its names as JSON, or in the query."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvxferd.control.node_api import NODE_API, error_response, json_response
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import EngineId, PullId, TransferId
+
+RequestBody = TypeVar("RequestBody", bound=msgspec.Struct)
+
+
+class ReloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing to say."""
+
+
+class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`wait`: answer when the drain is over, not at once."""
+
+    wait: bool = False
+
+
+class DropPeerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `kvxferd peers` shows it; its key may be left out."""
+
+    endpoint: str
+
+
+class DisownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine id that no rank here has."""
+
+    engine_id: EngineId
+
+
+class CancelTransferRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer published here. Without `engine_id`: of every engine that has one of that name."""
+
+    transfer_id: TransferId
+    engine_id: EngineId | None = None
+
+
+class CancelPullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pull of a local rank, by the number that `kvxferd transfers` shows."""
+
+    pull: PullId
+
+
+async def reload(request: web.Request) -> web.StreamResponse:
+    """Read the configuration again: allow-lists and the log's level."""
+    await _read_request(request, ReloadRequest)
+    return json_response(request.app[NODE_API].reload())
+
+
+async def drain(request: web.Request) -> web.StreamResponse:
+    """Start to drain. The daemon ends when it is drained; with `wait` it says before what was left."""
+    body = await _read_request(request, DrainRequest)
+    view = request.app[NODE_API]
+    view.drain()
+    if not body.wait:
+        return json_response({"draining": True}, 202)
+    left = await view.wait_drained()
+    drained = not left.transfers and not left.pulls
+    return json_response({"drained": drained, "transfers": left.transfers, "pulls": left.pulls})
+
+
+async def drop_peer(request: web.Request) -> web.StreamResponse:
+    """Forget a peer, what it told and what it was asked."""
+    body = await _read_request(request, DropPeerRequest)
+    if dropped := request.app[NODE_API].drop_peer(body.endpoint):
+        return json_response({"dropped": dropped})
+    text = f"cannot drop peer {body.endpoint}: no such peer is known; `kvxferd peers` lists them"
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def disown(request: web.Request) -> web.StreamResponse:
+    """Forget whose an engine id and its absent ranks were: whoever registers them next has them."""
+    body = await _read_request(request, DisownRequest)
+    if found := request.app[NODE_API].disown(body.engine_id):
+        return json_response({"disowned": body.engine_id, "uid": found.uid, "ranks": found.num_ranks})
+    text = (
+        f"cannot disown engine {body.engine_id}: no user is recorded for that id, who registers it next has "
+        "it, and no rank of it is kept; `kvxferd engines` lists the ids that are recorded"
+    )
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def cancel_transfer(request: web.Request) -> web.StreamResponse:
+    """Release a published transfer: its readers fail, its blocks are the engine's."""
+    body = await _read_request(request, CancelTransferRequest)
+    engines = request.app[NODE_API].cancel_transfer(body.transfer_id, body.engine_id)
+    if engines:
+        return json_response({"cancelled": body.transfer_id, "engines": [str(key) for key in engines]})
+    text = (
+        f"cannot cancel transfer {body.transfer_id}: no live transfer of that name was published here; "
+        "`kvxferd transfers` lists them"
+    )
+    return error_response(404, Code.TRANSFER_UNKNOWN, text)
+
+
+async def cancel_pull(request: web.Request) -> web.StreamResponse:
+    """End a running pull: its engine gets its one terminal event."""
+    body = await _read_request(request, CancelPullRequest)
+    if request.app[NODE_API].cancel_pull(body.pull):
+        return json_response({"cancelled": body.pull})
+    text = f"cannot cancel pull {body.pull}: no pull of that number runs here; `kvxferd transfers` lists them"
+    return error_response(404, Code.NOT_FOUND, text)
+
+
+async def _read_request(request: web.Request, kind: type[RequestBody]) -> RequestBody:
+    """Return what the query or else the body asks. Raises EngineError(bad-request) naming the field."""
+    try:
+        if request.query:
+            return msgspec.convert(dict(request.query), kind, strict=False)
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"cannot {request.method} {request.path}: {error}", Code.BAD_REQUEST) from error

@@ -1,0 +1,235 @@
+"""HTTP of one node: read-only over TCP, everything over `control.sock`.
+
+Both serve the one table of `kvxferd.control.http_routes`. What changes state is for root and the
+daemon's own user, proved by the kernel's word on who connected; TCP has no such word, so it
+never changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from kvxferd.config import Config, split_host_port
+from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
+from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners, RateLimiter
+from kvxferd.control.http_routes import ROUTES, Access, Route
+from kvxferd.control.node_api import METRICS, NODE_API, NodeApi, error_response
+from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
+from kvxferd.errors import Code, ConfigError, KvxferdError
+from kvxferd.telemetry.metrics import Metrics
+
+__all__ = ["HttpServer"]
+
+CONTROL_SOCKET_MODE = 0o660
+# No route takes a body of more than a few names.
+MAX_BODY_BYTES = 16 << 10
+# Answers are small and local: what has not been taken by then is not waited for.
+SHUTDOWN_S = 1.0
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+RATE_LIMITER: web.AppKey[RateLimiter] = web.AppKey("pace", RateLimiter)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpServer:
+    """Serves a node on `control.socket` and, unless it is off, on `http.bind`."""
+
+    def __init__(
+        self, config: Config, view: NodeApi, metrics: Metrics, max_connections: int = MAX_HTTP_CONNECTIONS
+    ) -> None:
+        self._config = config
+        self._max_connections = max_connections
+        self._app = _make_app(view, metrics)
+        self._closing = AsyncExitStack()
+        self._tcp_address: tuple[str, int] | None = None
+
+    @property
+    def tcp_address(self) -> tuple[str, int] | None:
+        """Host and port that TCP really listens on; None while stopped and where it is off."""
+        return self._tcp_address
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where an address cannot be had; then nothing listens."""
+        async with AsyncExitStack() as closing:
+            runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+            await runner.setup()
+            closing.push_async_callback(runner.cleanup)
+            assert runner.server is not None
+            self.listeners = listeners = HttpListeners(runner.server, self._max_connections)
+            closing.push_async_callback(listeners.close)
+            path = Path(self._config.control.socket)
+            listener = _listen_unix(path)
+            # Called before the listeners are closed: nobody finds a socket that nobody answers.
+            closing.callback(path.unlink, missing_ok=True)
+            listeners.listen(listener)
+            if self._config.http.bind:
+                listener = _listen_tcp(self._config.http.bind)
+                host, port = listener.getsockname()[:2]
+                listeners.listen(listener)
+                self._tcp_address = (host, port)
+            self._closing = closing.pop_all()
+
+    async def stop(self) -> None:
+        """Remove the socket file and stop listening. Doing it again does nothing."""
+        self._tcp_address = None
+        await self._closing.aclose()
+
+
+def uid_of(request: web.Request) -> int | None:
+    """Return the user id that connected, by the kernel's word; None where there is no such word."""
+    transport = request.transport
+    connection = None if transport is None else transport.get_extra_info("socket")
+    if connection is None or connection.family != socket.AF_UNIX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _listening_pid(path: Path) -> int | None:
+    """Return the id of the process that listens there; None if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # its backlog is full: somebody listens, the kernel does not say who
+            return 0
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid: int = _PEER_CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
+def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
+    app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app[NODE_API] = view
+    app[RESPONSE_CACHE] = ResponseCache(view)
+    app[RATE_LIMITER] = RateLimiter(time.monotonic)
+    app[METRICS] = metrics
+    for route in ROUTES:
+        handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
+        app.router.add_route(route.method, route.path, handler)
+    return app
+
+
+def _admin_only(route: Route) -> Handler:
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        uid = uid_of(request)
+        if uid is None:
+            return error_response(
+                403, Code.NOT_ALLOWED, f"cannot {route.method} {route.path} over TCP: use control.sock"
+            )
+        if uid not in (0, os.geteuid()):
+            return error_response(
+                403,
+                Code.NOT_ALLOWED,
+                f"cannot {route.method} {route.path} as user {uid}: "
+                f"it is for root and for user {os.geteuid()}, who runs the daemon",
+            )
+        return await route.handler(request)
+
+    return guarded
+
+
+def _cached(route: Route) -> Handler:
+    async def shared(request: web.Request) -> web.StreamResponse:
+        if not route.is_cached or is_operator(request):
+            return await route.handler(request)
+        return await request.app[RESPONSE_CACHE].respond(request, route.handler)
+
+    return shared
+
+
+@web.middleware
+async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let strangers ask at a pace, and nobody pile up answers that are not read."""
+    connection = request.protocol
+    assert isinstance(connection, HttpConnection)
+    connection.request_started()
+    try:
+        if is_operator(request):
+            return await handler(request)
+        if not await request.app[RATE_LIMITER].acquire(connection.source, lambda: request.transport is None):
+            raise ConnectionResetError
+        answer = await handler(request)
+        size = (answer.content_length or 0) if isinstance(answer, web.Response) else 0
+        if connection.listeners.num_unsent_bytes + size > MAX_UNSENT_BYTES:
+            text = f"cannot {request.method} {request.path}: too many answers are not read; try again later"
+            return error_response(503, Code.BUSY, text)
+        return answer
+    finally:
+        connection.request_finished()
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        response = error_response(
+            error.status,
+            error.reason.lower().replace(" ", "-"),
+            f"cannot {request.method} {request.path}: {error.reason.lower()}",
+        )
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except KvxferdError as error:
+        status = 400 if error.code is Code.BAD_REQUEST else 409
+        return error_response(status, error.code, error.message)
+    except Exception:
+        structlog.get_logger().exception("http request failed", method=request.method, path=request.path)
+        return error_response(
+            500,
+            Code.INTERNAL,
+            f"cannot {request.method} {request.path}: an error of the daemon's, see its log",
+        )
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Return a socket bound to the path with the control socket's mode, from the first moment on.
+
+    A socket file that nobody answers is a dead daemon's and is replaced. Raises ConfigError.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
+    try:
+        if path.is_socket():
+            if (holder := _listening_pid(path)) is not None:
+                raise ConfigError(
+                    f"cannot listen on control.socket = {str(path)!r}: process {holder} does",
+                    Code.ALREADY_RUNNING,
+                )
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on control.socket = {str(path)!r}: {error.strerror}") from error
+    except ConfigError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _listen_tcp(bind: str) -> socket.socket:
+    host, port = split_host_port(bind)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on http.bind = {bind!r}: {error.strerror or error}") from error
+    return listener

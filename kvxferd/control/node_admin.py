@@ -1,0 +1,157 @@
+"""The operator's desk: what HTTP sees of the running node, and what it may do to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from kvxferd.config import Config
+from kvxferd.control.curve_keys import exposure_warnings
+from kvxferd.control.node_api import ReloadResult
+from kvxferd.control.placement_warnings import placement_warnings
+from kvxferd.core.events import (
+    DisownRequested,
+    Event,
+    PeerDropRequested,
+    PullCancelRequested,
+    Tick,
+    TransferCancelRequested,
+)
+from kvxferd.core.node import Node
+from kvxferd.core.ownerships import Disownable
+from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.mover.supervisor.pool import MoverPool
+from kvxferd.telemetry.history import History
+from kvxferd.telemetry.logs import operator_log
+
+
+class NodeAdmin:
+    """`kvxferd.control.node_api.NodeApi` of a real node. `feed` hands it an event, on the loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: Node,
+        pool: MoverPool,
+        history: History,
+        on_event: Callable[[Event], None],
+        start_drain: Callable[[], None],
+        reload: Callable[[], ReloadResult],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._pool = pool
+        self._history = history
+        self._on_event = on_event
+        self._start_drain = start_drain
+        self._reload = reload
+        self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
+
+    # --- seeing
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything, at this moment."""
+        self._on_event(Tick())
+        return self._node.snapshot()
+
+    def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
+        """Everything; None before it, where the caller may let others run."""
+        self._on_event(Tick())
+        return self._node.snapshot_steps()
+
+    def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
+        """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
+        newest = self._node.registry.newest(engine_id)
+        engine = self._node.registry.get(newest) if newest else self._node.peers.find_engine(engine_id)
+        return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
+
+    def readiness(self) -> list[str]:
+        """Why the node cannot take registrations and pulls."""
+        reasons = []
+        if self._node.context.draining:
+            reasons.append("draining: nothing new is taken")
+        movers = self._pool.status()
+        if movers.reason:
+            reasons.append(movers.reason)
+        elif not movers.library:
+            reasons.append("the movers' parent is still importing its library")
+        return reasons
+
+    def warnings(self) -> list[str]:
+        """What an operator should mend although the node works."""
+        return [*exposure_warnings(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
+
+    def history(self) -> list[Record]:
+        """What ended last, oldest first."""
+        return self._history.records()
+
+    # --- doing
+
+    def drop_peer(self, endpoint: str) -> list[Endpoint]:
+        """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
+        known = self._node.peers.find(endpoint)
+        for peer in known:
+            operator_log.warning("peer dropped by an operator", endpoint=peer)
+            self._on_event(PeerDropRequested(peer))
+        return known
+
+    def disown(self, engine_id: EngineId) -> Disownable:
+        """Forget whose an engine id and its absent ranks were. Return what that was; false where nothing.
+
+        Raises EngineError(rank-taken) while all that is recorded is registered here.
+        """
+        found = self._node.disownable(engine_id)
+        if not found and self._node.registry.has_local_rank(engine_id):
+            raise EngineError(
+                f"cannot disown engine {engine_id}: ranks of it are registered here, `kvxferd engines` lists "
+                "them; stop the engine, then disown its id",
+                Code.RANK_TAKEN,
+            )
+        if found:
+            operator_log.warning(
+                "engine id disowned by an operator", engine=engine_id, uid=found.uid, ranks=found.num_ranks
+            )
+            self._on_event(DisownRequested(engine_id))
+        return found
+
+    def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
+        """Release a transfer published here. Return the engines whose it was; None: of any engine."""
+        live = [engine for engine, name in self._node.published.table.live if name == transfer_id]
+        matching = [engine for engine in live if engine_id in (None, engine.engine_id)]
+        for engine in matching:
+            operator_log.warning(
+                "transfer cancelled by an operator", transfer=transfer_id, engine=engine.engine_id
+            )
+            self._on_event(TransferCancelRequested(engine, transfer_id))
+        return matching
+
+    def cancel_pull(self, number: PullId) -> bool:
+        """End a pull of a local rank. False: there is none of that number that could be ended."""
+        if not self._node.pulls.can_cancel(number):
+            return False
+        operator_log.warning("pull cancelled by an operator", pull=number)
+        self._on_event(PullCancelRequested(number))
+        return True
+
+    def set_config(self, config: Config) -> None:
+        """Warn of what is open by these settings."""
+        self._config = config
+
+    def reload(self) -> ReloadResult:
+        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        return self._reload()
+
+    def drain(self) -> None:
+        """Take nothing new, and stop when what runs has ended."""
+        self._start_drain()
+
+    def set_drained(self) -> None:
+        """Who waits for the drain is told what it left behind."""
+        self._drain_result.set_result(self.snapshot())
+
+    async def wait_drained(self) -> NodeSnapshot:
+        """Return, once a drain is over, what it left behind."""
+        return await asyncio.shield(self._drain_result)

@@ -1,0 +1,48 @@
+"""What sessions may keep in the daemon: next to nothing before they are admitted, and a share of it after.
+
+A session is admitted when its registration was found right, or its attachment: before, it is somebody who
+knows the socket's path. Everything here is counted by user, as a user may open many sessions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxferd.core.fair_share import FairShare
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME
+
+# Of sessions that are not admitted. A `register` of 150 KiB arrives in one piece, so nearly nothing is ever
+# kept of it; 32 sessions that each stop in the middle of the largest one are 32 MiB.
+MAX_PARTIAL_BYTES = 32 << 20
+# Descriptors that came with frames which are not whole, or are not dealt with: four full frames.
+MAX_PARTIAL_FDS = 4 * MAX_FDS_PER_FRAME
+
+
+@dataclass(slots=True)
+class PartialFrames:
+    """What one session that is not admitted keeps of frames that are not whole."""
+
+    num_bytes: int = 0
+    num_fds: int = 0
+
+
+class SessionAdmission:
+    """The budgets of all sessions of one socket."""
+
+    def __init__(self, max_descriptors: int) -> None:
+        self._bytes = FairShare(MAX_PARTIAL_BYTES)
+        self._fds = FairShare(MAX_PARTIAL_FDS)
+        self.memory_fds = FairShare(max_descriptors)  # of workers' memory: see `descriptor_budget`
+
+    def charge(self, uid: int, usage: PartialFrames, num_bytes: int, num_fds: int) -> None:
+        """Count what a session keeps now. Raises ProtocolError (busy) where that is too much."""
+        self._bytes.add(uid, num_bytes - usage.num_bytes)
+        self._fds.add(uid, num_fds - usage.num_fds)
+        usage.num_bytes, usage.num_fds = num_bytes, num_fds
+        if (num_bytes and not self._bytes.has_room(uid, 0)) or (num_fds and not self._fds.has_room(uid, 0)):
+            raise ProtocolError(
+                "cannot take more of what has arrived: too many registrations of this user have begun and "
+                "are not whole; try again later",
+                Code.BUSY,
+            )

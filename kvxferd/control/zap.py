@@ -1,0 +1,64 @@
+"""Who may connect to the peer socket: libzmq asks by ZAP (RFC 27), this answers.
+
+On the event loop, with no thread of its own: libzmq's I/O thread waits for nobody, it keeps just
+the one connection back until it has its answer, so a handler that shares the loop costs a new
+peer one turn of it. pyzmq's own authenticators bring a thread, or sockets of zmq.asyncio beside
+the ones that this daemon watches itself.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from kvxferd.core.allowlist import PeerAllowlist
+
+log = structlog.get_logger()
+
+ENDPOINT = "inproc://zeromq.zap.01"
+DOMAIN = b"kvxferd"
+# Somebody who tries again and again must not fill the log.
+LOG_INTERVAL_S = 10.0
+MAX_LOGGED_ADDRESSES = 1024  # addresses of whom something was logged lately
+
+
+class ZapAuthenticator:
+    """Answers libzmq's questions about connections to this node."""
+
+    def __init__(self, allowlist: PeerAllowlist) -> None:
+        self.trust = allowlist
+        self._last_logged: dict[str, float] = {}
+
+    def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
+        """Return the reply to one ZAP request with its envelope; None for what is no request."""
+        try:
+            route, empty, version, request, _, address, _, mechanism, *credentials = parts
+        except ValueError:
+            return None
+        if empty or version != b"1.0":
+            return None
+        name = address.decode(errors="replace")
+        problem = self._rejection_reason(name, mechanism, credentials)
+        if problem:
+            self._log_rejection(name, problem, now)
+        # The reason is for the log here alone: who is refused learns only that.
+        status, text = (b"400", b"not allowed") if problem else (b"200", b"")
+        key = credentials[0].hex().encode() if mechanism == b"CURVE" and credentials else b""
+        return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]
+
+    def _rejection_reason(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+        if not self.trust.allows_address(address):
+            return "its address is not in peer.allowed_addresses"
+        if not self.trust.own_key:
+            return ""
+        if mechanism != b"CURVE" or len(credentials) != 1:
+            return "it does not speak CURVE"
+        key = credentials[0].hex()
+        return "" if self.trust.allows_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
+
+    def _log_rejection(self, address: str, problem: str, now: float) -> None:
+        if now - self._last_logged.get(address, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
+            return
+        if len(self._last_logged) >= MAX_LOGGED_ADDRESSES:
+            self._last_logged.clear()
+        self._last_logged[address] = now
+        log.warning("peer turned away", address=address, reason=problem)

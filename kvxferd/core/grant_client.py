@@ -1,0 +1,367 @@
+"""The sink's access to a transfer: the engine learnt, the reads planned, the grant taken and renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.context import NodeContext
+from kvxferd.core.movers import Movers
+from kvxferd.core.peer_requests import CHECK_PEER
+from kvxferd.core.peers import Peers, RemoteEngine
+from kvxferd.core.registry import LocalRank
+from kvxferd.core.remote_engines import RemoteEngineRegistry
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
+from kvxferd.ids import Endpoint, GrantId
+from kvxferd.plan import Plan
+from kvxferd.wire.common import Binding, Refusal, TransferRef
+from kvxferd.wire.endpoint import address_of
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_GRANTS_PER_RENEWAL, MAX_METADATA_BYTES, MAX_NAME_CHARS
+from kvxferd.wire.peer import (
+    Acknowledge,
+    AskGrant,
+    Consumer,
+    Granted,
+    GrantsRenewed,
+    PeerRefused,
+    RenewGrants,
+    ReplyMessage,
+    RequestMessage,
+    ReturnGrant,
+)
+
+# Shorter ones would be renewed all the time; longer ones are no leases.
+MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
+MAX_ADDRESS = (1 << 64) - 1
+MAX_STALE_BINDINGS = 3  # a source whose movers change faster than we can ask is not readable
+
+
+class GrantState(StrEnum):
+    """How far it has come."""
+
+    HANDSHAKING = "handshake"
+    REQUESTING = "grant"
+    HELD = "held"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class HeldGrant:
+    """One local rank's access to one transfer."""
+
+    grant_id: GrantId
+    rank: LocalRank
+    ref: TransferRef
+    wait_s: float
+    started_at: float
+    state: GrantState = GrantState.HANDSHAKING
+    learnt_at: float | None = None  # when the engine was known
+    settled_at: float | None = None  # when the grant was there, or refused
+    remote: RemoteEngine | None = None
+    plan: Plan | None = None
+    granted: Granted | None = None
+    refusal: Refusal | None = None
+    num_stale_bindings: int = 0
+    charged_bytes: int = 0  # of the rank's user, for the source's block ids
+    on_settled: Callable[[], None] | None = None
+
+    def consumer(self) -> Consumer:
+        """Who reads."""
+        spec = self.rank.spec
+        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
+
+
+class GrantClient:
+    """Takes holds, renews their grants, and ends them."""
+
+    def __init__(
+        self, context: NodeContext, peers: Peers, movers: Movers, block_id_memory: BlockIdMemory
+    ) -> None:
+        self._context = context
+        self._peers = peers
+        self._movers = movers
+        self._block_id_memory = block_id_memory
+        self._remote_engines = RemoteEngineRegistry(context)
+        self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
+        peers.pin(self._held.keys)
+
+    def num_grants(self) -> dict[Endpoint, int]:
+        """How many grants are held at each peer."""
+        return {endpoint: len(held) for endpoint, held in self._held.items()}
+
+    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float) -> HeldGrant:
+        """Start taking a hold. `on_settled` is called once, when it is held or refused."""
+        hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
+        self._learn_engine(hold)
+        return hold
+
+    def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
+        """Call `act` once the hold is held or refused; now, if it is."""
+        if hold.state in (GrantState.HELD, GrantState.REFUSED):
+            callback()
+        else:
+            hold.on_settled = callback
+
+    def describe_wait(self, hold: HeldGrant) -> str:
+        """What a hold that is not settled waits for: whose answer, since when, and what to check."""
+        if hold.state not in (GrantState.HANDSHAKING, GrantState.REQUESTING):
+            return f"in {hold.state}"
+        asked = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
+        silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
+        wait_s = self._context.settings.handshake_wait_s
+        text = (
+            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {asked}, and has sent nothing "
+            f"for {silent_s:.1f} s; {CHECK_PEER}"
+        )
+        # A peer answers at once, unless it waits for ranks.
+        return (
+            text
+            if silent_s > wait_s
+            else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
+        )
+
+    def _learn_engine(self, hold: HeldGrant) -> None:
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        self._peers.learn_engine(
+            hold.ref.endpoint,
+            hold.ref.engine,
+            wait_s,
+            lambda got: self._engine_learnt(hold, got),
+            hold.rank.uid,
+        )
+
+    def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
+        if hold.state is not GrantState.HANDSHAKING:
+            return
+        hold.learnt_at = self._context.now
+        if isinstance(outcome, Refusal):
+            self._settle(hold, outcome)
+            return
+        hold.remote = outcome
+        try:
+            hold.plan = self._remote_engines.plan(hold.rank, outcome)
+        except KvxferdError as error:
+            self._settle(hold, Refusal(error.code, error.message))
+            return
+        hold.state = GrantState.REQUESTING
+        self._request_grant(hold, outcome, hold.plan)
+
+    def _request_grant(self, hold: HeldGrant, remote: RemoteEngine, plan: Plan) -> None:
+        def make(request: int) -> RequestMessage:
+            return AskGrant(
+                request=request,
+                grant=hold.grant_id,
+                ref=hold.ref,
+                consumer=hold.consumer(),
+                reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
+                wait_s=wait_s,
+            )
+
+        # No source waits longer than this, whatever a pull's deadline: more is only silence.
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        timeout_s = wait_s + self._context.settings.silent_after_s
+        self._peers.request(
+            hold.ref.endpoint,
+            make,
+            timeout_s,
+            lambda answer: self._handle_grant_reply(hold, answer),
+            hold.rank.uid,
+        )
+
+    def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
+        if hold.state is not GrantState.REQUESTING:
+            if isinstance(reply, Granted):
+                self._send_return(hold)  # nobody wants it any more
+            return
+        if isinstance(reply, Granted):
+            if problem := _grant_error(reply):
+                self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's grant: {problem}"))
+                self._send_return(hold)
+                return
+            self._accept(hold, reply)
+        elif isinstance(reply, PeerRefused):
+            if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
+                hold.num_stale_bindings += 1
+                hold.state = GrantState.HANDSHAKING
+                self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+                self._learn_engine(hold)
+                return
+            self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
+        else:
+            what = type(reply).__name__
+            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))
+
+    def _accept(self, hold: HeldGrant, granted: Granted) -> None:
+        size, uid = request_bytes(granted.blocks) + len(granted.fence_metadata), hold.rank.uid
+        try:
+            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+        except BusyError as error:
+            self._settle(hold, Refusal(error.code, error.message, error.retry_after_s))
+            self._send_return(hold)
+            return
+        self._block_id_memory.add(uid, size)
+        hold.charged_bytes = size
+        hold.granted = granted
+        hold.state = GrantState.HELD
+        held = self._held.setdefault(hold.ref.endpoint, {})
+        held[hold.grant_id] = hold
+        if len(held) == 1:
+            self._schedule_renewal(hold.ref.endpoint, granted.lease_s)
+        try:
+            self.preload(hold)
+        except PeerError as error:
+            self._forget(hold.ref.endpoint, hold.grant_id)
+            self._settle(hold, Refusal(error.code, error.message))
+            self._send_return(hold)
+            return
+        self._settle(hold, None)
+
+    def _settle(self, hold: HeldGrant, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            hold.state = GrantState.REFUSED
+            hold.refusal = refusal
+            hold.remote = None  # a prepared hold may be kept for minutes
+        hold.settled_at = self._context.now
+        callback, hold.on_settled = hold.on_settled, None
+        if callback is not None:
+            callback()
+
+    def preload(self, hold: HeldGrant) -> None:
+        """Give the rank's mover the plan and the agents that the hold's pull will need. Raises PeerError."""
+        if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
+            return
+        assert hold.plan is not None and hold.remote is not None and hold.granted is not None
+        self._movers.load_plan(hold.rank.mover, hold.plan)
+        for rank in hold.plan.sources:
+            binding = hold.remote.ranks[rank].binding
+            self._movers.load_remote(
+                hold.rank.mover,
+                hold.ref.endpoint,
+                binding.agent,
+                binding.metadata,
+                _host_word_address(binding),
+            )
+        granted = hold.granted
+        self._movers.load_remote(
+            hold.rank.mover,
+            hold.ref.endpoint,
+            granted.fence_agent,
+            granted.fence_metadata,
+            granted.fence_address,
+        )
+
+    # --- keeping
+
+    def _schedule_renewal(self, endpoint: Endpoint, lease_s: float) -> None:
+        self._context.after(("renew", endpoint), lease_s / 6, lambda: self._renew(endpoint, lease_s))
+
+    def _renew(self, endpoint: Endpoint, lease_s: float) -> None:
+        held = self._held.get(endpoint)
+        if not held:
+            return
+        oldest = self._context.now - self._context.settings.max_hold_s
+        # Each user's by themselves: one whose questions have no room must not end the grants of another.
+        grants_of: dict[int, list[GrantId]] = {}
+        for grant, hold in held.items():
+            if (hold.settled_at or 0.0) > oldest:
+                grants_of.setdefault(hold.rank.uid, []).append(grant)
+        for uid, grants in grants_of.items():
+            for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
+                some = tuple(grants[first : first + MAX_GRANTS_PER_RENEWAL])
+                self._request_renewal(endpoint, some, lease_s, uid)
+        self._schedule_renewal(endpoint, lease_s)
+
+    def _request_renewal(
+        self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float, uid: int
+    ) -> None:
+        self._peers.request(
+            endpoint,
+            lambda request: RenewGrants(request=request, grants=grants),
+            lease_s,
+            lambda answer: self._handle_renewal_reply(endpoint, answer),
+            uid,
+        )
+
+    def _handle_renewal_reply(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
+        # A grant that ended does not end its pull: the fence word decides that. But it need not
+        # be renewed, and a pull that has not begun will ask anew.
+        if isinstance(reply, GrantsRenewed):
+            for grant in reply.ended:
+                if hold := self._forget(endpoint, grant):
+                    hold.state = GrantState.ENDED
+
+    def forget_engine(self, hold: HeldGrant) -> None:
+        """What the hold was planned on is out of date: the next one asks anew."""
+        self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+
+    def _forget(self, endpoint: Endpoint, grant: GrantId) -> HeldGrant | None:
+        held = self._held.get(endpoint, {})
+        hold = held.pop(grant, None)
+        if not held:
+            self._held.pop(endpoint, None)
+            self._context.timers.cancel(("renew", endpoint))
+        return hold
+
+    # --- ending
+
+    def release(self, hold: HeldGrant) -> None:
+        """End the hold without an acknowledgement. Harmless where it has ended."""
+        state, hold.state = hold.state, GrantState.ENDED
+        hold.on_settled = None
+        self._drop_contents(hold)
+        self._forget(hold.ref.endpoint, hold.grant_id)
+        if state in (GrantState.HELD, GrantState.REQUESTING):
+            self._send_return(hold)
+
+    def _drop_contents(self, hold: HeldGrant) -> None:
+        """Keep the source's block ids no longer, though a last message about the hold may be under way."""
+        self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
+        hold.charged_bytes, hold.granted, hold.remote = 0, None, None
+
+    def _send_return(self, hold: HeldGrant) -> None:
+        self._peers.request(
+            hold.ref.endpoint,
+            lambda request: ReturnGrant(request=request, grant=hold.grant_id),
+            self._context.settings.silent_after_s,
+            lambda answer: None,
+            hold.rank.uid,
+        )
+
+    def acknowledge(self, hold: HeldGrant, on_reply: Callable[[bool], None]) -> None:
+        """End the hold: this rank has the bytes. Repeated until answered, or for a long while."""
+        hold.state = GrantState.ENDED
+        self._drop_contents(hold)
+        self._forget(hold.ref.endpoint, hold.grant_id)
+        self._peers.request(
+            hold.ref.endpoint,
+            lambda request: Acknowledge(
+                request=request, grant=hold.grant_id, ref=hold.ref, consumer=hold.consumer()
+            ),
+            self._context.settings.acknowledge_for_s,
+            lambda answer: on_reply(not isinstance(answer, PeerRefused)),
+            hold.rank.uid,
+        )
+
+
+def _host_word_address(binding: Binding) -> int:
+    """Where a word of the rank's host memory lies; 0 where it has none."""
+    plain = (region for region in binding.regions if region.mem_type == "DRAM" and not region.staged)
+    return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
+
+
+def _grant_error(granted: Granted) -> str:
+    """What is wrong with a grant. A timer or a mover would choke on it."""
+    if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
+        return f"a lease of {granted.lease_s} s"
+    if len(granted.fence_word) != FENCE_WORD_BYTES:
+        return f"a fence word of {len(granted.fence_word)} bytes"
+    if not 0 < granted.fence_address <= MAX_ADDRESS - FENCE_WORD_BYTES:
+        return f"a fence word at address {granted.fence_address}"
+    if not 0 < len(granted.fence_agent) <= MAX_NAME_CHARS:
+        return f"an agent's name of {len(granted.fence_agent)} characters"
+    if len(granted.fence_metadata) > MAX_METADATA_BYTES:
+        return f"{len(granted.fence_metadata)} bytes of metadata"
+    return ""

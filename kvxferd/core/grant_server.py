@@ -1,0 +1,467 @@
+"""Who may read a published transfer: grants asked, waited for, given, renewed, returned, acknowledged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import ReplyToPeer
+from kvxferd.core.fence_pages import FencePages, MappedFencePage
+from kvxferd.core.limits import check_count, check_waiting
+from kvxferd.core.publishing import PublishedTransfers
+from kvxferd.core.registry import LocalEngine, Registry
+from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import AgentName, EngineId, EngineKey, GrantId
+from kvxferd.wire.block_id_parts import split_block_ids
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
+from kvxferd.wire.peer import (
+    AbandonTransfer,
+    Acknowledge,
+    AskGrant,
+    Done,
+    Granted,
+    GrantsRenewed,
+    PeerRefused,
+    RenewGrants,
+    ReturnGrant,
+    refusal_of,
+)
+
+K = TypeVar("K")
+
+# 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 asks that
+# may wait (`limits.max_waiting`) 256 may be long, 64 of one asker: 32 MiB, and 256 MiB of the others at most.
+MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_PER_PEER = (
+    128 << 10,
+    8 << 10,
+    256,
+    64,
+)
+# Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. One key may be
+# that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
+# 1.5 KiB: 6 MiB a transfer, and 1.5 MiB by one asker, where a hostile one had 60,000 grants and 90 MiB.
+MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
+# Engines that say they have read one transfer, or want no more of it. A request is routed to a handful.
+MAX_READERS = 256
+# Asks that one change has looked at in one turn of the loop: 20 us each, 5 ms. What is left follows in turns
+# of its own: all 32,768 took 640 ms, each time that a rank came or went.
+REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
+
+
+@dataclass(slots=True)
+class _PendingGrant:
+    """A grant that is asked for and not answered."""
+
+    grant: GrantId  # among all peers' names
+    peer_id: str  # the peer's key, or its route
+    route: bytes
+    message: AskGrant
+    transfer: TransferKey  # that the question names: five parts ask for it
+    requested_at: float
+    agents: frozenset[AgentName] = frozenset()  # already attending for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """Why an ask cannot be granted now. Refused once it has waited `wait_s`."""
+
+    code: Code
+    message: str
+    wait_s: float = 0.0
+
+
+class GrantServer:
+    """Decides every ask, now or when what it waits for has come."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        published: PublishedTransfers,
+        poll_requests: PollRequests,
+        fence_pages: FencePages,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._published = published
+        self._poll_requests = poll_requests
+        self._fence_pages = fence_pages
+        self._pending: dict[GrantId, _PendingGrant] = {}
+        # A publish concerns the asks for it, a mover that polls those that want it, and no others:
+        # thousands may be waiting for requests that are being computed.
+        self._pending_by_transfer: dict[TransferKey, dict[GrantId, None]] = {}
+        self._pending_by_agent: dict[AgentName, dict[GrantId, None]] = {}
+        self._pending_by_engine: dict[EngineId, dict[GrantId, None]] = {}
+        self._num_pending_of_peer: Counter[str] = Counter()
+        self._large: dict[GrantId, None] = {}  # those that name many agents
+        self._num_large_of_peer: Counter[str] = Counter()
+        self._due: dict[GrantId, None] = {}  # to be looked at in the next turns
+
+    # --- asking
+
+    def acquire(self, route: bytes, message: AskGrant, key: str = "") -> None:
+        """Answer now, or once the transfer is published, ready, and its movers poll."""
+        grant = _scoped_grant_id(message.grant, key)
+        pending = self._pending.get(grant)
+        peer_id = pending.peer_id if pending else key or route.hex()
+        try:
+            is_large = _is_large(message)
+            if is_large and grant not in self._large:
+                self._check_large(peer_id)  # asked again, a short question may have become a long one
+            if pending is None:
+                of_asker = self._num_pending_of_peer[peer_id]
+                check_waiting(of_asker, len(self._pending), self._context.settings.limits)
+        except KvxferdError as error:
+            self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+            return
+        if pending is None:
+            key_of_transfer = (message.ref.engine, message.ref.transfer_id)
+            pending = _PendingGrant(grant, peer_id, route, message, key_of_transfer, self._context.now)
+            self._pending[grant] = pending
+            self._num_pending_of_peer[peer_id] += 1
+        else:
+            self._unindex_message(pending)
+            pending.route, pending.message = route, message  # asked again: the last route is the live one
+            pending.transfer = (message.ref.engine, message.ref.transfer_id)
+        if is_large:
+            self._large[grant] = None
+            self._num_large_of_peer[peer_id] += 1
+        self._pending_by_transfer.setdefault(pending.transfer, {})[grant] = None
+        self._pending_by_engine.setdefault(message.ref.engine_id, {})[grant] = None
+        self._consider(pending)
+
+    def _check_large(self, peer_id: str) -> None:
+        what = "wait for a grant that names so many agents: too many such questions wait"
+        check_count(len(self._large), MAX_LARGE_REQUESTS, what, "not a setting")
+        check_count(
+            self._num_large_of_peer[peer_id], MAX_LARGE_REQUESTS_PER_PEER, what, "of one asker; not a setting"
+        )
+
+    def reconsider(self, engine_id: EngineId) -> None:
+        """Something changed that asks for this engine may have waited for: a rank, a fence page, a mover."""
+        self._reconsider_all(self._pending_by_engine.get(engine_id, {}))
+
+    def reconsider_transfer(self, key: TransferKey) -> None:
+        """The transfer was published, or a rank is ready with it."""
+        self._reconsider_all(self._pending_by_transfer.get(key, {}))
+
+    def reconsider_agent(self, agent: AgentName) -> None:
+        """The agent's mover polls."""
+        self._reconsider_all(self._pending_by_agent.get(agent, {}))
+
+    def _reconsider_all(self, concerned: dict[GrantId, None]) -> None:
+        """Consider the first asks now, and have the others follow."""
+        first = list(islice(concerned, REQUESTS_PER_TURN))
+        if len(concerned) > len(first):
+            self._due.update(concerned)
+        for grant in first:
+            self._due.pop(grant, None)
+            self._consider(self._pending[grant])
+        self._schedule_rest()
+
+    def _schedule_rest(self) -> None:
+        # Never moved: changes that come faster would else put off what is left.
+        if self._due and "asks-due" not in self._context.timers:
+            self._context.after("asks-due", NEXT_TURN_S, self._reconsider_rest)
+
+    def _reconsider_rest(self) -> None:
+        for grant in list(islice(self._due, REQUESTS_PER_TURN)):
+            del self._due[grant]
+            self._consider(self._pending[grant])
+        self._schedule_rest()
+
+    def _consider(self, pending: _PendingGrant) -> None:
+        transfer = self._published.table.live.get(pending.transfer)
+        found = self._obstacle(pending, transfer)
+        if not isinstance(found, _Obstacle):
+            assert transfer is not None
+            self._grant(pending, transfer, found)
+            return
+        left_s = pending.requested_at + found.wait_s - self._context.now
+        if left_s > 0:
+            self._context.after(("ask", pending.grant), left_s, lambda: self._consider(pending))
+            return
+        self._refuse(pending, found.code, found.message)
+
+    def _refuse(self, pending: _PendingGrant, code: Code, message: str) -> None:
+        self._remove(pending)
+        refused = PeerRefused(request=pending.message.request, code=code, message=message)
+        self._context.emit(ReplyToPeer(pending.route, refused))
+
+    def _remove(self, pending: _PendingGrant) -> None:
+        del self._pending[pending.grant]
+        self._due.pop(pending.grant, None)
+        self._num_pending_of_peer[pending.peer_id] -= 1
+        if not self._num_pending_of_peer[pending.peer_id]:
+            del self._num_pending_of_peer[pending.peer_id]
+        self._unindex_message(pending)
+        for agent in pending.agents:
+            self._unindex(self._pending_by_agent, agent, pending.grant)
+        self._context.timers.cancel(("ask", pending.grant))
+        transfer = self._published.table.by_grant.get(pending.grant)
+        kept = transfer.grants[pending.grant].agents if transfer else frozenset()
+        for agent in pending.agents - kept:
+            self._poll_requests.release(agent, pending.grant)
+
+    def _unindex_message(self, pending: _PendingGrant) -> None:
+        if pending.grant in self._large:
+            del self._large[pending.grant]
+            self._num_large_of_peer[pending.peer_id] -= 1
+            if not self._num_large_of_peer[pending.peer_id]:
+                del self._num_large_of_peer[pending.peer_id]
+        self._unindex(self._pending_by_transfer, pending.transfer, pending.grant)
+        self._unindex(self._pending_by_engine, pending.message.ref.engine_id, pending.grant)
+
+    @staticmethod
+    def _unindex(index: dict[K, dict[GrantId, None]], key: K, grant: GrantId) -> None:
+        listed = index[key]
+        del listed[grant]
+        if not listed:
+            del index[key]
+
+    def _obstacle(self, pending: _PendingGrant, transfer: Transfer | None) -> _Obstacle | MappedFencePage:
+        """Why the ask cannot be granted; where its fence page lies if it can."""
+        engine_key, _ = pending.transfer
+        engine = self._registry.get(engine_key)
+        if obstacle := self._engine_obstacle(pending.message, engine, engine_key):
+            return obstacle
+        if transfer is None:
+            return self._missing_transfer_obstacle(pending.message.ref)
+        assert engine is not None
+        return self._transfer_obstacle(pending, transfer, engine)
+
+    def _engine_obstacle(
+        self, message: AskGrant, engine: LocalEngine | None, key: EngineKey
+    ) -> _Obstacle | None:
+        ref = message.ref
+        what = f"cannot grant transfer {ref.transfer_id}"
+        if self._registry.is_superseded(key):
+            newest = self._registry.newest(ref.engine_id)
+            return _Obstacle(
+                Code.GENERATION_STALE,
+                f"{what}: engine {ref.engine} has been replaced by {newest}; route anew",
+            )
+        if engine is None:
+            return _Obstacle(
+                Code.ENGINE_UNKNOWN,
+                f"{what}: no rank of engine {ref.engine} is registered here",
+                self._context.settings.unknown_wait_s,
+            )
+        if lacking := engine.missing():
+            ranks = ", ".join(map(str, lacking))
+            return _Obstacle(
+                Code.ENGINE_INCOMPLETE,
+                f"{what}: ranks {ranks} of engine {ref.engine} are not there",
+                self._wait_limit_s(message),
+            )
+        for rank, agent in message.reads:
+            record = engine.ranks.get(rank)
+            if record is None or record.agent != agent:
+                return _Obstacle(
+                    Code.BINDING_STALE, f"{what}: rank {rank} has another mover; fetch the engine again"
+                )
+        return None
+
+    def _missing_transfer_obstacle(self, ref: TransferRef) -> _Obstacle:
+        what = f"cannot grant transfer {ref.transfer_id}"
+        tombstone = self._published.table.tombstones.get((ref.engine, ref.transfer_id))
+        if tombstone is not None and tombstone.nonce == ref.nonce:
+            return _Obstacle(
+                Code.RELEASED, f"{what}: it was released ({tombstone.why}); its blocks may hold others"
+            )
+        return _Obstacle(
+            Code.TRANSFER_UNKNOWN,
+            f"{what}: engine {ref.engine} has published none of that id",
+            self._context.settings.unknown_wait_s,
+        )
+
+    def _transfer_obstacle(
+        self, pending: _PendingGrant, transfer: Transfer, engine: LocalEngine
+    ) -> _Obstacle | MappedFencePage:
+        message = pending.message
+        what = f"cannot grant transfer {transfer.transfer_id}"
+        if transfer.nonce != message.ref.nonce:
+            return _Obstacle(Code.NONCE_WRONG, f"{what}: the reference's nonce is not the transfer's")
+        if self._published.table.by_grant.get(pending.grant, transfer) is not transfer:
+            return _Obstacle(
+                Code.OUT_OF_PLACE,
+                f"{what}: grant {message.grant[:80]} is on another transfer; choose a new name",
+            )
+        if pending.grant not in transfer.grants and (
+            len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
+            or transfer.num_grants_of_peer[pending.peer_id] >= MAX_GRANTS_PER_PEER
+        ):
+            return _Obstacle(
+                Code.BUSY,
+                f"{what}: it has {len(transfer.grants)} grants; {MAX_GRANTS_PER_TRANSFER} are the limit, and "
+                f"{MAX_GRANTS_PER_PEER} of one asker",
+            )
+        if engine.find_remapped(transfer.incarnations) is not None:
+            self._published.release(transfer, Code.RANK_LOST)
+            return _Obstacle(
+                Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
+            )
+        if not self._published.is_ready(transfer, engine):
+            unready = ", ".join(str(r) for r in engine.spec.ranks() if r not in transfer.ready)
+            return _Obstacle(
+                Code.TRANSFER_NOT_READY,
+                f"{what}: ranks {unready} have not said ready",
+                self._wait_limit_s(message),
+            )
+        place = self._fence_pages.get(transfer.session)
+        if place is None:
+            return _Obstacle(
+                Code.MOVER_LOST, f"{what}: no mover serves its fence page yet", self._wait_limit_s(message)
+            )
+        agents = frozenset([place.agent, *(agent for _, agent in message.reads)])
+        for agent in agents - pending.agents:
+            self._poll_requests.acquire(agent, pending.grant)
+            self._pending_by_agent.setdefault(agent, {})[pending.grant] = None
+        for agent in pending.agents - agents:
+            self._poll_requests.release(agent, pending.grant)
+            self._unindex(self._pending_by_agent, agent, pending.grant)
+        pending.agents = agents
+        if not all(map(self._poll_requests.is_polling, agents)):
+            return _Obstacle(
+                Code.MOVER_LOST, f"{what}: its movers do not answer", self._wait_limit_s(message)
+            )
+        return place
+
+    def _wait_limit_s(self, message: AskGrant) -> float:
+        return min(message.wait_s, self._context.settings.handshake_wait_s)
+
+    def _grant(self, pending: _PendingGrant, transfer: Transfer, place: MappedFencePage) -> None:
+        message, now = pending.message, self._context.now
+        settings, known = self._context.settings, transfer.grants.get(pending.grant)
+        granted_at = known.granted_at if known else now
+        for agent in known.agents - pending.agents if known else ():
+            self._poll_requests.release(agent, pending.grant)
+        grant = Grant(
+            grant_id=pending.grant,
+            peer_id=known.peer_id if known else pending.peer_id,
+            consumer=message.consumer,
+            agents=pending.agents,
+            granted_at=granted_at,
+            # Asking again is renewing, and has the same end.
+            expires_at=max(
+                known.expires_at if known else 0.0,
+                min(now, granted_at + settings.max_hold_s) + settings.lease_s,
+            ),
+        )
+        self._published.table.add_grant(transfer, grant)
+        self._remove(pending)
+        stream = message.request
+        parts, blocks = split_block_ids(transfer.blocks, stream)
+        for part in parts:
+            self._context.emit(ReplyToPeer(pending.route, part))
+        granted = Granted(
+            request=message.request,
+            grant=message.grant,
+            blocks=blocks,
+            num_tokens=transfer.num_tokens,
+            lease_s=self._context.settings.lease_s,
+            fence_agent=place.agent,
+            fence_address=place.address + transfer.fence_slot * FENCE_WORD_BYTES,
+            fence_word=transfer.fence_word,
+            fence_metadata=place.metadata,
+            stream=stream if parts else 0,
+        )
+        self._context.emit(ReplyToPeer(pending.route, granted))
+
+    # --- holding and letting go
+
+    def renew(self, route: bytes, message: RenewGrants, key: str = "") -> None:
+        """Extend the grants that live; name those that have ended."""
+        ended = []
+        settings, now = self._context.settings, self._context.now
+        for grant_id in message.grants:
+            name = _scoped_grant_id(grant_id, key)
+            transfer = self._published.table.by_grant.get(name)
+            if transfer is None:
+                ended.append(grant_id)
+                continue
+            grant = transfer.grants[name]
+            grant.expires_at = min(now + settings.lease_s, grant.granted_at + settings.max_hold_s)
+        self._context.emit(ReplyToPeer(route, GrantsRenewed(request=message.request, ended=tuple(ended))))
+
+    def release(self, route: bytes, message: ReturnGrant, key: str = "") -> None:
+        """A pull that failed needs its grant no more."""
+        grant = _scoped_grant_id(message.grant, key)
+        if waiting := self._pending.get(grant):
+            self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
+        self._published.end_grant(grant)
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+
+    def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
+        """A consumer rank holds the bytes; with the last one the transfer is complete."""
+        peer_id = key or route.hex()
+        transfer = self._find_transfer(message.ref)
+        if transfer is not None and self._keep_reader(peer_id, message, transfer):
+            grant = _scoped_grant_id(message.grant, key)
+            if self._published.table.by_grant.get(grant) is transfer:
+                self._published.end_grant(grant)
+            transfer.reader(message.consumer).acknowledged.add(message.consumer.rank)
+            if transfer.is_read_by_all:
+                self._published.release(transfer, Code.COMPLETED)
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+
+    def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
+        """A consumer engine wants nothing more of the transfer."""
+        peer_id = key or route.hex()
+        transfer = self._find_transfer(message.ref)
+        if transfer is not None and self._keep_reader(peer_id, message, transfer):
+            transfer.reader(message.consumer).abandoned = True
+            if transfer.is_read_by_all:
+                self._published.release(transfer, Code.ABANDONED)
+        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+
+    def _keep_reader(self, peer_id: str, message: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
+        """Whether the consumer may be kept beside the transfer. A made-up one is answered, and not kept."""
+        consumer, acknowledges = message.consumer, isinstance(message, Acknowledge)
+        known = transfer.readers.get(EngineKey(consumer.engine_id, consumer.generation))
+        if known is not None:
+            fits = consumer.rank in known.acknowledged or len(known.acknowledged) < MAX_RANKS
+        else:
+            names = (consumer.engine_id, consumer.generation)
+            fits = len(transfer.readers) < MAX_READERS and max(map(len, names)) <= MAX_NAME_CHARS
+        return fits and self._published.table.charge_reader(transfer, peer_id, consumer, acknowledges)
+
+    def _find_transfer(self, ref: TransferRef) -> Transfer | None:
+        """The live transfer that the reference's holder may speak of."""
+        transfer = self._published.table.live.get((ref.engine, ref.transfer_id))
+        return transfer if transfer is not None and transfer.nonce == ref.nonce else None
+
+
+def _scoped_grant_id(grant: GrantId, key: str) -> GrantId:
+    """The grant's name among all peers': an asker chooses it, and with CURVE can name none but its own."""
+    return GrantId(f"{key}/{grant}") if key else grant
+
+
+def _is_large(message: AskGrant) -> bool:
+    """Whether it names many agents. Raises EngineError where its names are too long.
+
+    An ask may wait for seconds among thousands: what it names is kept as long.
+    """
+    ref, consumer = message.ref, message.consumer
+    agents = [agent for _, agent in message.reads]
+    names = [message.grant, ref.engine_id, ref.generation, ref.transfer_id, ref.nonce]
+    names += [consumer.engine_id, consumer.generation, *agents]
+    longest = max(map(len, names))
+    if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
+        raise EngineError(
+            f"cannot grant: a name of {longest} characters in the question; {MAX_NAME_CHARS} is the limit",
+            Code.BAD_FRAME,
+        )
+    if sum(map(len, names)) > MAX_REQUEST_CHARS:
+        raise EngineError(
+            f"cannot grant: the question names {len(message.reads)} agents in more than {MAX_REQUEST_CHARS} "
+            "characters",
+            Code.BAD_FRAME,
+        )
+    return sum(map(len, agents)) > LARGE_REQUEST_CHARS

@@ -1,0 +1,561 @@
+"""Local ranks: from a worker's registration to a bound mover, and back."""
+
+from __future__ import annotations
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import (
+    BindMover,
+    CloseWorkerConnection,
+    CommitRegionFds,
+    CreateFencePage,
+    RequestMover,
+    SendToWorker,
+)
+from kvxferd.core.fence_pages import FencePages
+from kvxferd.core.manifest_checks import check_names, check_spec
+from kvxferd.core.member import Member
+from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.placements import Placements
+from kvxferd.core.publishing import PublishedTransfers
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.rank_holders import holder_of_user
+from kvxferd.core.rank_reports import RankReports
+from kvxferd.core.registration_checks import RegistrationChecks, check_exports, check_is_new, check_problem
+from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.session import Session
+from kvxferd.core.ucx_log import TransportsUsed
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
+from kvxferd.layout.validate import validate_layout
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.mover import Bind, Bound, ProbeResult
+from kvxferd.wire.worker import (
+    FIRST_WITH_FENCE_PAGES,
+    FIRST_WITH_LATE_FDS,
+    FIRST_WITH_MOVER_OFFERS,
+    Attach,
+    Farewell,
+    FdsWanted,
+    MoverAcknowledged,
+    MoverChanged,
+    MoverOffered,
+    MoverWanted,
+    Refused,
+    Register,
+    Registered,
+    Resume,
+    Suspended,
+)
+
+# The client's thread answers within milliseconds, unless something holds the interpreter's lock: the capture
+# of a CUDA graph has taken seconds. A worker that is stopped for longer loses a mover, then its session.
+OFFER_TIMEOUT_S = 10.0
+MAX_UNACKNOWLEDGED = 3
+OFFER_RETRY_S = 0.5  # where the daemon has no descriptor left for the pidfd
+REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
+
+
+class LocalRanks:
+    """Claims ranks, binds movers to them, and takes both back. `Node` tells it what happened."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        movers: Movers,
+        fence_pages: FencePages,
+        member: Member,
+        published: PublishedTransfers,
+        pulls: Pulls,
+        reports: RankReports,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._movers = movers
+        self._fence_pages = fence_pages
+        self._member = member
+        self._published = published
+        self._pulls = pulls
+        self._reports = reports
+        self._placements = Placements(context)
+        self._checks = RegistrationChecks(context, registry)
+
+    # --- a worker asks
+
+    def register(
+        self, session: Session, message: Register, problem: Refusal | None, awaits_fds: bool = False
+    ) -> None:
+        """Claim the rank and find a mover for it, or refuse; the session lives either way.
+
+        Where descriptors are to come behind, the worker is told to send them when all else is right.
+        """
+        try:
+            if session.rank is not None:
+                self._register_again(session, session.rank, message)
+                return
+            check_problem(problem)
+            self._checks.check_session(session)
+            self._checks.check_room(session)
+            spec = check_spec(message.engine, message.incarnation)
+            if not self._registry.is_home(spec):
+                self._context.allowlist.check(spec.home)
+            validate_layout(spec, message.layout)
+            check_exports(message.layout, message.regions)
+            self._checks.check_owner(session, spec.engine_id)
+            self._checks.check_start(session, spec.key)
+            if session.version >= FIRST_WITH_LATE_FDS:
+                session.has_delivery_socket = message.notices
+            rank = LocalRank(
+                session.session_id,
+                spec,
+                message.layout,
+                message.regions,
+                message.incarnation,
+                message.request,
+                uid=session.uid,
+                pid=session.pid,
+                resident=message.placement == "resident",
+                has_delivery_socket=session.has_delivery_socket,
+                version=session.version,
+            )
+            self._registry.check_holder(spec)
+            self._registry.check_claim(rank)
+            self._checks.check_rate(session, "register")
+            self._registry.claim(rank)
+        except KvxferdError as error:
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+            return
+        session.rank = rank
+        self._published.rank_mapped(rank)
+        self._reports.add(session, spec.key)
+        rank.sends_fence_page = self._create_fence_page(session)
+        if awaits_fds:
+            rank.awaits_fds = True
+            self._context.emit(SendToWorker(session.session_id, FdsWanted(request=message.request)))
+            return
+        self._map(session, rank)
+
+    def fds_arrived(self, session: Session, problem: Refusal | None) -> None:
+        """The rest of what a registration announced."""
+        rank = session.rank
+        if rank is None or not rank.awaits_fds or rank.state is not RankState.MAPPING:
+            return
+        rank.awaits_fds = False
+        if problem is not None:
+            self._refuse_or_close(session, problem)
+        else:
+            self._map(session, rank)
+
+    def _map(self, session: Session, rank: LocalRank) -> None:
+        self._context.emit(CommitRegionFds(rank.session))
+        self._request_mover(session, rank)
+
+    def _request_mover(self, session: Session, rank: LocalRank) -> None:
+        """Ask for a mover, unless one is on its way to the session: each is a process.
+
+        A rank that slept and woke again and again had hundreds started, and nobody else's came.
+        """
+        if rank.resident:
+            self._context.emit(RequestMover(session.session_id, rank.resident))
+        elif not session.awaits_mover:
+            session.awaits_mover = True
+            self._context.emit(RequestMover(session.session_id))
+
+    def _create_fence_page(self, session: Session) -> bool:
+        """Have the page made that the answer carries; a client of version 1 has brought its own."""
+        if session.version < FIRST_WITH_FENCE_PAGES:
+            return False
+        self._context.emit(CreateFencePage(session.session_id))
+        return True
+
+    def _register_again(self, session: Session, rank: LocalRank, message: Register) -> None:
+        if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
+                "open another for another rank",
+                Code.RANK_INVALID,
+            )
+        if message.incarnation != rank.incarnation:
+            # Whoever says that the memory has another mapping says that the old one is void.
+            self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
+            raise EngineError(
+                f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
+                "its transfers are void; suspend and resume, or close and connect anew",
+                Code.INCARNATION_CHANGED,
+            )
+        if rank.registered_sent:
+            # Not `registered` again: it brings a descriptor, and all are kept for a worker that reads none.
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
+                "already, and stays it; nothing has changed",
+                Code.OUT_OF_PLACE,
+            )
+        rank.request = message.request  # the answer is on its way, and is this one's
+
+    def attach(self, session: Session, message: Attach) -> None:
+        """Let the session publish for an engine."""
+        if session.engine is not None:
+            text = f"cannot attach: this connection is of engine {session.engine} already; open another"
+            self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
+            return
+        try:
+            check_names("attach", message.engine_id, message.generation)
+            self._checks.check_owner(session, message.engine_id)
+            self._checks.check_publisher(session, message.engine_id)
+        except EngineError as error:
+            self._refuse(session, message.request, error.code, error.message)
+            return
+        session.attached = EngineKey(message.engine_id, message.generation)
+        sends_fence_page = self._create_fence_page(session)
+        self._assign_fence_page(session.attached, session)
+        self._reports.add(session, session.attached)
+        registered = Registered(request=message.request, endpoint=self._context.endpoint)
+        self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=sends_fence_page))
+
+    def _refuse(
+        self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
+        self._context.emit(SendToWorker(session.session_id, refused))
+
+    # --- the mover comes
+
+    def mover_assigned(self, session: Session | None, mover: Mover, library: str) -> None:
+        """Bind the mover to the rank that asked for it, if that still wants one."""
+        self._movers.add(mover)
+        if session is not None and not mover.resident:
+            session.awaits_mover = False
+        rank = session.rank if session is not None else None
+        if session is None or rank is None or not self._needs(rank, mover):
+            self._movers.kill(mover.mover_id)
+            return
+        rank.mover, rank.agent, rank.library = mover.mover_id, mover.agent, library
+        mover.engine = rank.spec.key
+        self._placements.reset(rank)
+        if mover.resident or session.version < FIRST_WITH_MOVER_OFFERS:
+            self._bind(session, mover.mover_id, rank)
+            return
+        session.num_offers += 1
+        rank.offer_number = session.num_offers
+        self._offer(session, mover.mover_id, rank)
+
+    @staticmethod
+    def _needs(rank: LocalRank, mover: Mover) -> bool:
+        """Whether it is there to be mapped: one that was asked for before it slept may come for it."""
+        is_there = rank.state is RankState.MAPPING and not rank.awaits_fds
+        return is_there and rank.mover is None and rank.resident is mover.resident
+
+    def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+        """Have the worker watch the mover. Before it does, the mover gets no memory and no pull.
+
+        Otherwise the worker could lose this daemon without ever hearing of the mover, find every
+        mover that it knows dead, and take its memory for quiet while this one writes.
+        """
+        offered = MoverOffered(number=rank.offer_number)
+        self._context.emit(SendToWorker(session.session_id, offered, pidfd_of=mover))
+        self._context.after(
+            ("offer", session.session_id), OFFER_TIMEOUT_S, lambda: self._offer_timed_out(session, rank)
+        )
+
+    def mover_acknowledged(self, session: Session, message: MoverAcknowledged) -> None:
+        """The worker watches the mover. Late ones and second ones say nothing new.
+
+        Raises ProtocolError for a number that was never offered.
+        """
+        if not 0 < message.number <= session.num_offers:
+            raise ProtocolError(
+                f"mover {message.number} was never offered to this session", Code.OUT_OF_PLACE
+            )
+        rank = session.rank
+        if rank is None or rank.offer_number != message.number or rank.mover is None:
+            return
+        self._end_offer(rank)
+        rank.num_unacknowledged = 0
+        if rank.state is RankState.MAPPING:
+            self._bind(session, rank.mover, rank)
+
+    def _end_offer(self, rank: LocalRank) -> None:
+        rank.offer_number = 0
+        self._context.timers.cancel(("offer", rank.session))
+
+    def _offer_timed_out(self, session: Session, rank: LocalRank) -> None:
+        assert rank.mover is not None
+        rank.num_unacknowledged += 1
+        if rank.num_unacknowledged < MAX_UNACKNOWLEDGED:
+            self._movers.kill(rank.mover)
+            return
+        text = (
+            f"cannot bind a mover: {rank.num_unacknowledged} were offered, and none was acknowledged within "
+            f"{OFFER_TIMEOUT_S:g} s; let the client's thread run, and connect again"
+        )
+        self._close(session, Farewell(code=Code.DEADLINE, message=text))
+
+    def _close(self, session: Session, farewell: Farewell) -> None:
+        self._context.emit(SendToWorker(session.session_id, farewell))
+        self._context.emit(CloseWorkerConnection(session.session_id))
+
+    def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
+        """The worker has not been told of its mover: it is told again, or gets another."""
+        rank = session.rank
+        if rank is None or rank.mover != mover:
+            return
+        if rank.offer_number:
+            again = ("offer", session.session_id)
+            self._context.after(again, OFFER_RETRY_S, lambda: self._offer(session, mover, rank))
+            return
+        # Of version 1: the mover has the memory already, and the worker judges by the movers that it knows.
+        self._movers.kill(mover)
+        text = "cannot send a mover's pidfd: this daemon has no descriptor left; connect again"
+        self._close(session, Farewell(code=Code.BUSY, message=text))
+
+    def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+        bind = Bind(regions=rank.exports, notices=session.has_delivery_socket)
+        self._context.emit(BindMover(mover, rank.session, bind))
+
+    def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
+        """No mover can be had: the registration is refused, or the rank given up."""
+        session.awaits_mover = False
+        if session.rank is not None and session.rank.state is RankState.MAPPING:
+            self._refuse_or_close(session, refusal)
+
+    def is_binding(self, session: Session, mover: MoverId) -> bool:
+        """Whether the session's rank waits for what this mover says of its `Bind`."""
+        rank = session.rank
+        if rank is None or rank.mover != mover or rank.offer_number:
+            return False
+        return rank.state is RankState.MAPPING
+
+    def bound(self, session: Session, message: Bound) -> None:
+        """The rank's memory is mapped and registered with NIXL."""
+        rank = session.rank
+        assert rank is not None
+        mapped = {address.region: address.size_bytes for address in message.regions}
+        if mapped != {region.region: region.size_bytes for region in rank.layout.regions}:
+            self._refuse_or_close(
+                session, Refusal(Code.INTERNAL, "cannot use the mover: it mapped other regions")
+            )
+            return
+        rank.addresses, rank.metadata = message.regions, message.metadata
+        self._placements.record_placement(rank, message.placement)
+        if self._registry.is_home(rank.spec):
+            self._make_ready(session, rank)
+            return
+        rank.state = RankState.JOINING
+        self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
+
+    def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
+        """What the mover had bound has been read, and compared."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.record_placement(rank, message.placement)
+
+    def transports_seen(self, session: Session | None, mover: MoverId, lanes: TransportsUsed) -> None:
+        """The mover has connected in a new way."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.record_transports(rank, lanes)
+
+    def _joined(self, session: Session, rank: LocalRank, refusal: Refusal | None) -> None:
+        if rank.state is not RankState.JOINING:
+            return
+        if refusal is None:
+            self._make_ready(session, rank)
+            return
+        code = Code.HOME_UNREACHABLE if refusal.code is Code.PEER_UNREACHABLE else refusal.code
+        self._refuse_or_close(session, Refusal(code, refusal.message, refusal.retry_after_s))
+
+    def _make_ready(self, session: Session, rank: LocalRank) -> None:
+        rank.state = RankState.READY
+        self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
+        if self._registry.is_home(rank.spec):
+            # Its user holds the engine: what is kept of other starts is over.
+            self._registry.ownerships.rank_holders.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
+            self._registry.ownerships.rank_holders.set_holder(
+                rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
+            )
+        self._send_registered(session, rank)
+        self._assign_fence_page(rank.spec.key, session)
+        self._pulls.post_waiting(rank)
+
+    def _send_registered(self, session: Session, rank: LocalRank) -> None:
+        # From version 2 on the worker has it already, and of a resident mover it knows by itself.
+        watched = None if rank.resident or session.version >= FIRST_WITH_MOVER_OFFERS else rank.mover
+        if rank.registered_sent:
+            self._context.emit(SendToWorker(rank.session, MoverChanged(), pidfd_of=watched))
+            return
+        rank.registered_sent = True
+        home = rank.spec.home or self._context.endpoint
+        registered = Registered(request=rank.request, endpoint=home)
+        effect = SendToWorker(
+            rank.session, registered, pidfd_of=watched, with_fence_page=rank.sends_fence_page
+        )
+        self._context.emit(effect)
+
+    def _assign_fence_page(self, engine: EngineKey, session: Session) -> None:
+        """Have the session's page registered by a mover of its own user's rank, where there is one.
+
+        Not by another user's, root's included: a resident mover is that user's process, and a page of a
+        client's own making is that client's to spoil.
+        """
+        known = self._registry.get(engine)
+        for record in known.ranks.values() if known is not None else ():
+            if (
+                isinstance(record, LocalRank)
+                and record.uid == session.uid
+                and record.is_readable
+                and record.mover is not None
+            ):
+                self._fence_pages.share(session.session_id, record.mover)
+                return
+
+    def reassign_fence_pages(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
+        """The engine's publishers whose fence page no mover serves get one, where their engine has one."""
+        for session in sessions.values():
+            engine = session.engine
+            if (
+                engine is None
+                or engine.engine_id != engine_id
+                or self._fence_pages.is_served(session.session_id)
+            ):
+                continue
+            self._assign_fence_page(engine, session)
+
+    def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
+        """The rank cannot be bound. Who waits for an answer is refused; a rank that had one is closed."""
+        rank = session.rank
+        if rank is None:
+            return
+        if rank.registered_sent:
+            self._close(session, Farewell(code=refusal.code, message=refusal.message))
+            return
+        self._refuse(session, rank.request, refusal.code, refusal.message, refusal.retry_after_s)
+        self._remove(session, rank)
+
+    def bind_refused(self, session: Session, refusal: Refusal) -> None:
+        """The mover cannot map or register the rank's memory.
+
+        Beside a retired mover that may be for want of room: a GPU's memory need not hold a second
+        context. Then the retired one ends at once, and its pulls are read again by the next.
+        """
+        rank = session.rank
+        if rank is not None and rank.mover is not None and self._movers.kill_retired(session.session_id):
+            self._movers.kill(rank.mover)
+            return
+        self._refuse_or_close(session, refusal)
+
+    # --- the mover goes
+
+    def mover_left(self, session: Session | None, mover: Mover) -> None:
+        """Another mover is found for a rank that still wants one."""
+        rank = session.rank if session is not None else None
+        if session is None or rank is None or rank.mover != mover.mover_id:
+            return
+        # From a retired mover readers go on to read: the home hears of the next, unless this one dies first.
+        if not mover.retired and not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        rank.mover, rank.agent = None, None
+        self._end_offer(rank)
+        if rank.state is RankState.SUSPENDING:
+            return
+        rank.state = RankState.MAPPING
+        delay_s = 0.0 if mover.retired else REBIND_AFTER_S
+        self._context.after(("rebind", session.session_id), delay_s, lambda: self._rebind(session, rank))
+
+    def _rebind(self, session: Session, rank: LocalRank) -> None:
+        """Find another mover, as often as the rank's user may have one started."""
+        wait_s = self._checks.start_mover_wait_s(rank.uid)
+        if wait_s > 0:
+            again_s = max(wait_s, REBIND_AFTER_S)
+            self._context.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
+        elif rank.resident:  # only the worker can start one
+            rank.awaits_resident = True
+            self._context.emit(SendToWorker(rank.session, MoverWanted()))
+        else:
+            self._request_mover(session, rank)
+
+    def mover_died(self, session: Session, mover: Mover) -> None:
+        """A mover of the session does not reach the rank's memory any more."""
+        rank = session.rank
+        if rank is None:
+            return
+        if rank.state is RankState.SUSPENDING:
+            self._finish_suspend(rank)
+        elif mover.retired and rank.state is RankState.MAPPING and not self._registry.is_home(rank.spec):
+            self._member.leave(rank, mover.agent)
+
+    def resident_mover_started(self, session: Session) -> None:
+        """The worker has started another resident mover. One that came too late ends with its socket."""
+        rank = session.rank
+        if rank is not None and rank.awaits_resident and rank.state is RankState.MAPPING:
+            rank.awaits_resident = False
+            self._request_mover(session, rank)
+
+    # --- sleep
+
+    def suspend(self, session: Session) -> None:
+        """Let go of the rank's memory; `Suspended` follows once its mover is dead."""
+        rank = session.rank
+        if rank is None or rank.state in (RankState.SUSPENDING, RankState.SUSPENDED):
+            return
+        self._published.rank_suspended(rank)
+        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        rank.awaits_resident = False
+        rank.state = RankState.SUSPENDING
+        self._movers.kill_all(session.session_id)
+        self._finish_suspend(rank)
+
+    def _finish_suspend(self, rank: LocalRank) -> None:
+        """Not while a mover lives, be it one that was replaced: whoever unmaps memory under it dies."""
+        if not self._movers.has_mover(rank.session):
+            rank.state = RankState.SUSPENDED
+            self._context.emit(SendToWorker(rank.session, Suspended()))
+
+    def resume(self, session: Session, message: Resume, problem: Refusal | None) -> None:
+        """The memory is back, in another mapping: a mover is found for it."""
+        rank = session.rank
+        try:
+            check_problem(problem)
+            if rank is None or rank.state is not RankState.SUSPENDED:
+                raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
+            check_exports(rank.layout, message.regions)
+            check_is_new(rank, message.incarnation)
+            self._checks.check_rate(session, "resume")
+        except KvxferdError as error:
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+            return
+        rank.exports, rank.incarnation, rank.request = message.regions, message.incarnation, message.request
+        rank.resident = message.placement == "resident"
+        rank.state, rank.registered_sent, rank.sends_fence_page = RankState.MAPPING, False, False
+        rank.awaits_fds = False
+        self._published.rank_mapped(rank)
+        self._map(session, rank)
+
+    # --- the worker goes
+
+    def session_closed(self, session: Session) -> None:
+        """Everything that the session had is over."""
+        self._published.session_closed(session.session_id)
+        if session.rank is not None:
+            self._remove(session, session.rank)
+        self._fence_pages.remove_session(session.session_id)
+        if session.attached is not None:
+            self._reports.remove(session, session.attached)
+
+    def _remove(self, session: Session, rank: LocalRank) -> None:
+        self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
+        self._pulls.rank_gone(rank)
+        self._reports.remove(session, rank.spec.key)
+        self._registry.remove(rank)
+        if not self._registry.has_local_rank(rank.spec.engine_id):
+            self._registry.ownerships.last_rank_left(rank.spec.engine_id)
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        if self._registry.is_home(rank.spec):
+            self._registry.ownerships.rank_holders.rank_left(rank.spec.key, rank.spec.rank)
+        else:
+            self._member.leave(rank)
+        self._movers.kill_all(session.session_id)
+        rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
+        session.rank = None

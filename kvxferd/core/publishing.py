@@ -1,0 +1,370 @@
+"""The source's side: publish, lease, release. Who may read is decided in `granting`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvxferd.core.block_id_memory import BlockIdMemory, incarnation_bytes, request_bytes
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
+from kvxferd.core.fair_share import Owner
+from kvxferd.core.fence_pages import FencePages
+from kvxferd.core.limits import check_count
+from kvxferd.core.peer_requests import PeerRequests
+from kvxferd.core.rank_reports import RankReports
+from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, RankRecord, Registry
+from kvxferd.core.session import Session
+from kvxferd.core.snapshot import ReleaseRecord
+from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.transfer_table import Transfer, TransferKey, TransferTable
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan import check_blocks_by
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.peer import TransferReleased
+from kvxferd.wire.worker import Publish, PublishRefused, Released
+
+
+class PublishedTransfers:
+    """Every transfer published on this node, from its publish to its one release."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        poll_requests: PollRequests,
+        fence_pages: FencePages,
+        peer_requests: PeerRequests,
+        rank_reports: RankReports,
+        block_id_memory: BlockIdMemory,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._poll_requests = poll_requests
+        self._fence_pages = fence_pages
+        self._peer_requests = peer_requests
+        self._rank_reports = rank_reports
+        self._block_id_memory = block_id_memory
+        self.table = TransferTable()
+
+    # --- what workers say
+
+    def publish(
+        self,
+        session: Session,
+        engine: EngineKey,
+        message: Publish,
+        blocks: dict[GroupName, PackedBlocks],
+        fence_word: bytes,
+    ) -> None:
+        """Start a transfer's life, or refuse it."""
+        try:
+            transfer = self._admit(session, engine, message, blocks, fence_word)
+        except KvxferdError as error:
+            refused = PublishRefused(
+                transfer_id=message.transfer_id,
+                code=error.code,
+                message=error.message,
+                retry_after_s=error.retry_after_s,
+            )
+            self._context.emit(SendToWorker(session.session_id, refused))
+            return
+        self.table.add(transfer)
+        self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
+        self._schedule_lease_check(transfer)
+
+    def _admit(
+        self,
+        session: Session,
+        engine_key: EngineKey,
+        message: Publish,
+        blocks: dict[GroupName, PackedBlocks],
+        fence_word: bytes,
+    ) -> Transfer:
+        engine, rank = self._registry.get(engine_key), session.own_rank
+        self._check_publisher(engine_key, engine, message)
+        self._check_slot(session.session_id, message)
+        limit = self._context.settings.limits.max_transfers_per_engine
+        full = (
+            f"publish transfer {message.transfer_id}: engine {engine_key} has {limit} that are not released"
+        )
+        check_count(self.table.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
+        assert engine is not None
+        incarnations = self._incarnations_of(session, engine, message)
+        charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)
+        self._block_id_memory.check(session.uid, charged, f"publish transfer {message.transfer_id}")
+        self._check_blocks(engine, message, blocks)
+        now = self._context.now
+        lease_s = message.lease_s or self._context.settings.lease_s
+        return Transfer(
+            engine=engine_key,
+            transfer_id=message.transfer_id,
+            nonce=message.nonce,
+            session=session.session_id,
+            uid=session.uid,
+            fence_slot=message.fence_slot,
+            fence_word=fence_word,
+            blocks=blocks,
+            num_tokens=message.num_tokens,
+            num_readers=max(1, message.num_readers),
+            published_at=now,
+            lease_expires_at=now + lease_s,
+            ready={rank} if rank is not None else set(),
+            incarnations=incarnations,
+            charged_bytes=charged,
+        )
+
+    @staticmethod
+    def _check_blocks(engine: LocalEngine, message: Publish, blocks: dict[GroupName, PackedBlocks]) -> None:
+        """Each rank reads its own groups, so a publish lists those of all: of an engine, not of a rank."""
+        unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
+        if unknown and (absent := engine.unregistered()):
+            # After a restart: the ranks come back one by one, in any order.
+            raise EngineError(
+                f"cannot publish transfer {message.transfer_id}: no rank that is registered has group "
+                f"{min(unknown)!r}, and ranks {', '.join(map(str, absent))} of engine {engine.key} are not "
+                "there; publish once all ranks are registered",
+                Code.ENGINE_INCOMPLETE,
+            )
+        check_blocks_by(engine.rules, blocks, message.num_tokens, "the engine's")
+
+    def _incarnations_of(
+        self, session: Session, engine: LocalEngine, message: Publish
+    ) -> Mapping[Rank, Incarnation]:
+        """Return the mappings that hold the transfer's bytes, as its publisher knew them when it was called.
+
+        Never as they are now: the call may be older than this daemon, and a rank may have slept since.
+        """
+        what = f"cannot publish transfer {message.transfer_id}"
+        shape = engine.spec.ranks()
+        named = message.incarnations
+        if session.version < 2:
+            named = ((session.rank.spec.rank, session.rank.incarnation),) if session.rank else ()
+        if len(named) > len(shape) or any(len(incarnation) > MAX_NAME_CHARS for _, incarnation in named):
+            raise EngineError(
+                f"{what}: it names {len(named)} incarnations of {len(shape)} ranks; name each rank's once, "
+                f"of {MAX_NAME_CHARS} characters at most",
+                Code.RANK_INVALID,
+            )
+        incarnations = engine.intern_incarnations(named)
+        if (rank := engine.find_remapped(incarnations)) is not None:
+            self._context.emit(OverwriteFenceWord(session.session_id, message.fence_slot))
+            raise EngineError(
+                f"{what}: rank {rank} of engine {engine.key} sleeps, or its memory was mapped anew since "
+                "`publish` was called, so the bytes are gone; publish what it computes from here on",
+                Code.RANK_LOST,
+            )
+        own = [] if session.own_rank is None else [session.own_rank]
+        needed = shape if engine.spec.publish_implies_ready else own
+        unknown = [rank for rank in needed if rank not in incarnations]
+        if unknown and session.version < 2:
+            raise EngineError(
+                f"{what}: this client speaks version 1 of the protocol, which cannot name the memory of the "
+                f"engine's {len(shape)} ranks; upgrade the engine's kvxferd",
+                Code.BAD_VERSION,
+            )
+        if unknown or (session.version >= 2 and not incarnations):
+            ranks = ", ".join(map(str, unknown)) or "any"
+            raise EngineError(
+                f"{what}: its publisher did not know rank {ranks} of engine {engine.key} when `publish` was "
+                "called; publish once all ranks are registered",
+                Code.TRANSFER_NOT_READY,
+            )
+        return incarnations
+
+    def _check_publisher(self, key: EngineKey, engine: LocalEngine | None, message: Publish) -> None:
+        what = f"cannot publish transfer {message.transfer_id}"
+        if self._context.draining:
+            raise EngineError(
+                f"{what}: this daemon is draining; publish after it has restarted", Code.DRAINING
+            )
+        if not 0 <= message.lease_s <= self._context.settings.max_lease_s:
+            raise EngineError(
+                f"{what}: a lease of {message.lease_s} s; "
+                f"give 0 (the default) to {self._context.settings.max_lease_s:g}"
+            )
+        if engine is None:
+            raise EngineError(
+                f"{what}: no rank of engine {key} is registered here; register the ranks first",
+                Code.ENGINE_INCOMPLETE,
+            )
+        if not self._registry.is_home(engine.spec):
+            raise EngineError(
+                f"{what}: engine {key} is aggregated at {engine.spec.home}; publish on that node",
+                Code.NOT_HOME,
+            )
+        ended = self.table.tombstones.get((key, message.transfer_id))
+        if ended is not None:
+            # Replayed on a new connection before the end of the old one, which released it, was noticed; or
+            # another transfer of the same id: a member's `ready`, or the release that its ranks are still to
+            # be told of, would be taken for the new one's.
+            raise EngineError(
+                f"{what}: it was released ({ended.why}), and its ranks know; publish under another id",
+                Code.RELEASED if ended.nonce == message.nonce else Code.TRANSFER_EXISTS,
+            )
+        if (key, message.transfer_id) in self.table.live:
+            raise EngineError(
+                f"{what}: it is published already; unpublish it first, or choose another id",
+                Code.TRANSFER_EXISTS,
+            )
+
+    def _check_slot(self, session: SessionId, message: Publish) -> None:
+        """One word, one transfer: else the end of one would void the other. It bounds their number, too."""
+        if (holder := self.table.in_slot(session, message.fence_slot)) is not None:
+            raise EngineError(
+                f"cannot publish transfer {message.transfer_id}: fence slot {message.fence_slot} is transfer "
+                f"{holder.transfer_id}'s, which is not released yet",
+                Code.OUT_OF_PLACE,
+            )
+
+    def rank_ready(self, record: RankRecord, incarnation: Incarnation, transfer_id: TransferId) -> None:
+        """A rank has finished writing in that mapping of its memory, maybe before the publish arrives.
+
+        Where it is not the mapping that it has now, or that was published, the bytes are gone.
+        """
+        engine, rank = record.spec.key, record.spec.rank
+        key: TransferKey = (engine, transfer_id)
+        is_there = incarnation in ("", record.incarnation) and not record.is_asleep
+        if transfer := self.table.live.get(key):
+            if not (is_there and transfer.set_ready(rank, incarnation)):
+                self.release(transfer, Code.RANK_LOST)
+            return
+        if not is_there or key in self.table.tombstones:
+            return
+        limit = self._context.settings.limits.max_transfers_per_engine
+        owner = _owner_of(record)
+        if key not in self.table.early_ready and not self.table.has_room_for_ready(engine, limit, owner):
+            return  # an engine that says ready and never publishes; its transfers stay unready
+        self.table.add_early_ready(key, rank, incarnation, owner)
+        self._context.after(
+            ("early-ready", key),
+            self._context.settings.lease_s,
+            lambda: self.table.forget_early_ready(key),
+        )
+
+    def unpublish(self, session: SessionId, engine: EngineKey, transfer_id: TransferId) -> None:
+        """The publisher wants its blocks back. Unknown transfers have been released already."""
+        transfer = self.table.live.get((engine, transfer_id))
+        if transfer is not None and transfer.session == session:
+            self.release(transfer, Code.UNPUBLISHED)
+
+    def cancel(self, engine: EngineKey, transfer_id: TransferId) -> None:
+        """The operator ends the transfer. Unknown ones have been released already."""
+        if transfer := self.table.live.get((engine, transfer_id)):
+            self.release(transfer, Code.CANCELLED)
+
+    def session_closed(self, session: SessionId) -> None:
+        """Nobody is left who could write the fence words of what the session published."""
+        for transfer in self.table.published_by(session):
+            self.release(transfer, Code.PUBLISHER_GONE)
+
+    def rank_lost(self, engine: EngineKey, why: Code) -> None:
+        """A rank's memory is gone or has another mapping: what the engine published is void."""
+        for transfer in self.table.of_engine(engine):
+            self.release(transfer, why)
+
+    def rank_mapped(self, record: RankRecord) -> None:
+        """A rank has come, maybe back: what was published of another mapping of its memory is void."""
+        key, rank, incarnation = record.spec.key, record.spec.rank, record.incarnation
+        for transfer in self.table.of_engine(key):
+            if transfer.incarnations.get(rank, incarnation) != incarnation:
+                self.release(transfer, Code.RANK_LOST)
+        self.table.end_early_ready(key, rank, incarnation)
+        self._rank_reports.report_mapping(key, rank, incarnation)
+
+    def rank_suspended(self, record: RankRecord) -> None:
+        """Its worker takes the rank's memory back."""
+        self.rank_lost(record.spec.key, Code.SUSPENDED)
+        self.table.end_early_ready(record.spec.key, record.spec.rank)
+
+    # --- the lease
+
+    def is_ready(self, transfer: Transfer, engine: LocalEngine) -> bool:
+        """Whether every rank has finished writing the transfer's blocks."""
+        return engine.spec.publish_implies_ready or transfer.ready.issuperset(engine.spec.ranks())
+
+    def _schedule_lease_check(self, transfer: Transfer) -> None:
+        key = (transfer.engine, transfer.transfer_id)
+        self._context.timers.set(("lease", key), transfer.expires_at, lambda: self._check_lease(transfer))
+
+    def _check_lease(self, transfer: Transfer) -> None:
+        now = self._context.now
+        for grant in [g for g in transfer.grants.values() if g.expires_at <= now]:
+            self.end_grant(grant.grant_id)
+        if transfer.expires_at <= now:
+            self.release(transfer, Code.LEASE_EXPIRED)
+        else:
+            self._schedule_lease_check(transfer)
+
+    def end_grant(self, grant_id: GrantId) -> None:
+        """Take a grant off its lease. Harmless where there is none."""
+        if grant := self.table.end_grant(grant_id):
+            for agent in grant.agents:
+                self._poll_requests.release(agent, grant_id)
+
+    def release(self, transfer: Transfer, why: Code) -> None:
+        """End the transfer: the fence word goes first, then its owners may know."""
+        context = self._context
+        context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
+        for grant_id in list(transfer.grants):
+            self.end_grant(grant_id)
+        self._block_id_memory.remove(transfer.uid, transfer.charged_bytes)
+        if (forgotten := self.table.end(transfer, why)) is not None:
+            context.timers.cancel(("tombstone", forgotten))
+        key = (transfer.engine, transfer.transfer_id)
+        context.timers.cancel(("lease", key))
+        context.after(
+            ("tombstone", key), context.settings.tombstone_s, lambda: self.table.forget_tombstone(key)
+        )
+        self._notify_owners(transfer, why)
+        context.emit(
+            EmitRecord(
+                ReleaseRecord(
+                    transfer_id=transfer.transfer_id,
+                    engine_id=transfer.engine.engine_id,
+                    why=why,
+                    held_s=context.now - transfer.published_at,
+                )
+            )
+        )
+
+    def _notify_owners(self, transfer: Transfer, why: Code) -> None:
+        engine = self._registry.get(transfer.engine)
+        records = list(engine.ranks.values()) if engine else []
+        sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
+        for session in sorted(sessions):
+            self._context.emit(SendToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
+        members = {(r.route, r.identity.key) for r in records if isinstance(r, MemberRank)}
+        for route, key in sorted(members):
+            message = TransferReleased(
+                request=self._peer_requests.next_id(),
+                engine_id=transfer.engine.engine_id,
+                generation=transfer.engine.generation,
+                transfer_id=transfer.transfer_id,
+                why=why,
+            )
+            self._peer_requests.request(
+                route, message, self._context.settings.acknowledge_for_s, lambda answer: None, key
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict themselves."""
+        for key, transfer in self.table.live.items():
+            assert key not in self.table.tombstones, f"{key} is live and ended"
+            assert ("lease", key) in self._context.timers, f"{key} has no lease timer"
+            for grant_id, grant in transfer.grants.items():
+                assert self.table.by_grant.get(grant_id) is transfer
+                assert (
+                    grant.expires_at
+                    <= grant.granted_at + self._context.settings.max_hold_s + self._context.settings.lease_s
+                )
+        for grant_id, transfer in self.table.by_grant.items():
+            assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
+
+
+def _owner_of(record: RankRecord) -> Owner:
+    """For whom a rank's early readiness is kept: its user or, where it is of another node, its daemon."""
+    if isinstance(record, LocalRank):
+        return record.uid
+    return record.identity.key or record.identity.secret or record.route.hex()

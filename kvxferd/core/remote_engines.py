@@ -1,0 +1,62 @@
+"""What a local rank reads of a remote engine: worked out once, kept in the rank's topology."""
+
+from __future__ import annotations
+
+import weakref
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord
+from kvxferd.core.peers import RemoteEngine
+from kvxferd.core.registry import LocalRank, RemotePlan
+from kvxferd.core.snapshot import TopologyRecord
+from kvxferd.plan import Plan, PlanCache, require_pp_aware
+
+# Engines that a rank knows its reads of: it reads from tens. With a hybrid engine's its layouts are kept.
+MAX_REMOTE_ENGINES = 256
+
+
+class RemoteEngineRegistry:
+    """Plans by digest of the layouts; ranks that are laid out alike share the work."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._plan_cache = PlanCache()
+
+    def plan(self, rank: LocalRank, remote: RemoteEngine) -> Plan:
+        """Return what the rank reads of the engine, registering the engine in the rank's topology.
+
+        Raises PlanError where the layouts cannot be read from one another, EngineError where the
+        engine is the rank's own, is too deep for one that is not PP-aware, or has other facts than
+        the same generation had before.
+        """
+        engine_id = remote.spec.engine_id
+        known = rank.remote_plans.get(engine_id)
+        if known is not None and known.remote() is remote:
+            known.last_used = self._context.now
+            rank.remote_plans[engine_id] = rank.remote_plans.pop(
+                engine_id
+            )  # the last one wanted is the last in order
+            return known.plan
+        if not rank.spec.pp_aware:
+            require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
+        layouts = remote.layouts()
+        plan = self._plan_cache.get(rank.spec, rank.layout, remote.spec, layouts)
+        rank.topology.register_remote_ranks(remote.spec, layouts, plan)
+        self._forget_stale(rank)
+        rank.remote_plans.pop(engine_id, None)
+        rank.remote_plans[engine_id] = RemotePlan(weakref.ref(remote), plan, self._context.now)
+        for stage in range(remote.spec.pp_size):
+            text = rank.topology.describe(engine_id, stage)
+            record = TopologyRecord(
+                sink=rank.spec.engine_id, rank=rank.spec.rank, source=engine_id, stage=stage, text=text
+            )
+            self._context.emit(EmitRecord(record))
+        return plan
+
+    def _forget_stale(self, rank: LocalRank) -> None:
+        while rank.remote_plans:
+            engine_id, known = next(iter(rank.remote_plans.items()))
+            if len(rank.remote_plans) < MAX_REMOTE_ENGINES and not self._context.is_stale(known.last_used):
+                return
+            del rank.remote_plans[engine_id]
+            rank.topology.unregister_remote_engine(engine_id)

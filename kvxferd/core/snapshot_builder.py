@@ -1,0 +1,190 @@
+"""A node's state as plain structs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.placements import is_proved, own_transports
+from kvxferd.core.publishing import PublishedTransfers
+from kvxferd.core.pull import PullPhase
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
+from kvxferd.core.session import Session
+from kvxferd.core.snapshot import (
+    EngineSnapshot,
+    PlacementSnapshot,
+    PullSnapshot,
+    RankSnapshot,
+    RetiredMoverSnapshot,
+    TransferSnapshot,
+    TransportsSnapshot,
+)
+from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.ucx_log import data_transports, slow_transports
+from kvxferd.ids import Endpoint, MoverId, Rank, SessionId
+
+# 2,000 transfers take 5 ms to show. With pauses between such pieces a look at the node holds nobody up.
+BATCH = 2_000
+# As many transfers, and as many pulls, are shown; all are counted. It is the limit of one engine, and takes
+# 30 ms of a core.
+MAX_SHOWN = 8_192
+
+Shown = TypeVar("Shown", TransferSnapshot, PullSnapshot)
+
+
+@dataclass(slots=True)
+class Listing(Generic[Shown]):
+    """The first of many things, and how many there are in which state."""
+
+    shown: list[Shown] = field(default_factory=list)
+    states: Counter[str] = field(default_factory=Counter)
+    num_grants: int = 0
+
+
+Steps = Generator[None, None, Listing[Shown]]
+
+
+def list_transfers(
+    published: PublishedTransfers, registry: Registry, context: NodeContext
+) -> Steps[TransferSnapshot]:
+    """Go through the live transfers of this node's engines in pieces; yield after each, return all."""
+    listing: Listing[TransferSnapshot] = Listing()
+    live = list(published.table.live.values())
+    for start in range(0, len(live), BATCH):
+        for transfer in live[start : start + BATCH]:
+            engine = registry.get(transfer.engine)
+            state = transfer.state(engine is not None and published.is_ready(transfer, engine))
+            listing.states[state] += 1
+            listing.num_grants += len(transfer.grants)
+            if len(listing.shown) < MAX_SHOWN:
+                listing.shown.append(transfer.snapshot(context.now, state))
+        yield None
+    return listing
+
+
+def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
+    """The same for pulls that have not ended."""
+    listing: Listing[PullSnapshot] = Listing()
+    running = pulls.running()
+    for start in range(0, len(running), BATCH):
+        for pull in running[start : start + BATCH]:
+            shown = pulls.snapshot_of(pull)
+            listing.states[shown.phase] += 1
+            if len(listing.shown) < MAX_SHOWN:
+                listing.shown.append(shown)
+        yield None
+    return listing
+
+
+def engine_snapshots(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
+    """Every engine of which a rank is known here. `endpoint`: this daemon's."""
+    return tuple(
+        _engine_snapshot(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry
+    )
+
+
+def retired_mover_snapshots(
+    movers: Movers,
+    pulls: Pulls,
+    poll_requests: PollRequests,
+    sessions: Mapping[SessionId, Session],
+    now: float,
+) -> tuple[RetiredMoverSnapshot, ...]:
+    """The movers that wait for their end, and for what each waits."""
+    if not (retired := movers.retired()):
+        return ()
+    reading: Counter[MoverId | None] = Counter()
+    in_doubt: Counter[MoverId | None] = Counter()
+    for pull in pulls.running():
+        (in_doubt if pull.phase is PullPhase.IN_DOUBT else reading)[pull.mover] += 1
+
+    def kept_by(mover: Mover) -> str:
+        if mover.dying:
+            return "exit"
+        if reading[mover.mover_id]:
+            return "pulls"
+        return "readers" if poll_requests.has_holders(mover.agent) else "exit"
+
+    def rank_of(mover: Mover) -> Rank | None:
+        session = sessions.get(mover.session)
+        return session.rank.spec.rank if session is not None and session.rank is not None else None
+
+    return tuple(
+        RetiredMoverSnapshot(
+            mover=mover.mover_id,
+            agent=mover.agent,
+            engine_id=mover.engine.engine_id if mover.engine is not None else None,
+            rank=rank_of(mover),
+            kept_by=kept_by(mover),
+            num_pulls=reading[mover.mover_id],
+            num_in_doubt=in_doubt[mover.mover_id],
+            age_s=round(now - mover.retired_at, 3),
+        )
+        for mover in retired
+    )
+
+
+def _engine_snapshot(
+    engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers
+) -> EngineSnapshot:
+    lacking = tuple(engine.missing())
+    return EngineSnapshot(
+        engine_id=engine.key.engine_id,
+        generation=engine.key.generation,
+        pp_size=engine.spec.pp_size,
+        tp_size=engine.spec.tp_size,
+        num_layers=engine.spec.num_layers,
+        complete=is_home and not lacking,
+        lacking=lacking if is_home else (),
+        problem="" if is_home else "aggregated at its home",
+        home=engine.spec.home or endpoint,
+        ranks=tuple(_rank_snapshot(record, movers) for _, record in sorted(engine.ranks.items())),
+    )
+
+
+def _placement_snapshot(rank: LocalRank) -> PlacementSnapshot:
+    found = rank.placement
+    return PlacementSnapshot(
+        kind=found.kind,
+        proved=is_proved(found),
+        why=found.why,
+        lanes=own_transports(rank),
+        gigabytes_per_s=found.gigabytes_per_s,
+    )
+
+
+def _transports_snapshots(rank: LocalRank) -> tuple[TransportsSnapshot, ...]:
+    slow = slow_transports(rank.transports_used)
+    return tuple(
+        TransportsSnapshot(
+            reach=lanes.reach,
+            transports=lanes.transports,
+            lanes=data_transports(lanes.transports),
+            slow=lanes in slow,
+        )
+        for lanes in rank.transports_used
+    )
+
+
+def _rank_snapshot(record: RankRecord, movers: Movers) -> RankSnapshot:
+    local = isinstance(record, LocalRank)
+    return RankSnapshot(
+        rank=record.spec.rank,
+        state=record.state if isinstance(record, LocalRank) else "remote",
+        agent=record.agent,
+        library=record.library if isinstance(record, LocalRank) else "",
+        bytes=sum(region.size_bytes for region in record.layout.regions) if local else 0,
+        placement=_placement_snapshot(record)
+        if isinstance(record, LocalRank) and record.is_readable
+        else None,
+        lanes=_transports_snapshots(record) if isinstance(record, LocalRank) else (),
+        worker_pid=record.pid if isinstance(record, LocalRank) else 0,
+        worker_uid=record.uid if isinstance(record, LocalRank) else 0,
+        num_stuck=movers.num_stuck(record.session) if isinstance(record, LocalRank) else 0,
+        layers=(record.layout.start_layer, record.layout.end_layer),
+    )

@@ -1,0 +1,83 @@
+"""Source movers must poll while somebody reads from them: who asked, and who confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from kvxferd.core.context import NodeContext
+from kvxferd.ids import AgentName
+
+
+@dataclass(slots=True)
+class _PollState:
+    """One agent that was asked to poll."""
+
+    holders: set[Hashable] = field(default_factory=set)
+    confirmed: bool = False
+    requested: bool = False
+
+
+class PollRequests:
+    """Keeps each mover polling from its first holder until a while after its last."""
+
+    def __init__(self, context: NodeContext, request_polling: Callable[[AgentName, bool], None]) -> None:
+        self._context = context
+        self._request_polling = request_polling  # tells the agent's mover, here or on a member's node
+        self._states: dict[AgentName, _PollState] = {}
+
+    def acquire(self, agent: AgentName, holder: Hashable) -> None:
+        """Have the agent poll for this holder. `is_attending` says when it does."""
+        attendant = self._states.get(agent)
+        if attendant is None:
+            attendant = self._states[agent] = _PollState()
+        if not attendant.requested:
+            attendant.requested = True
+            self._request_polling(agent, True)
+        attendant.holders.add(holder)
+        self._context.timers.cancel(("attend-linger", agent))
+
+    def is_polling(self, agent: AgentName) -> bool:
+        """Whether the agent's mover has confirmed that it polls."""
+        attendant = self._states.get(agent)
+        return attendant is not None and attendant.confirmed
+
+    def has_holders(self, agent: AgentName) -> bool:
+        """Whether somebody reads from the agent, or may."""
+        attendant = self._states.get(agent)
+        return attendant is not None and bool(attendant.holders)
+
+    def confirm(self, agent: AgentName) -> bool:
+        """The agent's mover polls. Return whether that is news."""
+        attendant = self._states.get(agent)
+        if attendant is None or attendant.confirmed:
+            return False
+        attendant.confirmed = True
+        return True
+
+    def request_failed(self, agent: AgentName) -> None:
+        """The agent's mover could not be asked: the next holder asks again."""
+        if attendant := self._states.get(agent):
+            attendant.requested = attendant.confirmed
+
+    def release(self, agent: AgentName, holder: Hashable) -> None:
+        """This holder reads no more. The last one to leave lets the mover rest, after a while."""
+        attendant = self._states.get(agent)
+        if attendant is None or holder not in attendant.holders:
+            return
+        attendant.holders.discard(holder)
+        if not attendant.holders:
+            self._context.after(
+                ("attend-linger", agent),
+                self._context.settings.polling_linger_s,
+                lambda: self._stop_polling(agent),
+            )
+
+    def _stop_polling(self, agent: AgentName) -> None:
+        del self._states[agent]
+        self._request_polling(agent, False)
+
+    def forget(self, agent: AgentName) -> None:
+        """The agent is gone."""
+        self._states.pop(agent, None)
+        self._context.timers.cancel(("attend-linger", agent))

@@ -1,0 +1,283 @@
+"""Published transfers: their lease, their grants, who has acknowledged. Data and questions about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvxferd.core.effects import NO_USER
+from kvxferd.core.fair_share import FairShare, Owner
+from kvxferd.core.limits import MAX_TOMBSTONES
+from kvxferd.core.snapshot import TransferSnapshot
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.peer import Consumer
+
+
+@dataclass(slots=True)
+class Grant:
+    """A reader's entry on a transfer's lease."""
+
+    grant_id: GrantId
+    consumer: Consumer
+    agents: frozenset[AgentName]  # the source movers that must poll while it lives
+    granted_at: float
+    expires_at: float
+    peer_id: str = ""  # the reader's key, or its route
+
+
+@dataclass(slots=True)
+class Reader:
+    """One consumer engine: which of its ranks have acknowledged."""
+
+    num_ranks: int
+    acknowledged: set[Rank] = field(default_factory=set)
+    abandoned: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it needs the blocks no more."""
+        return self.abandoned or len(self.acknowledged) >= self.num_ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    """One request's cache, published here. Ended by `Transfers.end`, once."""
+
+    engine: EngineKey
+    transfer_id: TransferId
+    nonce: str
+    session: SessionId  # the publisher's; its fence page holds the word
+    uid: int  # the publisher's: its share keeps the block ids
+    fence_slot: int
+    fence_word: bytes
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    num_readers: int
+    published_at: float
+    lease_expires_at: float
+    ready: set[Rank]
+    # Of the mappings that hold its bytes: as the publisher knew them, else as each rank's `ready` named them.
+    # Shared among transfers: replaced, never changed.
+    incarnations: Mapping[Rank, Incarnation]
+    charged_bytes: int = 0  # that its user is charged with
+    grants: dict[GrantId, Grant] = field(default_factory=dict)
+    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by asker
+    readers: dict[EngineKey, Reader] = field(default_factory=dict)
+    reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # what is kept of readers, by asker
+
+    def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
+        """Take note that a rank has written its bytes; False where it was another mapping of its memory.
+
+        A member's daemon of version 1 names no mapping (""): then the publisher must have.
+        """
+        known = self.incarnations.get(rank)
+        if known is None and incarnation:
+            self.incarnations = {**self.incarnations, rank: incarnation}
+        elif known is None or incarnation not in ("", known):
+            return False
+        self.ready.add(rank)
+        return True
+
+    @property
+    def expires_at(self) -> float:
+        """The lease never ends before its grants."""
+        return max([self.lease_expires_at, *(grant.expires_at for grant in self.grants.values())])
+
+    @property
+    def is_read_by_all(self) -> bool:
+        """Whether every reader that was announced has all it needs."""
+        return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
+
+    def reader(self, consumer: Consumer) -> Reader:
+        """The consumer's engine among the readers.
+
+        Any holder of the reference may read while the transfer lives: a request that failed on one
+        decode engine may be sent to another, also when some ranks of the first have acknowledged.
+        """
+        return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
+
+    def reader_cost(self, consumer: Consumer, acknowledges: bool) -> int:
+        """What is to be kept if the consumer's rank acknowledges, or its engine abandons, in ranks."""
+        known = self.readers.get(_engine_of(consumer))
+        if known is None:
+            return READER_COST + acknowledges
+        return int(acknowledges and consumer.rank not in known.acknowledged)
+
+    def state(self, is_ready: bool) -> str:
+        """For people: "granted", "readable" or "writing"."""
+        return "granted" if self.grants else "readable" if is_ready else "writing"
+
+    def snapshot(self, now: float, state: str) -> TransferSnapshot:
+        """For people."""
+        return TransferSnapshot(
+            transfer_id=self.transfer_id,
+            engine_id=self.engine.engine_id,
+            generation=self.engine.generation,
+            state=state,
+            num_tokens=self.num_tokens,
+            num_grants=len(self.grants),
+            num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
+            lease_left_s=round(self.expires_at - now, 3),
+            age_s=round(now - self.published_at, 3),
+        )
+
+
+def _engine_of(consumer: Consumer) -> EngineKey:
+    return EngineKey(consumer.engine_id, consumer.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What is remembered of a transfer that has ended."""
+
+    nonce: str
+    why: Code
+
+
+TransferKey = tuple[EngineKey, TransferId]
+# Transfers that are ready before their publish, of all engines: eight with `max_transfers_per_engine` each,
+# 1 KB an entry where names are long.
+MAX_EARLY_READY = 1 << 16
+# What is kept of readers, in ranks that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of
+# one reader have read and others have not. A reader itself counts as eight more: its names are as long.
+MAX_ACKNOWLEDGED, READER_COST = 1 << 18, 8
+K = TypeVar("K")
+
+
+class TransferTable:
+    """The live transfers of this node's engines, the tombstones of ended ones, and early readiness."""
+
+    def __init__(self) -> None:
+        self.live: dict[TransferKey, Transfer] = {}
+        self.tombstones: dict[TransferKey, Tombstone] = {}
+        # Received before the publish arrived; each holds for the mapping that it names.
+        self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
+        self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+        self._early_owner: dict[TransferKey, Owner] = {}
+        self._early_share = FairShare(MAX_EARLY_READY)
+        self._reader_share = FairShare(MAX_ACKNOWLEDGED)
+        self.by_grant: dict[GrantId, Transfer] = {}
+        self._by_session: dict[SessionId, dict[TransferKey, None]] = {}
+        self._by_slot: dict[tuple[SessionId, int], Transfer] = {}
+        self._by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+
+    def add(self, transfer: Transfer) -> None:
+        """Start a transfer's life."""
+        key = (transfer.engine, transfer.transfer_id)
+        assert key not in self.live
+        self.live[key] = transfer
+        self.tombstones.pop(key, None)
+        for rank, incarnation in self._pop_early_ready(key).items():
+            transfer.set_ready(rank, incarnation)
+        self._by_session.setdefault(transfer.session, {})[key] = None
+        self._by_slot[transfer.session, transfer.fence_slot] = transfer
+        self._by_engine.setdefault(transfer.engine, {})[key] = None
+
+    def end(self, transfer: Transfer, why: Code) -> TransferKey | None:
+        """End it. What is asked about it later is answered by its tombstone.
+
+        Returns the oldest ended transfer where it had to be forgotten for this one.
+        """
+        key = (transfer.engine, transfer.transfer_id)
+        del self.live[key]
+        self.tombstones[key] = Tombstone(transfer.nonce, why)
+        del self._by_slot[transfer.session, transfer.fence_slot]
+        _discard(self._by_session, transfer.session, key)
+        _discard(self._by_engine, transfer.engine, key)
+        for peer_id, amount in transfer.reader_cost_of_peer.items():
+            self._reader_share.release(peer_id, amount)
+        if len(self.tombstones) <= MAX_TOMBSTONES:
+            return None
+        oldest = next(iter(self.tombstones))
+        del self.tombstones[oldest]
+        return oldest
+
+    def num_of_engine(self, engine: EngineKey) -> int:
+        """How many live transfers the engine has."""
+        return len(self._by_engine.get(engine, ()))
+
+    def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
+        """Count what is to be kept of a reader, for the peer that sent it; False where there is no room."""
+        cost = transfer.reader_cost(consumer, acknowledges)
+        if cost and not self._reader_share.acquire(peer_id, cost):
+            return False
+        transfer.reader_cost_of_peer[peer_id] += cost
+        return True
+
+    def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NO_USER) -> bool:
+        """Whether `ready` was sent for fewer of the engine's transfers before their publish, and in all."""
+        return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
+
+    def add_early_ready(
+        self, key: TransferKey, rank: Rank, incarnation: Incarnation, owner: Owner = NO_USER
+    ) -> None:
+        """The rank has written the bytes of a transfer that is not published yet."""
+        if key not in self.early_ready:
+            self._early_owner[key] = owner
+            self._early_share.add(owner, 1)
+        self.early_ready.setdefault(key, {})[rank] = incarnation
+        self._early_by_engine.setdefault(key[0], {})[key] = None
+
+    def _pop_early_ready(self, key: TransferKey) -> dict[Rank, Incarnation]:
+        ranks = self.early_ready.pop(key, None)
+        if ranks is None:
+            return {}
+        _discard(self._early_by_engine, key[0], key)
+        self._early_share.release(self._early_owner.pop(key))
+        return ranks
+
+    def add_grant(self, transfer: Transfer, grant: Grant) -> None:
+        """Put a grant on the transfer's lease, in place of one of the same name."""
+        if grant.grant_id not in transfer.grants:
+            transfer.num_grants_of_peer[grant.peer_id] += 1
+        transfer.grants[grant.grant_id] = grant
+        self.by_grant[grant.grant_id] = transfer
+
+    def end_grant(self, grant_id: GrantId) -> Grant | None:
+        """Take a grant off its lease; None: it has ended before."""
+        transfer = self.by_grant.pop(grant_id, None)
+        if transfer is None:
+            return None
+        grant = transfer.grants.pop(grant_id)
+        transfer.num_grants_of_peer[grant.peer_id] -= 1
+        if not transfer.num_grants_of_peer[grant.peer_id]:
+            del transfer.num_grants_of_peer[grant.peer_id]
+        return grant
+
+    def forget_tombstone(self, key: TransferKey) -> None:
+        """Nobody will ask about that ended transfer any more."""
+        self.tombstones.pop(key, None)
+
+    def forget_early_ready(self, key: TransferKey) -> None:
+        """The publish never came."""
+        self._pop_early_ready(key)
+
+    def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
+        """What the rank had written is gone, except in its present mapping."""
+        for key in self._early_by_engine.get(engine, ()):
+            ranks = self.early_ready[key]
+            if rank in ranks and ranks[rank] != present:
+                del ranks[rank]
+
+    def published_by(self, session: SessionId) -> list[Transfer]:
+        """The live transfers that a session published."""
+        return [self.live[key] for key in self._by_session.get(session, ())]
+
+    def in_slot(self, session: SessionId, slot: int) -> Transfer | None:
+        """The live transfer whose word lies in that slot of the session's fence page."""
+        return self._by_slot.get((session, slot))
+
+    def of_engine(self, engine: EngineKey) -> list[Transfer]:
+        """The live transfers of an engine."""
+        return [self.live[key] for key in self._by_engine.get(engine, ())]
+
+
+def _discard(index: dict[K, dict[TransferKey, None]], key: K, value: TransferKey) -> None:
+    entries = index[key]
+    del entries[value]
+    if not entries:
+        del index[key]

@@ -1,0 +1,384 @@
+"""What a greeted session asks for about transfers: publish, ready, prepare, pull, cancel, abandon."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SendToWorker
+from kvxferd.core.fair_share import FairShare
+from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
+from kvxferd.core.member import Member
+from kvxferd.core.peers import Peers
+from kvxferd.core.publishing import PublishedTransfers
+from kvxferd.core.pull import Pull
+from kvxferd.core.pulls import Pulls
+from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.session import Session
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import GroupName, Ticket
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan import check_blocks_by
+from kvxferd.wire.block_id_parts import BlocksByGroup
+from kvxferd.wire.codec import negotiate_version
+from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
+from kvxferd.wire.endpoint import parse_endpoint
+from kvxferd.wire.limits import (
+    FENCE_SLOTS,
+    FENCE_WORD_BYTES,
+    MAX_GROUPS_PER_REQUEST,
+    MAX_NAME_CHARS,
+    MAX_NOTICED,
+)
+from kvxferd.wire.peer import AbandonTransfer, Consumer, RequestMessage
+from kvxferd.wire.worker import (
+    FIRST_WITH_LATE_FDS,
+    WORKER_VERSIONS,
+    Abandon,
+    Attach,
+    Cancel,
+    ClientMessage,
+    DeliveredByMover,
+    Failed,
+    Hello,
+    MoverAcknowledged,
+    NewMover,
+    Prepare,
+    Publish,
+    PublishRefused,
+    PullsResumed,
+    Ready,
+    Register,
+    Resume,
+    Suspend,
+    Unpublish,
+    Welcome,
+)
+from kvxferd.wire.worker import (
+    Pull as PullRequest,
+)
+
+MAX_PREPARED = 1024  # holds taken ahead, per session; each renews a grant for minutes
+# Of all sessions, 2 KB each: sixteen ranks that prepare all they may, twice. Who gets none pulls without.
+MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
+# Transfers that a session gives up and whose source has not answered; each is asked again for two minutes. An
+# engine that aborts eight requests a second, whose source is dead, has 1,024. What is not told ends by its
+# lease.
+MAX_ABANDONING, MAX_ABANDONING_PER_NODE = 1024, 16 * 1024
+MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has more, and is handed on to peers
+MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
+
+
+class WorkerRequests:
+    """Checks what a session asks, and hands it on."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        published: PublishedTransfers,
+        grant_client: GrantClient,
+        pulls: Pulls,
+        peers: Peers,
+        member: Member,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._published = published
+        self._grant_client = grant_client
+        self._pulls = pulls
+        self._peers = peers
+        self._member = member
+        self._prepared_share = FairShare(MAX_PREPARED_PER_NODE)
+        self._abandoning_share = FairShare(MAX_ABANDONING_PER_NODE)
+
+    def welcome(self, session: Session, message: Hello) -> None:
+        """Agree on a version. Raises ProtocolError where there is none."""
+        version = negotiate_version(WORKER_VERSIONS, message.versions)
+        session.greeted, session.version = True, version
+        session.has_delivery_socket = message.notices and version < FIRST_WITH_LATE_FDS
+        welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
+        self._context.emit(SendToWorker(session.session_id, welcome))
+
+    def handle(self, session: Session, message: ClientMessage, fence_word: bytes) -> None:
+        """Do what is asked. Raises ProtocolError for what no correct client sends."""
+        match message:
+            case BlockIds():
+                if not session.is_admitted:
+                    raise ProtocolError(
+                        "cannot take block ids before a registration: register or attach first",
+                        Code.OUT_OF_PLACE,
+                    )
+                session.assembly.add(message)
+            case FdBatch():
+                pass  # the shell keeps them for the registration that follows
+            case Publish():
+                self._publish(session, message, fence_word)
+            case Ready():
+                self._ready(session, message)
+            case Unpublish():
+                if session.engine is not None:
+                    self._published.unpublish(session.session_id, session.engine, message.transfer_id)
+            case Prepare():
+                self._prepare(session, message)
+            case PullRequest():
+                self._pull(session, message)
+            case Cancel():
+                if session.rank is not None:
+                    self._pulls.cancel(session.rank, message.ticket)
+            case DeliveredByMover():
+                self._delivered_by_mover(session, message)
+            case PullsResumed():
+                self._check_tickets(message.tickets)
+                self._check_tickets(message.arrived)
+                if session.rank is not None:
+                    self._pulls.resume_interrupted(session.rank, message)
+            case Abandon():
+                self._abandon(session, message.ref)
+            case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover() | MoverAcknowledged():
+                raise ProtocolError(f"cannot take {type(message).__name__} here", Code.OUT_OF_PLACE)
+            case _:
+                assert_never(message)
+
+    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
+        most = max(MAX_NOTICED, self._context.settings.limits.max_pulls_per_rank)
+        if len(tickets) > most:
+            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
+
+    def _delivered_by_mover(self, session: Session, message: DeliveredByMover) -> None:
+        self._check_tickets(message.tickets)
+        if session.rank is not None:
+            self._pulls.mark_delivered_by_mover(session.rank, message.tickets)
+
+    # --- the source's side
+
+    def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
+        _check_groups(message.blocks)
+        try:
+            blocks = session.assembly.complete(message.blocks, message.stream)
+        except BusyError as error:
+            self._refuse_publish(session, message, error)
+            return
+        problem = ""
+        if session.engine is None:
+            problem = "register or attach first"
+        elif session.rank is None and not self._registry.may_publish(session.uid, session.engine.engine_id):
+            problem = (
+                f"engine {session.engine.engine_id} is another user's"  # its ranks came after the attach
+            )
+        elif len(fence_word) != FENCE_WORD_BYTES:
+            problem = f"fence slot {message.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
+        elif not any(fence_word):
+            # What a late reader finds where a mover has let go of a page: it must be nobody's word.
+            problem = f"fence slot {message.fence_slot} holds no word; write 16 random bytes there first"
+        elif not (0 < len(message.transfer_id) <= MAX_NAME_CHARS):
+            problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
+        elif len(message.nonce) > MAX_NAME_CHARS:
+            # Kept with the transfer and with what is remembered of it, and no reference could name it.
+            problem = f"its nonce has {len(message.nonce)} characters; give 32 random hex digits"
+        if problem or session.engine is None:
+            text = f"cannot publish transfer {message.transfer_id[:80]}: {problem}"
+            refused = PublishRefused(transfer_id=message.transfer_id, code=Code.OUT_OF_PLACE, message=text)
+            self._context.emit(SendToWorker(session.session_id, refused))
+            return
+        self._published.publish(session, session.engine, message, blocks, fence_word)
+
+    def _refuse_publish(self, session: Session, message: Publish, error: KvxferdError) -> None:
+        refused = PublishRefused(
+            transfer_id=message.transfer_id,
+            code=error.code,
+            message=f"cannot publish transfer {message.transfer_id[:80]}: {error.message}",
+            retry_after_s=error.retry_after_s,
+        )
+        self._context.emit(SendToWorker(session.session_id, refused))
+
+    def _ready(self, session: Session, message: Ready) -> None:
+        rank = session.rank
+        if rank is None:
+            raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
+        if len(message.transfer_id) > MAX_NAME_CHARS or len(message.incarnation) > MAX_NAME_CHARS:
+            return  # no publish can have that name, no rank that incarnation
+        if session.version >= 2 and not message.incarnation:
+            raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
+        # A client of version 1 forgets at `suspend` what it was to repeat: what it sends is of this mapping.
+        incarnation = message.incarnation or rank.incarnation
+        if self._registry.is_home(rank.spec):
+            self._published.rank_ready(rank, incarnation, message.transfer_id)
+        else:
+            self._member.report_ready(rank, incarnation, message.transfer_id)
+
+    # --- the sink's side
+
+    def _pull(self, session: Session, message: PullRequest) -> None:
+        _check_groups(message.blocks)
+        try:
+            blocks = session.assembly.complete(message.blocks, message.stream)
+        except BusyError as error:
+            self._refuse_pull(session, message, error)
+            return
+        try:
+            rank, ref = self._admit(session, message, blocks)
+        except KvxferdError as error:
+            self._refuse_pull(session, message, error)
+            return
+        hold = self._pop_prepared(session, ref) or self._grant_client.acquire(rank, ref, message.deadline_s)
+        pull = Pull(
+            pull_id=self._pulls.next_id(),
+            rank=rank,
+            ticket=message.ticket,
+            ref=ref,
+            blocks=blocks,
+            num_tokens=message.num_tokens,
+            deadline=self._context.now + message.deadline_s,
+            received_at=self._context.now,
+            held_grant=hold,
+        )
+        self._pulls.start(pull)
+
+    def _refuse_pull(self, session: Session, message: PullRequest, error: KvxferdError) -> None:
+        failed = Failed(
+            ticket=message.ticket,
+            code=error.code,
+            message=error.message,
+            safe_to_reuse=True,
+            retry_after_s=error.retry_after_s,
+        )
+        self._context.emit(SendToWorker(session.session_id, failed))
+
+    def _admit(
+        self, session: Session, message: PullRequest, blocks: dict[GroupName, PackedBlocks]
+    ) -> tuple[LocalRank, TransferRef]:
+        what = f"cannot pull transfer {message.ref.transfer_id[:80]}"
+        rank = session.rank
+        if rank is None:
+            raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
+        if self._context.draining:
+            raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
+        asleep = rank.state in (RankState.SUSPENDING, RankState.SUSPENDED)
+        if asleep or not (rank.is_readable or rank.registered_sent):
+            raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
+        if not 0 < message.deadline_s <= MAX_PULL_S:
+            raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
+        ref = self._parse_ref(message.ref)
+        check_blocks_by(rank.rules, blocks, message.num_tokens)
+        self._pulls.source_breaker.check(rank.uid, ref, what)
+        self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
+        return rank, ref
+
+    def _parse_ref(self, ref: TransferRef) -> TransferRef:
+        """The reference came over a router: its endpoint is parsed, rebuilt, and one that may be asked."""
+        for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
+            if len(name) > MAX_NAME_CHARS:
+                raise EngineError(
+                    f"cannot use a reference that has a name of {len(name)} characters: "
+                    f"{MAX_NAME_CHARS} is the limit",
+                    Code.TRANSFER_UNKNOWN,
+                )
+        if not -1 <= ref.ready_tokens <= MAX_READY_TOKENS:
+            raise EngineError(
+                f"cannot use a reference of which {ref.ready_tokens} tokens are ready", Code.TRANSFER_UNKNOWN
+            )
+        endpoint = parse_endpoint(ref.endpoint)
+        if endpoint != self._context.endpoint:
+            self._context.allowlist.check(endpoint)
+        return msgspec.structs.replace(ref, endpoint=endpoint)
+
+    def _pop_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
+        """A hold taken ahead, unless it has come to nothing: then a new one may fare better."""
+        hold = session.prepared.pop(ref, None)
+        if hold is not None:
+            self._context.timers.cancel(("prepared", session.session_id, ref))
+            self._prepared_share.release(session.uid)
+            if hold.rank is not session.rank:
+                self._grant_client.release(hold)  # of a registration that failed, maybe of another layout
+                return None
+            if hold.state in (GrantState.REFUSED, GrantState.ENDED):
+                self._grant_client.release(hold)
+                return None
+        return hold
+
+    def _prepare(self, session: Session, message: Prepare) -> None:
+        rank = session.rank
+        try:
+            ref = self._parse_ref(message.ref)
+        except KvxferdError:
+            return  # the pull will be told
+        if rank is None or ref in session.prepared or self._context.draining:
+            return
+        if len(session.prepared) + session.num_discarded >= MAX_PREPARED:
+            return  # a pull takes its own hold
+        if not self._prepared_share.acquire(session.uid):
+            return
+        session.prepared[ref] = self._grant_client.acquire(rank, ref, self._context.settings.handshake_wait_s)
+        self._context.after(
+            ("prepared", session.session_id, ref),
+            self._context.settings.max_hold_s,
+            lambda: self._discard_prepared(session, ref),
+        )
+
+    def _discard_prepared(self, session: Session, ref: TransferRef) -> None:
+        if hold := session.prepared.pop(ref, None):
+            self._context.timers.cancel(("prepared", session.session_id, ref))
+            is_settled = hold.state not in (GrantState.HANDSHAKING, GrantState.REQUESTING)
+            self._grant_client.release(hold)
+            if is_settled:
+                self._prepared_share.release(session.uid)
+            else:
+                self._count_discarded(session, hold)
+
+    def _count_discarded(self, session: Session, hold: HeldGrant) -> None:
+        """Count it while what it asked may wait: else who prepares and leaves would have no limit."""
+        session.num_discarded += 1
+
+        def over() -> None:
+            session.num_discarded -= 1
+            self._prepared_share.release(session.uid)
+
+        settings = self._context.settings
+        self._context.after(
+            ("left", hold.grant_id), settings.handshake_wait_s + settings.silent_after_s, over
+        )
+
+    def _abandon(self, session: Session, ref: TransferRef) -> None:
+        rank = session.rank
+        if rank is None:
+            return
+        try:
+            ref = self._parse_ref(ref)
+        except KvxferdError:
+            return
+        self._discard_prepared(session, ref)
+        self._pulls.cancel_transfer(rank, ref)
+        if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
+            return
+        if not self._abandoning_share.acquire(session.uid):
+            return
+        session.abandoning.add(ref)
+        spec = rank.spec
+        consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
+
+        def make(request: int) -> RequestMessage:
+            return AbandonTransfer(request=request, ref=ref, consumer=consumer)
+
+        timeout_s = self._context.settings.acknowledge_for_s
+        self._peers.request(
+            ref.endpoint, make, timeout_s, lambda _: self._abandon_replied(session, ref), session.uid
+        )
+
+    def _abandon_replied(self, session: Session, ref: TransferRef) -> None:
+        session.abandoning.discard(ref)
+        self._abandoning_share.release(session.uid)
+
+    def session_closed(self, session: Session) -> None:
+        """What it had prepared is given back."""
+        session.assembly.clear()
+        for ref in list(session.prepared):
+            self._discard_prepared(session, ref)
+
+
+def _check_groups(blocks: BlocksByGroup) -> None:
+    """Raise ProtocolError for more groups than a request has: what follows looks at each, and sorts them."""
+    if len(blocks) > MAX_GROUPS_PER_REQUEST:
+        raise ProtocolError(f"cannot take {len(blocks)} groups: at most {MAX_GROUPS_PER_REQUEST} go")

@@ -1,0 +1,107 @@
+"""What the demo and its workers say to each other: JSON lines on standard input and output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvxferd.demo.shape import DemoShape, Role
+from kvxferd.ids import Rank
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
+    """Base of both directions."""
+
+
+class StartRank(Line, frozen=True, tag="begin"):
+    """Be this rank: allocate, connect, register."""
+
+    shape: DemoShape
+    role: Role
+    rank: Rank
+    worker_socket: str
+
+
+class PrefillCommand(Line, frozen=True, tag="prefill"):
+    """Write a request's cache and say that it is ready; one rank publishes it."""
+
+    request: int
+    publish: bool
+
+
+class AwaitRelease(Line, frozen=True, tag="await-release"):
+    """Wait until a request's blocks are the engine's again; take them back first if need be."""
+
+    request: int
+    unpublish: bool
+
+
+class PullCommand(Line, frozen=True, tag="pull"):
+    """Pull a request's cache and check it. `damage` spoils one byte in between."""
+
+    request: int
+    ref: dict[str, Any]
+    damage: str = ""  # "item": among the pulled; "spill": among the others
+
+
+class RankStarted(Line, frozen=True, tag="begun"):
+    """The rank is registered."""
+
+    register_s: float
+
+
+class Prefilled(Line, frozen=True, tag="prefilled"):
+    """The request's blocks are written."""
+
+    ref: dict[str, Any] | None  # from the rank that published
+
+
+class BlocksFreed(Line, frozen=True, tag="freed"):
+    """The request's blocks are the engine's again."""
+
+    why: str
+
+
+class PullResult(Line, frozen=True, tag="pulled"):
+    """A pull ended, and this is what the memory holds."""
+
+    delivered: bool
+    code: str
+    message: str
+    bytes: int
+    runs: int
+    elapsed_s: float  # as the engine saw it: `pull` called to event polled
+    checked_items: int
+    wrong_items: int
+    spilled_bytes: int
+    first_wrong: str
+
+
+class CommandFailed(Line, frozen=True, tag="broken"):
+    """The worker cannot go on."""
+
+    message: str
+
+
+Command = StartRank | PrefillCommand | AwaitRelease | PullCommand
+Reply = RankStarted | Prefilled | BlocksFreed | PullResult | CommandFailed
+
+_ENCODER = msgspec.json.Encoder()
+_COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+_REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def encode_line(line: Line) -> bytes:
+    """Return it with its newline."""
+    return _ENCODER.encode(line) + b"\n"
+
+
+def decode_command(line: bytes) -> Command:
+    """Return what the demo said."""
+    return _COMMANDS.decode(line)
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Return what a worker said."""
+    return _REPLIES.decode(line)

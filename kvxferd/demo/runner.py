@@ -1,0 +1,151 @@
+"""The demo itself: start everything, move request after request, stop everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvxferd.core.snapshot import PullRecord
+from kvxferd.demo import protocol
+from kvxferd.demo.processes import TOOL, WorkerProcess
+from kvxferd.demo.results import DemoResults
+from kvxferd.demo.shape import DemoShape, Role
+from kvxferd.errors import KvxferdError
+from kvxferd.ids import Rank
+from kvxferd.telemetry.history import record_from_json
+from kvxferd.tooling.async_tasks import gather_or_cancel, make_work_directory, run_until_signal
+from kvxferd.tooling.subprocesses import DaemonProcess
+
+R = TypeVar("R", bound=protocol.Line)
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+PUBLISHER_RANK = Rank(0, 0)
+# A daemon remembers 1024 records; each pull makes one, and handshakes a few.
+PULLS_PER_HISTORY_FETCH = 256
+
+
+class DemoCluster:
+    """Every process of a demo, in a directory that goes with them."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        self.shape = shape
+        self.daemons: dict[Role, DaemonProcess] = {}
+        self.workers: dict[tuple[Role, Rank], WorkerProcess] = {}
+        self._directory = make_work_directory("kvxferd-demo-")
+
+    async def start(self) -> None:
+        """Start all; return when both daemons are ready. Raises KvxferdError."""
+        await gather_or_cancel(*(self._start_daemon(role) for role in ROLES))
+        await gather_or_cancel(
+            *(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role))
+        )
+        await gather_or_cancel(*(daemon.wait_ready() for daemon in self.daemons.values()))
+
+    async def register(self) -> None:
+        """Have every worker register with its daemon. Raises KvxferdError."""
+        await gather_or_cancel(
+            *(
+                worker.request(
+                    protocol.StartRank(
+                        shape=self.shape, role=role, rank=rank, worker_socket=self.daemons[role].worker_socket
+                    )
+                )
+                for (role, rank), worker in self.workers.items()
+            )
+        )
+
+    async def request_all(
+        self, role: Role, command: Callable[[Rank], protocol.Command], kind: type[R]
+    ) -> dict[Rank, R]:
+        """Give every rank of an engine a command; return their answers. Raises KvxferdError."""
+        ranks = self.shape.ranks(role)
+        replies = await gather_or_cancel(*(self.workers[role, rank].request(command(rank)) for rank in ranks))
+        for reply in replies:
+            assert isinstance(reply, kind)
+        return dict(zip(ranks, replies, strict=True))  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        """Stop all, workers first; afterwards no process and no directory is left."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def log_tails(self) -> str:
+        """Return the last lines of both daemons' logs."""
+        return "\n".join(f"--- {role} daemon\n{daemon.log_tail()}" for role, daemon in self.daemons.items())
+
+    async def _start_daemon(self, role: Role) -> None:
+        os.mkdir(self._directory / role)
+        self.daemons[role] = await DaemonProcess.start(TOOL, role, self._directory / role)
+
+    async def _start_worker(self, role: Role, rank: Rank) -> None:
+        self.workers[role, rank] = await WorkerProcess.start(f"{role}.{rank}", self._directory)
+
+
+def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> DemoResults:
+    """Run it and return what was seen; `on_request` is told how many requests are done.
+
+    Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
+    Raises KeyboardInterrupt for both.
+    """
+    return asyncio.run(run_until_signal(_run(shape, on_request, damage)))
+
+
+async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> DemoResults:
+    tally = DemoResults(shape)
+    fleet = DemoCluster(shape)
+    try:
+        started = time.monotonic()
+        await fleet.start()
+        tally.daemons_ready_s = time.monotonic() - started
+        await fleet.register()
+        tally.registered_s = time.monotonic() - started - tally.daemons_ready_s
+        on_request(0)
+        for request in range(shape.requests):
+            await _transfer_request(fleet, tally, request, damage if request == 0 else "")
+            on_request(request + 1)
+        await _collect_pull_records(fleet, tally)
+    except KvxferdError as error:
+        tally.error = f"{error.message}\n{fleet.log_tails()}"
+    finally:
+        await fleet.stop()
+    return tally
+
+
+async def _transfer_request(fleet: DemoCluster, tally: DemoResults, request: int, damage: str) -> None:
+    """Move one request: written and published, pulled and checked, released."""
+    prefilled = await fleet.request_all(
+        "prefill",
+        lambda rank: protocol.PrefillCommand(request=request, publish=rank == PUBLISHER_RANK),
+        protocol.Prefilled,
+    )
+    ref = prefilled[PUBLISHER_RANK].ref
+    assert ref is not None
+    pulled = await fleet.request_all(
+        "decode",
+        lambda rank: protocol.PullCommand(
+            request=request, ref=ref, damage=damage if rank == PUBLISHER_RANK else ""
+        ),
+        protocol.PullResult,
+    )
+    tally.add_request(pulled)
+    unread = not all(one.delivered for one in pulled.values())
+    freed = await fleet.request_all(
+        "prefill",
+        lambda rank: protocol.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER_RANK),
+        protocol.BlocksFreed,
+    )
+    tally.releases.update(one.why for one in freed.values())
+    if tally.pulls - len(tally.records) >= PULLS_PER_HISTORY_FETCH:
+        await _collect_pull_records(fleet, tally)
+
+
+async def _collect_pull_records(fleet: DemoCluster, tally: DemoResults) -> None:
+    """Read from the decode daemon where the pulls' time went."""
+    answer = await asyncio.to_thread(fleet.daemons["decode"].control.get, "/v1/history")
+    records = map(record_from_json, answer["records"])
+    tally.add_records([record for record in records if isinstance(record, PullRecord)])

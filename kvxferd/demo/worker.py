@@ -1,0 +1,216 @@
+"""One worker process of the demo: a rank of an engine, without a model.
+
+It uses `kvxferd.client` as an engine would. `python -m kvxferd.demo.worker` obeys commands on
+standard input until that is closed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from typing import assert_never
+
+import numpy as np
+
+from kvxferd import client
+from kvxferd.demo import content, protocol
+from kvxferd.demo.shape import GROUP, DemoShape, Role
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.fd_wait import wait_readable
+from kvxferd.ids import Rank, RegionId
+from kvxferd.memory import SealedMemory
+from kvxferd.tooling.die_with_parent import die_with_parent
+
+CONNECT_TIMEOUT_S = 30.0
+# Ranks beyond the movers that are kept ready wait for one to be made.
+REGISTER_TIMEOUT_S = 60.0
+PULL_DEADLINE_S = 30.0
+# A release follows the last reader's acknowledgement; an abandoned lease ends within this too.
+RELEASE_TIMEOUT_S = 45.0
+
+
+class DemoWorker:
+    """A registered rank, its memory, and what it was told by its daemon."""
+
+    def __init__(self, begin: protocol.StartRank) -> None:
+        self._shape: DemoShape = begin.shape
+        self._role: Role = begin.role
+        self._layout = begin.shape.rank_layout(begin.role, Rank(*begin.rank))
+        self._memory = SealedMemory.create(content.region_bytes(self._layout), "kvxferd-demo")
+        self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
+        if begin.role == "decode":
+            self._bytes[:] = content.background(self._bytes.size)
+        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
+        (region,) = self._layout.regions
+        self._rank = self._client.register(
+            engine=begin.shape.spec(begin.role, Rank(*begin.rank)),
+            layout=self._layout,
+            regions={RegionId(region.region): self._memory},
+            timeout_s=REGISTER_TIMEOUT_S,
+        )
+        self._published: dict[int, client.TransferRef] = {}
+        self._pending_events: list[client.Event] = []
+
+    def close(self) -> None:
+        """Leave: the daemon unmaps the memory."""
+        self._client.close()
+
+    def prefill(self, command: protocol.PrefillCommand) -> protocol.Prefilled:
+        """Write a request's blocks; publish it, or say that this rank is ready."""
+        held = self._request_blocks(command.request)
+        content.write(self._bytes, self._layout, held)
+        name = _transfer_id(command.request)
+        if not command.publish:
+            self._rank.ready(name)
+            return protocol.Prefilled(ref=None)
+        blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
+        ref = self._rank.publish(name, blocks=blocks, num_tokens=held.num_tokens, num_readers=1)
+        self._rank.ready(name)
+        self._published[command.request] = ref
+        return protocol.Prefilled(ref=ref.to_dict())
+
+    def await_release(self, command: protocol.AwaitRelease) -> protocol.BlocksFreed:
+        """Wait until the request's blocks may be used again."""
+        name = _transfer_id(command.request)
+        if command.unpublish:
+            self._rank.unpublish(self._published[command.request])
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while True:
+            match self._next_event(deadline):
+                case client.Released(transfer_id, why) if transfer_id == name:
+                    return protocol.BlocksFreed(why=why.value)
+                case client.PublishRefused(transfer_id, code, message) if transfer_id == name:
+                    raise KvxferdError(message, code)
+
+    def pull(self, command: protocol.PullCommand) -> protocol.PullResult:
+        """Pull a request into this rank's blocks, then check the whole memory."""
+        held = self._request_blocks(command.request)
+        before = self._bytes.copy()
+        blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids.data)}
+        started = time.monotonic()
+        ticket = self._rank.pull(
+            command.ref, blocks=blocks, num_tokens=held.num_tokens, deadline_s=PULL_DEADLINE_S
+        )
+        end = self._await_outcome(ticket, started + 2 * PULL_DEADLINE_S)
+        elapsed_s = time.monotonic() - started
+        if isinstance(end, client.Failed) and not end.safe_to_reuse:
+            self._await_quiesced(ticket)
+        mask = content.block_mask(self._layout, held.block_ids)
+        if command.damage:
+            self._corrupt_byte(command.damage, mask)
+        spilled = int(np.count_nonzero((self._bytes != before) & ~mask))
+        if isinstance(end, client.Failed):
+            return _failed_result(end, elapsed_s, spilled)
+        found = content.check(self._bytes, self._layout, held)
+        return protocol.PullResult(
+            delivered=True,
+            code="",
+            message="",
+            bytes=end.bytes,
+            runs=end.runs,
+            elapsed_s=elapsed_s,
+            checked_items=found.checked_items,
+            wrong_items=found.wrong_items,
+            spilled_bytes=spilled,
+            first_wrong=found.first_wrong,
+        )
+
+    def _request_blocks(self, request: int) -> content.RequestBlocks:
+        return content.RequestBlocks(request, self._shape.block_ids(self._role, request), self._shape.tokens)
+
+    def _await_outcome(self, ticket: client.PullTicket, deadline: float) -> client.Delivered | client.Failed:
+        while True:
+            event = self._next_event(deadline)
+            if isinstance(event, client.Delivered | client.Failed) and event.ticket is ticket:
+                return event
+
+    def _await_quiesced(self, ticket: client.PullTicket) -> None:
+        deadline = time.monotonic() + PULL_DEADLINE_S
+        while True:
+            event = self._next_event(deadline)
+            if isinstance(event, client.Quiesced) and event.ticket is ticket:
+                return
+
+    def _next_event(self, deadline: float) -> client.Event:
+        """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
+        while not self._pending_events:
+            left = deadline - time.monotonic()
+            readable = wait_readable([self._rank.fileno()], left)
+            self._pending_events = list(self._rank.poll())
+            if not readable and not self._pending_events and left <= 0:
+                raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
+        event = self._pending_events.pop(0)
+        if isinstance(event, client.Disconnected):
+            raise KvxferdError(event.message, event.code)
+        return event
+
+    def _corrupt_byte(self, what: str, mask: np.ndarray) -> None:
+        """Spoil one byte, to show that the check finds it."""
+        place = int(np.argmax(mask if what == "item" else ~mask))
+        self._bytes[place] ^= 0xFF
+
+
+def main() -> None:
+    """Obey until standard input is closed."""
+    die_with_parent()
+    worker: DemoWorker | None = None
+    try:
+        for line in sys.stdin.buffer:
+            command = protocol.decode_command(line)
+            if isinstance(command, protocol.StartRank):
+                started = time.monotonic()
+                worker = DemoWorker(command)
+                _send_reply(protocol.RankStarted(register_s=time.monotonic() - started))
+            elif worker is not None:
+                _send_reply(_handle(worker, command))
+    except KvxferdError as error:
+        _send_reply(protocol.CommandFailed(message=f"{error.message} [{error.code.value}]"))
+    except Exception as error:
+        traceback.print_exc()
+        _send_reply(protocol.CommandFailed(message=f"{type(error).__name__}: {error}"))
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def _handle(
+    worker: DemoWorker, command: protocol.PrefillCommand | protocol.AwaitRelease | protocol.PullCommand
+) -> protocol.Line:
+    match command:
+        case protocol.PrefillCommand():
+            return worker.prefill(command)
+        case protocol.AwaitRelease():
+            return worker.await_release(command)
+        case protocol.PullCommand():
+            return worker.pull(command)
+        case _:
+            assert_never(command)
+
+
+def _failed_result(end: client.Failed, elapsed_s: float, spilled: int) -> protocol.PullResult:
+    return protocol.PullResult(
+        delivered=False,
+        code=end.code.value,
+        message=end.message,
+        bytes=0,
+        runs=0,
+        elapsed_s=elapsed_s,
+        checked_items=0,
+        wrong_items=0,
+        spilled_bytes=spilled,
+        first_wrong="",
+    )
+
+
+def _transfer_id(request: int) -> str:
+    return f"req-{request}"
+
+
+def _send_reply(line: protocol.Line) -> None:
+    sys.stdout.buffer.write(protocol.encode_line(line))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

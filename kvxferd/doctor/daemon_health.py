@@ -1,0 +1,30 @@
+"""Is a daemon there, and what does it say of itself?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import kvxferd
+from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
+from kvxferd.errors import KvxferdError
+
+
+def check(node: CheckContext) -> Iterator[Finding]:
+    """Ask for its status."""
+    try:
+        answer = node.daemon.get("/v1/status")
+    except KvxferdError as error:
+        found, _, todo = error.message.removeprefix("cannot ask the daemon at ").partition("; ")
+        yield fail("daemon", found, todo or "see its log")
+        return
+    facts = {"version": answer["version"], "endpoint": answer["node"]["endpoint"]}
+    if not answer["ready"]:
+        yield fail("daemon", "not ready: " + "; ".join(answer["reasons"]), "see its log", **facts)
+    elif answer["version"] != kvxferd.__version__:
+        found = f"version {answer['version']}, and this command is of {kvxferd.__version__}"
+        yield warn("daemon", found, "use the command of the daemon's own environment", **facts)
+    else:
+        yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
+    for warning in answer["warnings"]:
+        found, _, todo = warning.partition("; ")
+        yield warn("daemon's warning", found, todo or "see docs/how-to/troubleshoot.md")

@@ -1,0 +1,60 @@
+"""What a check says: a verdict, what was found, and one sentence on what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvxferd.config import Config
+from kvxferd.tooling.control_client import ControlClient
+
+
+class Verdict(StrEnum):
+    """How good it is."""
+
+    OK = "ok"
+    WARN = "warn"  # it works, and something should be better
+    FAIL = "no"  # this cannot be done here
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One row of the table."""
+
+    check: str  # what was looked at
+    verdict: Verdict
+    found: str
+    todo: str = ""
+    essential: bool = False  # with "no": nothing works without it
+    facts: dict[str, Any] = {}  # for machines, beyond the sentence
+    name: str = ""  # of the check that found it, as `--check` takes it
+
+
+class CheckContext(NamedTuple):
+    """What is examined."""
+
+    config: Config
+    daemon: ControlClient
+    environment: Mapping[str, str]  # what movers would have: this process's, and the settings' for them
+
+
+Check = Callable[[CheckContext], Iterable[Finding]]
+
+
+def ok(check: str, found: str, **facts: Any) -> Finding:
+    """It is as it should be."""
+    return Finding(check=check, verdict=Verdict.OK, found=found, facts=facts)
+
+
+def warn(check: str, found: str, todo: str, **facts: Any) -> Finding:
+    """It could be better."""
+    return Finding(check=check, verdict=Verdict.WARN, found=found, todo=todo, facts=facts)
+
+
+def fail(check: str, found: str, todo: str, *, essential: bool = False, **facts: Any) -> Finding:
+    """It cannot be done."""
+    return Finding(
+        check=check, verdict=Verdict.FAIL, found=found, todo=todo, essential=essential, facts=facts
+    )

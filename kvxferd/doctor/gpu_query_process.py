@@ -1,0 +1,29 @@
+"""What the GPU's driver says of its devices: `python -m kvxferd.doctor.gpu_query_process`."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from kvxferd.errors import KvxferdError
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.die_with_parent import die_with_parent
+
+
+def main() -> None:
+    """Print one line of JSON."""
+    die_with_parent(signal.SIGKILL)
+    try:
+        driver = open_driver()
+        said = {
+            "name": driver.name,
+            "describe": driver.describe(),
+            "devices": [device._asdict() for device in driver.devices()],
+        }
+    except KvxferdError as error:
+        said = {"refusal": error.message}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

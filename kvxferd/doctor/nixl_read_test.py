@@ -1,0 +1,70 @@
+"""Timed reads between two processes of this user, once for each choice of transports."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvxferd.core.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
+from kvxferd.doctor.finding import CheckContext
+from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
+
+SIZE_BYTES = 16 << 20
+READ_TIMEOUT_S = 30.0  # a cold import on a machine that is busy
+EXIT_TIMEOUT_S = 5.0
+_MODULE = "kvxferd.doctor.nixl_read_process"
+
+
+class ReadResult(NamedTuple):
+    """What came of a read between two processes."""
+
+    value: dict[str, Any]  # of `reading`; {}: nothing came of it
+    failure: str
+    ucx_version: str  # UCX's version; "": not known
+    loopback_transports: str  # transports for data to itself
+    node_transports: str  # and to the other process
+
+
+def read_between(node: CheckContext, transports: str = "") -> ReadResult:
+    """Read. `transports`: UCX's names for those to use; "": as movers choose."""
+    environment = dict(node.environment)
+    if transports:
+        environment["UCX_TLS"] = transports
+    return _read_cached(tuple(sorted(environment.items())), node.config.mover.library)
+
+
+@functools.cache
+def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadResult:
+    environment = {"UCX_LOG_LEVEL": "info", **dict(variables)}
+    source = IsolatedProcess(_MODULE, ["source", str(SIZE_BYTES), library], environment)
+    outcome = source.read_first_line(READ_TIMEOUT_S)
+    if outcome.value is not None:
+        line = msgspec.json.encode(outcome.value) + b"\n"
+        outcome = run_isolated(
+            _MODULE, ["reader", str(SIZE_BYTES), library], environment, READ_TIMEOUT_S, line
+        )
+    ended = source.finish(EXIT_TIMEOUT_S)
+    errors = outcome.stderr + ended.stderr
+    lanes, version = _parse_ucx_log(errors)
+    return ReadResult(
+        outcome.value or {}, _without_class_name(outcome.failure), version, lanes[ITSELF], lanes[NODE]
+    )
+
+
+def _parse_ucx_log(errors: str) -> tuple[dict[str, str], str]:
+    """Return by reach what UCX chose, and its version."""
+    lanes, version = {ITSELF: "", NODE: ""}, ""
+    for said in filter(None, map(parse_line, errors.splitlines())):
+        if said.text.startswith("Version "):
+            version = said.text.split()[1]
+        if (connected := parse_transports(said.text)) is not None:
+            lanes[connected.reach] = lanes.get(connected.reach) or data_transports(connected.transports)
+    return lanes, version
+
+
+def _without_class_name(refusal: str) -> str:
+    """Leave out which class an error was of: ``kvxferd.errors.MoverError: cannot ...``."""
+    head, separator, rest = refusal.partition(": ")
+    return rest if separator and "." in head and " " not in head else refusal

@@ -1,0 +1,236 @@
+"""One placement of GPU memory, tried: `python -m kvxferd.doctor.placement_trial PLACEMENT DEVICE DIRECTORY`.
+
+A daemon of its own, two engines in this process whose caches lie on the device, and pulls from one to
+the other, every byte checked. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from kvxferd import client
+from kvxferd.doctor.placements import DEVICE_COPY
+from kvxferd.errors import KvxferdError
+from kvxferd.fd_wait import wait_readable
+from kvxferd.ids import EngineId, Generation, RegionId
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.die_with_parent import die_with_parent
+from kvxferd.tooling.subprocesses import DaemonProcess
+
+NUM_PULLS = 4  # the first connects
+EVENT_TIMEOUT_S = 30.0
+BLOCK_TOKENS = 16
+# 512 KiB a block, and 256 MiB in all: long enough that a link's speed shows.
+NUM_HEADS, HEAD_DIM = 8, 128
+NUM_BLOCKS = 512
+NUM_LAYERS = 8
+FAKE_BLOCKS = 16  # a driver of memfds is tried for its way, not for its speed
+
+
+class TrialDevice:
+    """The one that memory is on."""
+
+    def __init__(self, driver: Driver, uuid: str) -> None:
+        self.driver = driver
+        self.uuid = uuid
+        self.ordinal = driver.use(uuid)
+        self.stream = driver.open_stream()
+
+    def allocate(self, size: int, plain: bool) -> int:
+        """Return memory made to be exported, or as cudaMalloc makes it. It goes with this process."""
+        if plain:
+            return self.driver.allocate_plain(self.uuid, size)
+        granularity = self.driver.granularity(self.uuid)
+        rounded = -(-size // granularity) * granularity
+        handle = self.driver.create(self.uuid, rounded)
+        address = self.driver.reserve(rounded)
+        self.driver.map(address, rounded, handle)
+        self.driver.set_access(self.uuid, address, rounded)
+        self.driver.release(handle)
+        return address
+
+    def copy(self, to: int, source: int, size: int) -> float:
+        """Copy, and return the seconds that it took."""
+        began = time.perf_counter()
+        self.driver.copy([to], [source], [size], self.stream)
+        self.driver.synchronize(self.stream)
+        return time.perf_counter() - began
+
+    def write(self, address: int, content: bytes) -> None:
+        """Put bytes there."""
+        window = self.driver.allocate_host(len(content))
+        ctypes.memmove(window, content, len(content))
+        self.copy(address, window, len(content))
+        self.driver.free_host(window)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return what is there."""
+        window = self.driver.allocate_host(size)
+        self.copy(window, address, size)
+        content = ctypes.string_at(window, size)
+        self.driver.free_host(window)
+        return content
+
+
+class TrialEngine:
+    """One rank, and its memory."""
+
+    def __init__(self, device: TrialDevice, name: str, placement: str, num_blocks: int) -> None:
+        self.spec = EngineSpec(
+            EngineId(f"doctor-{name}"),
+            Generation("1"),
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_HEADS,
+        )
+        self.layout: RankLayout = attention_layout(
+            spec=self.spec,
+            num_blocks=num_blocks,
+            num_kv_heads=NUM_HEADS,
+            head_dim=HEAD_DIM,
+            block_tokens=BLOCK_TOKENS,
+        )
+        self.size_bytes = self.layout.regions[0].size_bytes
+        self.address = device.allocate(self.size_bytes, plain=placement == "resident")
+        self._device = device
+        self._placement = placement
+        self._rank: client.RankHandle | None = None
+
+    @property
+    def rank(self) -> client.RankHandle:
+        """Once it is registered."""
+        assert self._rank is not None
+        return self._rank
+
+    def register(self, socket: str) -> None:
+        """Raises KvxferdError with the refusal."""
+        region = RegionId("kv")
+        connection = client.connect(socket)
+        if self._placement == "resident":
+            from kvxferd import resident
+            from kvxferd.memory.device import ResidentMemory
+
+            memory = ResidentMemory(self.address, self.size_bytes, self._device.uuid)
+            self._rank = resident.register(connection, self.spec, self.layout, {region: memory})
+        else:
+            exported = DeviceMemory(self.address, self.size_bytes, self._device.driver)
+            self._rank = connection.register(engine=self.spec, layout=self.layout, regions={region: exported})
+
+    def await_event(self, kind: type[client.Event]) -> Any:
+        """Return the next event of a kind. Raises KvxferdError at any other end, or when nothing comes."""
+        while wait_readable([self.rank.fileno()], EVENT_TIMEOUT_S):
+            for event in self.rank.poll():
+                if isinstance(event, kind):
+                    return event
+                if isinstance(event, client.Failed):
+                    raise KvxferdError(f"the pull failed: {event.message} [{event.code}]", event.code)
+        raise KvxferdError(f"no {kind.__name__} came for {EVENT_TIMEOUT_S:g} s")
+
+
+def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:
+    """Return the speed of a plain copy on the device, of as many bytes as a pull has."""
+    engines = [TrialEngine(device, name, "direct", num_blocks) for name in ("from", "to")]
+    size = engines[0].size_bytes
+    best = min(device.copy(engines[1].address, engines[0].address, size) for _ in range(NUM_PULLS))
+    return {"gigabytes_per_s": size / best / 1e9}
+
+
+async def measure_placement(
+    device: TrialDevice, placement: str, num_blocks: int, directory: Path
+) -> dict[str, Any]:
+    """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
+    environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
+    if placement == "staged":
+        environment["KVXFERD_MOVER_PLACEMENT"] = "staged"
+    daemon = await DaemonProcess.start("doctor", "doctor's", directory, environment)
+    try:
+        await daemon.wait_ready()
+        return await asyncio.to_thread(_pull_and_verify, device, placement, num_blocks, daemon)
+    except KvxferdError:
+        print(daemon.log_tail(), file=sys.stderr)
+        raise
+    finally:
+        await daemon.stop()
+
+
+def _mover_environment() -> str:
+    name = os.environ.get(DRIVER_VARIABLE, "")
+    given = os.environ.get("KVXFERD_MOVER_ENVIRONMENT", "")
+    return ",".join(filter(None, [given, name and f"{DRIVER_VARIABLE}={name}"]))
+
+
+def _pull_and_verify(
+    device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
+) -> dict[str, Any]:
+    device.driver.use(device.uuid)  # this is another thread
+    source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
+    content = unique_pages(source.size_bytes)
+    device.write(source.address, content)
+    for engine in (source, sink):
+        engine.register(daemon.worker_socket)
+    ids = {"full": client.BlockList(ids=array("i", range(num_blocks)))}
+    num_tokens, best = num_blocks * BLOCK_TOKENS, float("inf")
+    for number in range(NUM_PULLS):
+        device.write(sink.address, bytes(sink.size_bytes))
+        ref = source.rank.publish(f"doctor-{number}", ids, num_tokens=num_tokens)
+        source.rank.ready(f"doctor-{number}")
+        sink.rank.pull(ref.to_json(), ids, num_tokens=num_tokens, deadline_s=EVENT_TIMEOUT_S)
+        best = min(best, sink.await_event(client.Delivered).wire_s)
+        if device.read(sink.address, sink.size_bytes) != content:
+            raise KvxferdError("other bytes were delivered than were sent")
+    found = _reported_placement(daemon)
+    for engine in (source, sink):
+        engine.rank.close()
+    if found["kind"] != placement:
+        raise KvxferdError(
+            f"the daemon took {found['kind']} in its place: {found['why'] or 'it says not why'}"
+        )
+    return {"gigabytes_per_s": source.size_bytes / best / 1e9, "lanes": found["lanes"]}
+
+
+def unique_pages(size_bytes: int) -> bytes:
+    """Return bytes of which no two pages are alike, so that none can stand in for another."""
+    noise, page = os.urandom(1 << 16), 4096
+    pages = (
+        number.to_bytes(8, "little") + noise[number * 8 % (1 << 15) :][: page - 8]
+        for number in range(-(-size_bytes // page))
+    )
+    return b"".join(pages)[:size_bytes]
+
+
+def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
+    engines = daemon.control.get("/v1/engines")["engines"]
+    return next(rank["placement"] for engine in engines for rank in engine["ranks"] if rank["placement"])
+
+
+def main() -> None:
+    """Try it. What goes wrong is one line on standard error."""
+    die_with_parent(signal.SIGKILL)
+    placement, uuid, directory = sys.argv[1:]
+    try:
+        device = TrialDevice(open_driver(), uuid)
+        num_blocks = FAKE_BLOCKS if device.driver.name == "fake" else NUM_BLOCKS
+        if placement == DEVICE_COPY:
+            said = measure_copy(device, num_blocks)
+        else:
+            said = asyncio.run(measure_placement(device, placement, num_blocks, Path(directory)))
+    except KvxferdError as error:
+        sys.exit(f"{error.message} [{error.code.value}]")
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # neither drivers nor libraries have anything to say any more, and could hang
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What doctor prints, and with which status it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from kvxferd.doctor.finding import Finding, Verdict
+from kvxferd.doctor.placements import PlacementResult
+from kvxferd.tooling.output import console, plain_text
+
+EXIT_OK, EXIT_FAILED, EXIT_NO_GPU = 0, 1, 3  # 2 is what cannot be run, as everywhere
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print a row for each, and under it what to do."""
+    table = Table(title="This node", title_justify="left")
+    for head in ("check", "looked at", "", "found", "what to do"):
+        table.add_column(head, overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
+        said = (plain_text(finding.found), plain_text(finding.todo))
+        table.add_row(plain_text(finding.name), plain_text(finding.check), verdict, *said)
+    console().print(table)
+
+
+def print_placements(tried: Sequence[PlacementResult]) -> None:
+    """Print the short table: placement, works or the exact refusal, speed against a plain device copy."""
+    table = Table(title="Placements of GPU memory", title_justify="left")
+    for head in ("placement", "works", "GB/s", "of a device copy"):
+        table.add_column(head, overflow="fold", justify="right" if head == "GB/s" else "left")
+    copy = next((one.gigabytes_per_s for one in tried if one.placement == "device copy"), 0.0)
+    for one in tried:
+        speed = f"{one.gigabytes_per_s:.3g}" if one.gigabytes_per_s else ""
+        share = f"{one.gigabytes_per_s / copy:.1%}" if one.gigabytes_per_s and copy else ""
+        table.add_row(one.placement, plain_text(one.refusal or "yes" + _over_transports(one)), speed, share)
+    console().print(table)
+
+
+def _over_transports(one: PlacementResult) -> str:
+    return f", over {one.lanes}" if one.lanes else ""
+
+
+def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:
+    """Return everything as one object."""
+    said: dict[str, Any] = {
+        "findings": msgspec.to_builtins(list(findings)),
+        "status": exit_status(findings, tried),
+    }
+    if tried is not None:
+        said["placements"] = msgspec.to_builtins(list(tried))
+    return said
+
+
+def exit_status(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> int:
+    """Return the exit status. `tried`: placements, where they were asked for; none: there is no GPU."""
+    if any(finding.essential and finding.verdict is Verdict.FAIL for finding in findings):
+        return EXIT_FAILED
+    if tried is not None and not tried:
+        return EXIT_NO_GPU
+    return EXIT_FAILED if any(one.refusal for one in tried or ()) else EXIT_OK

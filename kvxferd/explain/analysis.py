@@ -1,0 +1,230 @@
+"""What each decode rank would read, in numbers: from the planner and the expander themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvxferd.errors import PlanError
+from kvxferd.explain.engine_spec_parser import EngineDescription
+from kvxferd.explain.run_lengths import Lengths, describe_runs
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
+from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
+from kvxferd.plan.plan import BlockGeometry, GroupRead
+
+REQUEST_TOKENS = 1000  # of the request that is reckoned with
+# Runs are counted over whole blocks of both sides where that is no more than so many tokens, and over
+# fewer than TOKENS where they would be so many: 16 MiB of arrays, a tenth of a second.
+MAX_SAMPLE_TOKENS = 8192
+MAX_SAMPLE_RUNS = 1 << 19
+
+
+class Refusal(NamedTuple):
+    """Why nothing can be read: a fact that the engines state differently, or what nobody holds."""
+
+    field: str
+    prefill: object
+    decode: object
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRead:
+    """What one decode rank reads from one prefill rank, of one kind, for a request of 1,000 tokens.
+
+    Attention moves in proportion to the tokens, of a sliding window at most its own; a state moves
+    once. `num_runs` is for block ids that are nowhere neighbours, `fewest_runs` for ids in a row.
+    """
+
+    source: Rank
+    kind: GroupKind
+    layers: tuple[int, ...]
+    units: Mapping[str, tuple[UnitRange, ...]]
+    num_bytes: int
+    num_runs: int
+    fewest_runs: int
+    merges: str
+
+    @property
+    def mean_run_bytes(self) -> float:
+        """Bytes of a run, block ids being scattered."""
+        return self.num_bytes / self.num_runs
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRankReads:
+    """Everything that one decode rank reads."""
+
+    rank: Rank
+    layers: tuple[int, int]
+    plan: Plan
+    reads: tuple[RankRead, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a request of 1,000 tokens."""
+        return sum(read.num_bytes for read in self.reads)
+
+    @property
+    def num_runs(self) -> int:
+        """Of a request of 1,000 tokens."""
+        return sum(read.num_runs for read in self.reads)
+
+    def sources(self, kind: GroupKind) -> list[Rank]:
+        """Return the prefill ranks read for attention, or for state."""
+        return [read.source for read in self.reads if read.kind is kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would happen between two engines: `ranks`, or why not: `refused`."""
+
+    prefill: EngineDescription
+    decode: EngineDescription
+    ranks: tuple[DecodeRankReads, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a request of 1,000 tokens, into all decode ranks."""
+        return sum(rank.num_bytes for rank in self.ranks)
+
+    def bytes_by_source(self) -> dict[Rank, int]:
+        """Return the bytes that each prefill rank gives away, 0 where it is not read."""
+        given = dict.fromkeys(sorted(self.prefill.ranks), 0)
+        for rank in self.ranks:
+            for read in rank.reads:
+                given[read.source] += read.num_bytes
+        return given
+
+
+def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Explanation:
+    """Return what every rank of `decode` would read from `prefill`, or why it cannot."""
+    remote = prefill.layouts()
+    ranks: list[DecodeRankReads] = []
+    refused: dict[Refusal, None] = {}  # in order, each once
+    for rank in sorted(decode.ranks):
+        spec, layout = decode.ranks[rank]
+        try:
+            plan = make_plan(spec, layout, prefill.spec, remote)
+        except PlanError as error:
+            refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
+            continue
+        ranks.append(DecodeRankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
+    if refused:
+        return Explanation(prefill, decode, refused=tuple(refused))
+    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)))
+
+
+def _refusals(
+    prefill: EngineDescription, decode: EngineDescription, rank: Rank, error: PlanError
+) -> Iterator[Refusal]:
+    """Yield every difference that one decode rank meets, else what the planner says."""
+    spec, layout = decode.ranks[rank]
+    differences = find_differences(spec, layout, prefill.spec, prefill.layouts())
+    for difference in differences:
+        message = (
+            f"{difference.field} of {difference.where} is {difference.remote!r} at prefill and "
+            f"{difference.local!r} at decode"
+        )
+        yield Refusal(difference.field, difference.remote, difference.local, message)
+    if not differences:
+        yield Refusal(error.code.value, prefill.label, f"{decode.label} {rank}", error.message)
+
+
+def _reads(plan: Plan) -> Iterator[RankRead]:
+    """Yield a plan's reads, source by source, attention before state."""
+    for read in plan_reads(plan):
+        lanes = [
+            lane for lane in plan.group_reads if (lane.rank, lane.local.kind) == (read.source, read.kind)
+        ]
+        num_bytes = scattered = in_a_row = 0.0
+        sentences: dict[str, None] = {}
+        for tokens, alike in _by_tokens(lanes).items():
+            part = msgspec.structs.replace(plan, group_reads=tuple(alike))
+            (whole,) = plan_reads(part)
+            size = whole.bytes_per_token * tokens + whole.bytes_per_state
+            apart, together = _run_lengths(part)
+            num_bytes += size
+            scattered += size / apart.mean()
+            in_a_row += size / together.mean()
+            sentences[describe_runs(alike, apart, together)] = None
+        yield RankRead(
+            read.source,
+            read.kind,
+            read.layers,
+            read.units,
+            round(num_bytes),
+            max(1, round(scattered)),
+            max(1, round(in_a_row)),
+            "; ".join(sentences),
+        )
+
+
+def _by_tokens(lanes: list[GroupRead]) -> dict[int, list[GroupRead]]:
+    """Return lanes by how many of the request's tokens they move: a sliding window only its own."""
+    found: dict[int, list[GroupRead]] = {}
+    for lane in lanes:
+        window = lane.local.sliding_window
+        found.setdefault(REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window), []).append(lane)
+    return found
+
+
+def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
+    """Return the run lengths of a request whose ids are apart on both sides, and of one with ids in a row.
+
+    Ids that are apart merge nothing, so a sample of a few blocks tells as much as a whole request.
+    """
+    spans = [
+        side.id_tokens for lane in plan.group_reads for side in (lane.local, lane.remote) if side.id_tokens
+    ]
+    step = math.lcm(*spans) if spans else 1
+    if step > MAX_SAMPLE_TOKENS:
+        step = max(spans)
+    apart = _sample_run_lengths(plan, step, 2)
+    steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if spans else 1
+    return apart, _sample_run_lengths(plan, step * steps, 1)
+
+
+def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
+    """Return the run lengths of a request whose ids are `stride` apart on both sides."""
+    local = {lane.local.group: _sample_block_ids(lane.local, tokens, stride) for lane in plan.group_reads}
+    remote = {lane.remote.group: _sample_block_ids(lane.remote, tokens, stride) for lane in plan.group_reads}
+    mine = dict.fromkeys((s.local.region for lane in plan.group_reads for s in lane.patterns), 0)
+    theirs = dict.fromkeys((s.remote.region for lane in plan.group_reads for s in lane.patterns), 0)
+    bases = {lane.rank: theirs for lane in plan.group_reads}
+    parts = Expander(plan).parts(local, remote, tokens, mine, bases)
+    return np.concatenate([runs.length for part in parts for runs in part.values()])
+
+
+def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBlocks:
+    """Return a made-up block list; its ids need not exist, as nothing is read."""
+    if side.kind is GroupKind.STATE:
+        return PackedBlocks(pack_ids([0]), state_at=tokens)
+    return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))
+
+
+def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:
+    """Yield what is possible and still worth knowing."""
+    lanes = [lane for rank in ranks for lane in rank.plan.group_reads]
+    pairs = {(lane.local.group, lane.local.sliding_window, lane.remote.sliding_window) for lane in lanes}
+    for group, mine, theirs in sorted(pairs, key=str):
+        if theirs is not None and (mine is None or mine > theirs):
+            wanted = "all tokens" if mine is None else f"the last {mine:,} tokens"
+            yield (
+                f"decode group {group!r} needs {wanted} and prefill keeps the last {theirs:,} only: longer "
+                "requests are refused (tokens-not-published) unless prefill still holds them"
+            )
+    if any(lane.local.sliding_window is not None for lane in lanes):
+        windows = sorted({lane.local.sliding_window for lane in lanes if lane.local.sliding_window})
+        listed = ", ".join(f"{window:,}" for window in windows)
+        yield f"sliding windows: of those layers only the last {listed} tokens move"
+    if any(lane.local.kind is GroupKind.STATE for lane in lanes):
+        yield "states move once per request, whatever its length"

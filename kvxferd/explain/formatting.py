@@ -1,0 +1,107 @@
+"""Ranks, layers and units as people write them; shared by the text and the picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvxferd.explain.analysis import Explanation
+from kvxferd.explain.engine_spec_parser import EngineDescription
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind, UnitRange
+from kvxferd.tooling.output import format_bytes
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges, both ends included: ``0-3, 7``. Many ranges end in their count."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    if len(texts) <= 4:
+        return ", ".join(texts)
+    steps = {after[0] - before[0] for before, after in itertools.pairwise(ranges)}
+    if len(steps) == 1 and all(a == b for a, b in ranges):
+        return f"{texts[0]}, {texts[1]}, ..., {texts[-1]}"
+    return f"{sum(b - a + 1 for a, b in ranges)} of {ranges[0][0]}-{ranges[-1][1]}"
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """Return layers for a small place: ``L0-39``, ``24 of L0-50``."""
+    text = format_numbers(layers)
+    count, of, rest = text.partition(" of ")
+    return f"{count}{of}L{rest}" if of else f"L{text}"
+
+
+def format_ranks(ranks: Sequence[Rank]) -> str:
+    """Return ranks stage by stage: ``pp0.tp0-3, pp1.tp0-3``."""
+    stages: dict[int, list[int]] = {}
+    for rank in ranks:
+        stages.setdefault(rank.pp_rank, []).append(rank.tp_rank)
+    texts = {pp: format_numbers(tps).replace(", ...,", "..").replace(", ", "+") for pp, tps in stages.items()}
+    return ", ".join(f"pp{pp}.tp{text}" for pp, text in texts.items()) or "-"
+
+
+def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
+    """Return components with equal units together: ``k v heads 0-3``."""
+    together: dict[str, list[str]] = {}
+    for name, held in units.items():
+        together.setdefault(_format_held(held), []).append(name)
+    return "; ".join(f"{_component_label(names)} {held}".strip() for held, names in together.items())
+
+
+def format_heads(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
+    """Return the heads read (h), or state heads (s); "latent" where there is nothing to divide."""
+    for name, mark in (("k", "h"), ("v", "h"), ("kv", "h"), ("ssm", "s")):
+        if name in units:
+            return mark + _format_held(units[name])
+    return "latent" if "latent" in units else next(iter(units), "")
+
+
+def _format_held(ranges: tuple[UnitRange, ...]) -> str:
+    return format_numbers(unit for held in ranges for unit in range(held.start, held.stop))
+
+
+def _component_label(names: list[str]) -> str:
+    heads = set(names) <= {"k", "v", "kv"}
+    if heads:
+        return f"{' '.join(names)} heads"
+    return " ".join(names)
+
+
+def format_engine(engine: EngineDescription) -> str:
+    """Return one line on an engine: sizes, layers, blocks and bytes."""
+    spec = engine.spec
+    groups = engine.ranks[min(engine.ranks)][1].groups
+    attention = [group for group in groups if group.kind is GroupKind.ATTENTION]
+    shards = {group.token_shard.count for group in attention} - {1}
+    parts = [
+        f"pp {spec.pp_size} x tp {spec.tp_size} = {len(engine.ranks)} rank{'s' * (len(engine.ranks) > 1)}",
+        f"{spec.num_layers} layers",
+        f"{spec.num_kv_heads} KV heads" if spec.num_kv_heads else "no KV heads",
+    ]
+    if attention:
+        parts.append(
+            "blocks of "
+            + " and ".join(str(n) for n in sorted({g.block_tokens for g in attention}))
+            + " tokens"
+        )
+    if shards:
+        parts.append(f"tokens shared by {max(shards)} ranks")
+    if len(attention) < len(groups):
+        parts.append("states")
+    return ", ".join(parts)
+
+
+def format_load(explanation: Explanation) -> str:
+    """Return which prefill rank gives most, and which give nothing."""
+    served = explanation.bytes_by_source()
+    idle = [rank for rank, given in served.items() if not given]
+    busiest = max(served, key=lambda rank: served[rank])
+    told = f"the busiest prefill rank is {busiest} with {format_bytes(served[busiest])}"
+    if len(set(served.values())) == 1:
+        told = f"every prefill rank gives {format_bytes(served[busiest])}"
+    return told + (f"; not read at all: {format_ranks(idle)}" if idle else "")

@@ -1,0 +1,364 @@
+"""The explanation as a picture: decode ranks against prefill ranks, coloured by bytes."""
+
+from __future__ import annotations
+
+from kvxferd.explain.analysis import REQUEST_TOKENS, DecodeRankReads, Explanation, RankRead
+from kvxferd.explain.formatting import (
+    format_engine,
+    format_heads,
+    format_layers,
+    format_load,
+    format_numbers,
+    format_units,
+)
+from kvxferd.explain.matrix_axes import PipelineStage, UnitAxis, pipeline_stages, unit_axes
+from kvxferd.explain.svg import (
+    ALARM,
+    BLUE,
+    FAINT,
+    INK,
+    ORANGE,
+    RULE,
+    Canvas,
+    Scale,
+    longest_fitting,
+    shade,
+    text_width,
+)
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind
+from kvxferd.tooling.output import format_bytes
+
+MARGIN = 28.0
+SCALES: dict[GroupKind, Scale] = {GroupKind.ATTENTION: BLUE, GroupKind.STATE: ORANGE}
+AXIS_SIZE = 46.0  # pixels of a staircase of shares
+STAGE_BAND = 24.0  # of a stage's band above the matrix
+STAGE_SIDE_BAND = 118.0  # beside it
+MAX_BAR = 150.0  # of the longest bar
+NOT_READ = "#f4f5f7"
+MAX_SENTENCES = 4  # on runs
+# (ranks along one side, a cell's width if they are columns, its height if they are rows)
+_CELLS = ((4, 128.0, 58.0), (8, 104.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
+_MIN_CELL = (9.0, 12.0)  # beyond those; the picture grows
+
+
+def draw_svg(explanation: Explanation) -> str:
+    """Return an SVG document: the matrix, or what is refused."""
+    canvas = Canvas()
+    y = _heading(canvas, explanation)
+    if explanation.refused:
+        _Refusals(canvas, explanation).draw(y)
+    else:
+        _ReadMatrix(canvas, explanation).draw(y)
+    return canvas.to_svg(f"{explanation.decode.label} reads {explanation.prefill.label}", MARGIN)
+
+
+def _heading(canvas: Canvas, explanation: Explanation) -> float:
+    """Draw the title and who the two engines are; returns where to go on."""
+    y = MARGIN + 16
+    if explanation.refused:
+        canvas.text(MARGIN, y, "Refused: decode cannot read prefill", size=22, fill=ALARM, bold=True)
+    else:
+        reads = sum(len(rank.reads) for rank in explanation.ranks)
+        runs = sum(rank.num_runs for rank in explanation.ranks)
+        canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
+        y += 24
+        told = (
+            f"A request of {REQUEST_TOKENS:,} tokens moves {format_bytes(explanation.num_bytes)} in "
+            f"{reads:,} read{'s' * (reads != 1)}: "
+            f"{runs:,} runs of {format_bytes(explanation.num_bytes / max(1, runs))} on average"
+        )
+        canvas.text(MARGIN, y, told, size=14)
+    for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
+        y += 20
+        canvas.text(MARGIN, y, role, size=12, bold=True)
+        canvas.text(MARGIN + 60, y, f"{engine.label}  ({format_engine(engine)})", size=12, fill=FAINT)
+    return y + 28
+
+
+class _ReadMatrix:
+    """The matrix with everything around it; positions are worked out once."""
+
+    def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
+        self.canvas = canvas
+        self.explanation = explanation
+        kinds = {read.kind for rank in explanation.ranks for read in rank.reads}
+        self.kinds = [kind for kind in GroupKind if kind in kinds] or [GroupKind.ATTENTION]
+        self.columns = sorted(explanation.prefill.ranks)
+        self.rows = list(explanation.ranks)
+        self.width, self.height = _cell_size(len(self.columns), 0), _cell_size(len(self.rows), 1)
+        if len(self.kinds) > 1 and len(self.rows) <= 16:
+            self.height = max(self.height, 64.0)  # two lines for each kind
+        self.column_axes = unit_axes(explanation.prefill, self.kinds)
+        self.row_axes = unit_axes(explanation.decode, self.kinds)
+        self.most = {kind: max(self._sizes(kind), default=1) or 1 for kind in self.kinds}
+        self.left = MARGIN + STAGE_SIDE_BAND + 34 + AXIS_SIZE * len(self.row_axes) + 10
+        self.top = 0.0
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width * len(self.columns)
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height * len(self.rows)
+
+    def draw(self, y: float) -> None:
+        self.top = y + 20 + STAGE_BAND + 18 + AXIS_SIZE * len(self.column_axes) + 10
+        self.canvas.text(
+            self.left, y + 10, "prefill ranks, by pipeline stage and tp rank", size=12, bold=True
+        )
+        self.canvas.text(MARGIN, self.top - 8, "decode ranks", size=12, bold=True)
+        self._column_heads(y + 20)
+        self._row_heads()
+        for index, row in enumerate(self.rows):
+            self._row(index, row)
+        self._stage_lines()
+        self._row_bars()
+        y = self._column_bars(self.bottom + 14)
+        y = self._legend(y + 18)
+        self._draw_notes(y + 8)
+
+    def _sizes(self, kind: GroupKind) -> list[int]:
+        return [read.num_bytes for rank in self.rows for read in rank.reads if read.kind is kind]
+
+    # --- around the matrix
+
+    def _column_heads(self, y: float) -> None:
+        for stage in pipeline_stages(self.explanation.prefill):
+            x, width = self.left + stage.first * self.width, stage.size * self.width
+            self.canvas.rect(x + 1, y, width - 2, STAGE_BAND - 4, "#e8ebf0")
+            label = longest_fitting(stage.labels(), width - 6, 11)
+            self.canvas.text(x + width / 2, y + 14, label, size=11, anchor="middle")
+        size = min(11.0, self.width * 0.55)
+        for index, rank in enumerate(self.columns):
+            x = self.left + (index + 0.5) * self.width
+            name = f"tp {rank.tp_rank}" if self.width >= 40 else str(rank.tp_rank)
+            self.canvas.text(x, y + STAGE_BAND + 10, name, size=size, anchor="middle", fill=FAINT)
+        y += STAGE_BAND + 18
+        for track in self.column_axes:
+            self._draw_axis_name(track, self.left - 6, y)
+            for index, rank in enumerate(self.columns):
+                self._draw_column_share(track, rank, self.left + index * self.width, y)
+            y += AXIS_SIZE
+
+    def _draw_axis_name(self, track: UnitAxis, x: float, y: float) -> None:
+        """Draw what the ends of a staircase mean: its first unit above, its last below."""
+        ends = (
+            (f"{track.unit_name} 0", str(track.total - 1))
+            if track.total > 1
+            else (f"whole {track.unit_name}", "")
+        )
+        for offset, text in zip((9, AXIS_SIZE - 5), ends, strict=True):
+            self.canvas.text(x, y + offset, text, size=10, fill=FAINT, anchor="end")
+
+    def _draw_column_share(self, track: UnitAxis, rank: Rank, x: float, y: float) -> None:
+        """Draw which part of the units a prefill rank holds: a step of the staircase."""
+        height = AXIS_SIZE - 6
+        self.canvas.rect(x + 1, y, self.width - 2, height, NOT_READ)
+        fill = shade(SCALES[track.kind], 0.45)
+        for held in track.held.get(rank, ()):
+            start, stop = (at / track.total * height for at in (held.start, held.stop))
+            title = f"prefill {rank} holds {track.unit_name} {track.label(rank)}"
+            self.canvas.rect(x + 1, y + start, self.width - 2, max(2.0, stop - start), fill, title=title)
+
+    def _row_heads(self) -> None:
+        for stage in pipeline_stages(self.explanation.decode):
+            y, height = self.top + stage.first * self.height, stage.size * self.height
+            self.canvas.rect(MARGIN, y + 1, STAGE_SIDE_BAND - 4, height - 2, "#e8ebf0")
+            self._draw_stage_label(stage, y + height / 2)
+        size = max(9.0, min(11.0, self.height * 0.62))
+        x = MARGIN + STAGE_SIDE_BAND
+        for index, row in enumerate(self.rows):
+            y = self.top + (index + 0.5) * self.height
+            name = f"tp {row.rank.tp_rank}" if self.height >= 16 else str(row.rank.tp_rank)
+            self.canvas.text(x + 28, y + size * 0.35, name, size=size, anchor="end", fill=FAINT)
+            for number, track in enumerate(self.row_axes):
+                self._draw_row_share(track, row.rank, x + 36 + number * AXIS_SIZE, y - self.height / 2)
+        for number, track in enumerate(self.row_axes):
+            middle = x + 36 + (number + 0.5) * AXIS_SIZE - 3
+            self.canvas.text(middle, self.bottom + 12, track.unit_name, size=9, fill=FAINT, anchor="middle")
+
+    def _draw_stage_label(self, stage: PipelineStage, y: float) -> None:
+        label = longest_fitting(stage.labels(), STAGE_SIDE_BAND - 8, 11)
+        if stage.size * self.height >= 10:
+            self.canvas.text(MARGIN + STAGE_SIDE_BAND / 2 - 2, y + 4, label, size=11, anchor="middle")
+
+    def _draw_row_share(self, track: UnitAxis, rank: Rank, x: float, y: float) -> None:
+        width = AXIS_SIZE - 6
+        self.canvas.rect(x, y + 1, width, self.height - 2, NOT_READ)
+        fill = shade(SCALES[track.kind], 0.45)
+        for held in track.held.get(rank, ()):
+            start, stop = (at / track.total * width for at in (held.start, held.stop))
+            title = f"decode {rank} holds {track.unit_name} {track.label(rank)}"
+            self.canvas.rect(x + start, y + 1, max(2.0, stop - start), self.height - 2, fill, title=title)
+
+    # --- the matrix
+
+    def _row(self, index: int, row: DecodeRankReads) -> None:
+        y = self.top + index * self.height
+        part = (self.height - 2) / len(self.kinds)
+        for column, source in enumerate(self.columns):
+            x = self.left + column * self.width
+            title = f"decode {row.rank} does not read prefill {source}"
+            self.canvas.rect(x + 1, y + 1, self.width - 2, self.height - 2, NOT_READ, title=title)
+            for number, kind in enumerate(self.kinds):
+                for read in row.reads:
+                    if (read.source, read.kind) == (source, kind):
+                        self._cell(row.rank, read, x + 1, y + 1 + number * part, part)
+
+    def _cell(self, rank: Rank, read: RankRead, x: float, y: float, height: float) -> None:
+        """Draw one read; it says its layers and heads as far as there is room."""
+        fraction = 0.12 + 0.88 * read.num_bytes / self.most[read.kind]
+        title = (
+            f"decode {rank} reads prefill {read.source} for {read.kind.value}: layers "
+            f"{format_numbers(read.layers)}, "
+            f"{format_units(read.units)}, {format_bytes(read.num_bytes)} in {read.num_runs:,} runs of "
+            f"{format_bytes(read.mean_run_bytes)} per {REQUEST_TOKENS:,} tokens"
+        )
+        self.canvas.rect(x, y, self.width - 2, height, shade(SCALES[read.kind], fraction), title=title)
+        ink = "#ffffff" if fraction > 0.5 else INK
+        room = self.width - 6
+        layers, heads = format_layers(read.layers), format_heads(read.units)
+        if (
+            longest_fitting(
+                (f"{layers}, {heads}", counted := f"{len(read.layers)} layers, {heads}"), room, 10
+            )
+            == counted
+        ):
+            layers = f"{len(read.layers)} layers"
+        lines = [format_bytes(read.num_bytes), f"{layers}, {heads}"]
+        if text_width(lines[1], 10) > room:
+            lines = [lines[0], layers, heads]
+        lines = [line for line in lines if text_width(line, 10) <= room][: int((height - 4) // 12)]
+        together = f"{format_bytes(read.num_bytes)}: {layers}, {heads}"
+        if len(lines) == 1 and text_width(together, 10) <= room:
+            lines = [together]
+        middle = y + height / 2 - (len(lines) - 1) * 6.5 + 3.5
+        for number, line in enumerate(lines):
+            self.canvas.text(
+                x + self.width / 2 - 1,
+                middle + number * 13,
+                line,
+                size=10,
+                fill=ink,
+                anchor="middle",
+                bold=number == 0,
+            )
+
+    def _stage_lines(self) -> None:
+        """Set the stages apart."""
+        for stage in pipeline_stages(self.explanation.prefill)[1:]:
+            x = self.left + stage.first * self.width
+            self.canvas.line(x, self.top - 4, x, self.bottom + 4, INK, 1.5)
+        for stage in pipeline_stages(self.explanation.decode)[1:]:
+            y = self.top + stage.first * self.height
+            self.canvas.line(self.left - 4, y, self.right + 4, y, INK, 1.5)
+
+    # --- beside and below it
+
+    def _row_bars(self) -> None:
+        """Draw how much each decode rank reads."""
+        most = max((row.num_bytes for row in self.rows), default=0) or 1
+        x = self.right + 18
+        self.canvas.text(x, self.top - 8, "each decode rank reads", size=12, bold=True)
+        size = max(9.0, min(11.0, self.height * 0.62))
+        for index, row in enumerate(self.rows):
+            y = self.top + index * self.height
+            inset = self.height * 0.22
+            at = x
+            for kind in self.kinds:
+                width = MAX_BAR * sum(r.num_bytes for r in row.reads if r.kind is kind) / most
+                self.canvas.rect(at, y + inset, width, self.height - 2 * inset, shade(SCALES[kind], 0.6))
+                at += width
+            ranks = len({read.source for read in row.reads})
+            told = (
+                f"{format_bytes(row.num_bytes)} from {ranks} rank{'s' * (ranks != 1)}, {row.num_runs:,} runs"
+            )
+            self.canvas.text(x + MAX_BAR + 8, y + self.height / 2 + size * 0.35, told, size=size)
+
+    def _column_bars(self, y: float) -> float:
+        """Draw how much each prefill rank gives; returns where to go on."""
+        served = self.explanation.bytes_by_source()
+        most = max(served.values()) or 1
+        height = 44.0
+        self.canvas.text(self.left - 8, y + 22, "each prefill rank gives", size=12, bold=True, anchor="end")
+        self.canvas.text(
+            self.left - 8, y + 37, f"at most {format_bytes(most)}", size=11, fill=FAINT, anchor="end"
+        )
+        for index, source in enumerate(self.columns):
+            x = self.left + index * self.width
+            length = height * served[source] / most
+            title = f"prefill {source} gives {format_bytes(served[source])}"
+            self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), "#8b96a5", title=title)
+            label = longest_fitting(
+                (format_bytes(served[source]) if served[source] else "idle",), self.width, 10
+            )
+            self.canvas.text(x + self.width / 2, y + height + 13, label, size=10, fill=FAINT, anchor="middle")
+        self.canvas.line(self.left, y, self.right, y, RULE)
+        return y + height + 18
+
+    def _legend(self, y: float) -> float:
+        """Draw what the colours mean; returns where to go on."""
+        self.canvas.rect(MARGIN, y, 18, 14, NOT_READ, edge=RULE)
+        self.canvas.text(MARGIN + 24, y + 11, "not read", size=12)
+        x = MARGIN + 100
+        for kind in self.kinds:
+            for step in range(10):
+                self.canvas.rect(x + step * 14, y, 14.5, 14, shade(SCALES[kind], 0.12 + 0.88 * step / 9))
+            told = f"{kind.value}: up to {format_bytes(self.most[kind])} a read"
+            self.canvas.text(x + 148, y + 11, told, size=12)
+            x += 164 + text_width(told, 12)
+        y += 30
+        told = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads. "
+        told += "The steps along the edges show which part of the heads a rank holds."
+        if len(self.kinds) > 1:
+            told += " The upper part of a cell is attention, the lower part state (once per request)."
+        return self.canvas.paragraph(MARGIN, y + 4, told, width=self._text_width, fill=FAINT)
+
+    def _draw_notes(self, y: float) -> None:
+        """Draw what merges, and the notes."""
+        found = list(dict.fromkeys(f"{r.kind.value}: {r.merges}" for rank in self.rows for r in rank.reads))
+        told = found[:MAX_SENTENCES]
+        if len(found) > MAX_SENTENCES:
+            told.append(f"{len(found) - MAX_SENTENCES} more kinds of runs: see the text or --json")
+        for sentence in [*told, *self.explanation.notes, format_load(self.explanation)]:
+            y = self.canvas.paragraph(MARGIN, y, sentence, width=self._text_width)
+
+    @property
+    def _text_width(self) -> float:
+        """How wide sentences may be."""
+        return max(760.0, self.right - MARGIN + MAX_BAR)
+
+
+class _Refusals:
+    """What is refused, field by field with both values."""
+
+    COLUMNS = (("field", 190.0), ("prefill", 210.0), ("decode", 210.0), ("why", 420.0))
+
+    def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
+        self._canvas = canvas
+        self._explanation = explanation
+
+    def draw(self, y: float) -> None:
+        right = MARGIN + sum(width for _, width in self.COLUMNS)
+        self._cells(y, [name for name, _ in self.COLUMNS], FAINT)
+        y += 10
+        for refusal in self._explanation.refused[:40]:
+            self._canvas.line(MARGIN, y, right, y)
+            values = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
+            y = self._cells(y + 20, [str(value) for value in values], INK)
+        if len(self._explanation.refused) > 40:
+            self._canvas.text(MARGIN, y + 16, f"and {len(self._explanation.refused) - 40} more")
+
+    def _cells(self, y: float, texts: list[str], fill: str) -> float:
+        x, end = MARGIN, y
+        for text, (_, width) in zip(texts, self.COLUMNS, strict=True):
+            end = max(end, self._canvas.paragraph(x, y, text, width=width - 16, size=13, fill=fill))
+            x += width
+        return end
+
+
+def _cell_size(ranks: int, side: int) -> float:
+    """Return a cell's width (side 0, ranks along the columns) or height (side 1, along the rows)."""
+    return next((sizes[side] for limit, *sizes in _CELLS if ranks <= limit), _MIN_CELL[side])

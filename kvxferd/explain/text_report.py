@@ -1,0 +1,196 @@
+"""The explanation for people: a matrix of ranks, a table of reads, what merges, or what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
+from kvxferd.explain.byte_ranges import ByteRanges, LayersInStep, group_layers_in_step
+from kvxferd.explain.formatting import format_engine, format_load, format_numbers, format_ranks, format_units
+from kvxferd.ids import Rank
+from kvxferd.layout import GroupKind
+from kvxferd.tooling.output import format_bytes, plain_text
+
+SHADES = " ░▒▓█"
+# Layers that lie in no equal steps take a row each.
+MAX_RANGES = 48
+
+
+def print_explanation(console: Console, explanation: Explanation) -> None:
+    """Print everything but byte ranges."""
+    for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
+        console.print(plain_text(f"{role:8}{engine.label}: {format_engine(engine)}"), soft_wrap=True)
+    console.print()
+    if explanation.refused:
+        _print_refused(console, explanation)
+        return
+    _print_matrix(console, explanation)
+    console.print()
+    console.print(_reads_table(explanation))
+    console.print()
+    for sentence, count in _count_run_sentences(explanation).items():
+        console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
+    for note in explanation.notes:
+        console.print(plain_text(f"note: {note}"), soft_wrap=True)
+    told = f"in all {format_bytes(explanation.num_bytes)}; {format_load(explanation)}"
+    console.print(plain_text(told), soft_wrap=True)
+
+
+def _print_refused(console: Console, explanation: Explanation) -> None:
+    console.print(Text("Refused: decode cannot read prefill.", style="bold red"))
+    table = Table("field", "prefill", "decode", "why")
+    for refusal in explanation.refused:
+        cells = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
+        table.add_row(*(plain_text(cell) for cell in cells))
+    console.print(table)
+
+
+def _print_matrix(console: Console, explanation: Explanation) -> None:
+    """Print decode ranks against prefill ranks, shaded by bytes."""
+    prefill = sorted(explanation.prefill.ranks)
+    given = [{s: _bytes_from(rank, s) for s in prefill} for rank in explanation.ranks]
+    most = max((size for row in given for size in row.values()), default=0) or 1
+    names = [str(rank.rank) for rank in explanation.ranks]
+    margin = max(map(len, names)) + 1
+    width = 2 if margin + 2 * len(prefill) + 14 <= console.width else 1
+    console.print(plain_text("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:"))
+    for line in _column_heads(prefill, margin, width):
+        console.print(plain_text(line), soft_wrap=True)
+    for name, rank, row in zip(names, explanation.ranks, given, strict=True):
+        cells = "".join(_shade(row[source], most) * width for source in prefill)
+        console.print(plain_text(f"{name:{margin}}|{cells}| {format_bytes(rank.num_bytes)}"), soft_wrap=True)
+    console.print(plain_text(_legend(most, margin)))
+
+
+def _shade(size: float, most: float) -> str:
+    """Return a character for a size; anything that is read at all shows."""
+    if not size:
+        return "·"
+    return SHADES[max(1, round(size / most * (len(SHADES) - 1)))]
+
+
+def _legend(most: int, margin: int) -> str:
+    steps = [f"{SHADES[i]} {format_bytes(most * i / (len(SHADES) - 1))}" for i in range(1, len(SHADES))]
+    return " " * margin + " · not read   " + "   ".join(steps)
+
+
+def _column_heads(prefill: list[Rank], margin: int, width: int) -> Iterator[str]:
+    """Yield the stage of each column where it begins, then each tp_rank, its digits from top to bottom."""
+    stages = ""
+    narrow = any(sum(r.pp_rank == rank.pp_rank for r in prefill) * width < 5 for rank in prefill)
+    for pp_rank in sorted({rank.pp_rank for rank in prefill}):
+        columns = sum(rank.pp_rank == pp_rank for rank in prefill) * width
+        stages += (f"{pp_rank}" if narrow else f"pp{pp_rank}")[:columns].ljust(columns)
+    yield ("pp" if narrow else "").rjust(margin) + " " + stages
+    digits = max(len(str(rank.tp_rank)) for rank in prefill)
+    for place in range(digits):
+        numbers = (str(rank.tp_rank).rjust(digits)[place] for rank in prefill)
+        yield (
+            ("tp" if place == digits - 1 else "").rjust(margin)
+            + " "
+            + "".join(n.ljust(width) for n in numbers)
+        )
+
+
+def _bytes_from(rank: DecodeRankReads, source: Rank) -> int:
+    return sum(read.num_bytes for read in rank.reads if read.source == source)
+
+
+def _reads_table(explanation: Explanation) -> Table:
+    """One row per read, and one per decode rank that has several."""
+    table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
+    for head in ("decode", "prefill", "for", "layers", "what"):
+        table.add_column(head)
+    for head in ("bytes", "runs", "average run", "runs, blocks in a row"):
+        table.add_column(head, justify="right")
+    for rank in explanation.ranks:
+        several = len(rank.reads) != 1
+        if several:
+            table.add_row(*(Text(cell, style="bold") for cell in _total_row(rank)))
+        for read in rank.reads:
+            table.add_row(*(plain_text(cell) for cell in _read_row("" if several else str(rank.rank), read)))
+    return table
+
+
+def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
+    """Return a decode rank's own row: whom it reads, and how much in all."""
+    attention, state = (format_ranks(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
+    if not rank.reads:
+        return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0")
+    whom = attention if state in ("-", attention) else f"{attention}; state {state}"
+    return (
+        str(rank.rank),
+        whom if attention != "-" else state,
+        f"{len(rank.reads)} reads",
+        format_numbers(range(*rank.layers)),
+        "",
+        format_bytes(rank.num_bytes),
+        f"{rank.num_runs:,}",
+        format_bytes(rank.num_bytes / rank.num_runs),
+        f"{sum(read.fewest_runs for read in rank.reads):,}",
+    )
+
+
+def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
+    return (
+        name,
+        str(read.source),
+        read.kind.value,
+        format_numbers(read.layers),
+        format_units(read.units),
+        format_bytes(read.num_bytes),
+        f"{read.num_runs:,}",
+        format_bytes(read.mean_run_bytes),
+        f"{read.fewest_runs:,}",
+    )
+
+
+def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
+    """Return what is said of runs, and of how many reads."""
+    found: dict[str, int] = {}
+    for rank in explanation.ranks:
+        for read in rank.reads:
+            sentence = f"{read.kind.value}: {read.merges}"
+            found[sentence] = found.get(sentence, 0) + 1
+    return found
+
+
+def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[ByteRanges]) -> None:
+    """Print the byte ranges of block 0 on both sides, layers in equal steps together."""
+    console.print()
+    table = Table(
+        title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's, of the first layer listed",
+        title_justify="left",
+    )
+    for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):
+        table.add_column(head)
+    for head in ("runs", "next layer", "next block"):
+        table.add_column(head, justify="right")
+    rows = group_layers_in_step(ranges)
+    for row in rows[:MAX_RANGES]:
+        table.add_row(*(plain_text(cell) for cell in _range_row(row)))
+    console.print(table)
+    console.print(plain_text("steps are bytes at decode / at prefill; --json has every range of every layer"))
+    if len(rows) > MAX_RANGES:
+        console.print(plain_text(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
+
+
+def _range_row(row: LayersInStep) -> tuple[str, ...]:
+    item = row.first
+    local, remote, length = item.runs[0]
+    count = len(item.runs)
+    return (
+        str(item.source),
+        format_numbers(row.layers),
+        item.component,
+        format_numbers(range(item.units.start, item.units.stop)),
+        f"{item.decode_region} [{local}, {local + length})",
+        f"{item.prefill_region} [{remote}, {remote + length})",
+        f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",
+        f"{row.decode_step} / {row.prefill_step}" if len(row.layers) > 1 else "-",
+        f"{item.decode_block_stride} / {item.prefill_block_stride}",
+    )

@@ -1,0 +1,81 @@
+"""Copies between vLLM's tensors and the shared buffers that stand for them, where adoption failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvxferd.client import BlockList
+from kvxferd.ids import GroupName, RegionId
+from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches
+from kvxferd.memory import SealedMemory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Pair(NamedTuple):
+    """One of vLLM's tensors, as bytes, and its image in a shared buffer."""
+
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+    block_axis: int
+    per_id: int  # kernel blocks in an id
+
+
+class BounceBuffers:
+    """The mirrored part of a rank's cache: whole blocks are copied, of every layer of a group."""
+
+    def __init__(self, derived: DerivedCaches, buffers: Mapping[RegionId, SealedMemory]) -> None:
+        """`buffers` has one for each region that is mirrored, of the region's size."""
+        images = {region: memory.torch() for region, memory in buffers.items()}
+        places = {s.owner.data_ptr(): s for s in derived.storages if s.region in buffers}
+        self._pairs: dict[GroupName, list[_Pair]] = {}
+        for group in derived.layout.groups:
+            seen: set[tuple[int, tuple[int, ...]]] = set()
+            pairs = self._pairs.setdefault(group.name, [])
+            for tensor in derived.tensors[group.name]:
+                storage = places.get(tensor.untyped_storage().data_ptr())
+                key = (tensor.data_ptr(), tuple(tensor.shape))
+                if storage is not None and key not in seen:
+                    seen.add(key)
+                    pairs.append(_pair(tensor, storage, images[storage.region], group.num_blocks))
+
+    def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
+        """Copy blocks from vLLM's tensors, before they are read. Whoever writes them has finished."""
+        for pair, places in self._selected(blocks):
+            pair.buffer.index_copy_(
+                pair.block_axis, places, pair.tensor.index_select(pair.block_axis, places)
+            )
+
+    def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
+        """Copy blocks to vLLM's tensors, after they have arrived. Nobody else writes them."""
+        for pair, places in self._selected(blocks):
+            pair.tensor.index_copy_(
+                pair.block_axis, places, pair.buffer.index_select(pair.block_axis, places)
+            )
+
+    def _selected(self, blocks: Mapping[str, BlockList]) -> Sequence[tuple[_Pair, torch.Tensor]]:
+        """Return every pair with the kernel blocks that the lists name in it."""
+        import torch
+
+        touched = []
+        for name, listed in blocks.items():
+            ids = np.array(listed.ids, dtype=np.int64)
+            for pair in self._pairs[GroupName(name)] if len(ids) else ():
+                kernel_blocks = (ids[:, None] * pair.per_id + np.arange(pair.per_id)).ravel()
+                touched.append((pair, torch.from_numpy(kernel_blocks)))
+        return touched
+
+
+def _pair(tensor: torch.Tensor, storage: CacheStorage, image: torch.Tensor, num_blocks: int) -> _Pair:
+    """Return a tensor with its image: the same bytes at the same place of the buffer."""
+    import torch
+
+    own = tensor.detach().view(torch.uint8)  # some dtypes cannot be indexed
+    start = own.data_ptr() - storage.address
+    axis = 1 if own.dim() == 5 and own.shape[0] == 2 else 0
+    twin = torch.as_strided(image, tuple(own.shape), tuple(own.stride()), start)
+    return _Pair(own, twin, axis, own.shape[axis] // num_blocks)

@@ -1,0 +1,217 @@
+"""From the tensors that vLLM registers to the layout of a rank: derived, never guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvxferd.ids import GroupName, RegionId
+from kvxferd.integrations.vllm.attention import (
+    attention_tensors,
+    check_shape,
+    kernel_block_tokens,
+    num_kernel_blocks,
+)
+from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
+from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layer_names import is_draft, layer_key_of
+from kvxferd.integrations.vllm.refusal import layer_error
+from kvxferd.integrations.vllm.states import state_tensors
+from kvxferd.integrations.vllm.tensor_views import TensorView, tensor_view
+from kvxferd.integrations.vllm.units import unit_range_of_rank
+from kvxferd.layout import (
+    CacheTensor,
+    Group,
+    GroupKind,
+    RankLayout,
+    RegionSpec,
+    TokenShard,
+    UnitRange,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStorage:
+    """One allocation of vLLM's: a region to export.
+
+    On the host the region is whole pages, from the one that holds the first byte on: that is what
+    another process can map.
+    """
+
+    region: RegionId
+    address: int
+    size_bytes: int
+    device: str  # torch's type of device, "cpu" or "cuda"
+    owner: torch.UntypedStorage  # keeps it alive
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedCaches:
+    """A rank's layout, the allocations behind its regions, and each group's tensors."""
+
+    layout: RankLayout
+    storages: tuple[CacheStorage, ...]
+    tensors: Mapping[GroupName, tuple[torch.Tensor, ...]]
+
+    @property
+    def regions(self) -> dict[RegionId, tuple[int, int, torch.UntypedStorage]]:
+        """Address, size in bytes and owner of each region."""
+        return {s.region: (s.address, s.size_bytes, s.owner) for s in self.storages}
+
+
+def derive_layout(
+    kv_caches: Mapping[str, Tensors],
+    layers: Sequence[LayerFacts],
+    groups: CacheGroups,
+    worker: WorkerFacts,
+) -> DerivedCaches:
+    """Return what a rank's cache is. Raises LayoutError, naming the layer, for what is not understood.
+
+    `kv_caches` is what vLLM gives to `register_kv_caches`. Layers that use another layer's tensor
+    have no facts of their own: the tensor is described once, by its owner.
+    """
+    return _Derivation(kv_caches, layers, groups, worker).result()
+
+
+class _Derivation:
+    """One rank's derivation, as far as it has come."""
+
+    def __init__(
+        self,
+        kv_caches: Mapping[str, Tensors],
+        layers: Sequence[LayerFacts],
+        groups: CacheGroups,
+        worker: WorkerFacts,
+    ) -> None:
+        self._worker = worker
+        self._groups = dict(zip((g.index for g in groups.groups), groups.groups, strict=True))
+        self._names = dict(zip((g.index for g in groups.groups), groups.names, strict=True))
+        self._storages: dict[int, CacheStorage] = {}
+        self._per_id: dict[int, int] = {}  # kernel blocks in an id, by group
+        self._tensors: list[CacheTensor] = []
+        self._tensors_by_group: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
+        described = {layer.name for layer in layers}
+        for layer in layers:
+            if layer.name not in kv_caches:
+                raise layer_error(layer.name, "vLLM registered no tensor for it")
+            self._add_layer(layer, _as_tuple(kv_caches[layer.name]))
+        owned = {_identity(t) for name in described for t in _as_tuple(kv_caches[name])}
+        for name in kv_caches.keys() - described:
+            if any(_identity(tensor) not in owned for tensor in _as_tuple(kv_caches[name])):
+                raise layer_error(name, "no cache group has it, and its tensor is no other layer's")
+
+    def result(self) -> DerivedCaches:
+        """Return what was derived."""
+        stage = self._worker.stage
+        layout = RankLayout(
+            start_layer=stage.start,
+            end_layer=stage.stop,
+            groups=tuple(self._layout_group(index) for index in self._groups),
+            tensors=tuple(sorted(self._tensors, key=lambda t: (t.layer, t.component))),
+            regions=tuple(RegionSpec(s.region, s.size_bytes) for s in self._storages.values()),
+        )
+        blocks = {name: tuple(tensors) for name, tensors in self._tensors_by_group.items()}
+        return DerivedCaches(layout, tuple(self._storages.values()), blocks)
+
+    def _add_layer(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Describe one layer's cache."""
+        group, name = self._groups[layer.group], self._names[layer.group]
+        place = layer_key_of(layer.name, self._worker)
+        views = tuple(self._view_of(tensor) for tensor in tensors)
+        if isinstance(layer.cache, AttentionFacts):
+            if group.kind is CacheKind.STATE or len(views) != 1:
+                raise layer_error(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
+            check_shape(layer, layer.cache, views[0])
+            self._check_blocks(layer, group, views[0])
+            heads = self._held_heads(layer, layer.cache, place.layer)
+            self._tensors += attention_tensors(layer, layer.cache, place, views[0], name, heads)
+        else:
+            if group.kind is not CacheKind.STATE:
+                raise layer_error(layer.name, f"a state in a group of kind {group.kind}")
+            if any(view.shape[0] != self._worker.num_blocks for view in views):
+                raise layer_error(
+                    layer.name,
+                    f"its tensor has {views[0].shape[0]} blocks, its group {self._worker.num_blocks}",
+                )
+            self._tensors += state_tensors(layer, layer.cache, place, views, name, self._worker)
+        self._tensors_by_group[name].extend(tensors)
+
+    def _view_of(self, tensor: torch.Tensor) -> TensorView:
+        """Return a tensor's view; notes its storage."""
+        storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if start not in self._storages:
+            region = RegionId(f"kv.{len(self._storages)}")
+            page = mmap.PAGESIZE if tensor.device.type == "cpu" else 1
+            address = start // page * page
+            self._storages[start] = CacheStorage(
+                region, address, -(-end // page) * page - address, tensor.device.type, storage
+            )
+        found = self._storages[start]
+        return tensor_view(tensor, found.region, found.address)
+
+    def _check_blocks(self, layer: LayerFacts, group: CacheGroup, view: TensorView) -> None:
+        """Check that kernel blocks are whole parts of ids, the same in all layers of the group."""
+        ratio, rest = divmod(num_kernel_blocks(view), max(1, self._worker.num_blocks))
+        if rest or ratio < 1 or kernel_block_tokens(view) * ratio != group.block_tokens:
+            raise layer_error(
+                layer.name,
+                f"its tensor has {num_kernel_blocks(view)} blocks of {kernel_block_tokens(view)} tokens, "
+                "its group "
+                f"{self._worker.num_blocks} of {group.block_tokens}",
+            )
+        if self._per_id.setdefault(group.index, ratio) != ratio:
+            raise layer_error(
+                layer.name,
+                f"its blocks are split into {ratio}, those of other layers of its group into "
+                f"{self._per_id[group.index]}",
+            )
+
+    def _held_heads(self, layer: LayerFacts, cache: AttentionFacts, number: int) -> UnitRange:
+        """Return which of the layer's KV heads this rank holds."""
+        worker = self._worker
+        total = worker.num_draft_kv_heads if is_draft(number, worker) else worker.num_kv_heads
+        if cache.head_size_v == 0:
+            return UnitRange(0, 1)
+        if total // worker.tp_size != cache.num_heads and cache.num_heads > 1:
+            # A layer with heads of a number of its own: divided all the same, as more than one is left.
+            total = cache.num_heads * worker.tp_size
+        try:
+            return unit_range_of_rank(cache.num_heads, total, worker.tp_size, worker.tp_rank)
+        except ValueError as error:
+            raise layer_error(layer.name, f"its KV heads: {error}") from error
+
+    def _layout_group(self, index: int) -> Group:
+        """Return a group of the layout. Every stage has every group, as block lists are the engine's."""
+        group = self._groups[index]
+        if group.kind is CacheKind.STATE:
+            return Group(self._names[index], self._worker.num_blocks, kind=GroupKind.STATE)
+        shard = TokenShard()
+        if group.shard_count > 1:
+            shard = TokenShard(group.shard_count, self._worker.dcp_rank, self._worker.interleave)
+        return Group(
+            self._names[index],
+            self._worker.num_blocks,
+            group.block_tokens,
+            sliding_window=group.kept_tokens,
+            token_shard=shard,
+            physical_blocks_per_logical=self._per_id.get(index, 1),
+        )
+
+
+def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """What two views of the same cache have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())

@@ -1,0 +1,128 @@
+"""How the daemon gets at a rank's memory: adopted in place, or copied through a shared buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvxferd.client import Client, RankHandle, Region
+from kvxferd.errors import Code, DeviceError, EngineError
+from kvxferd.ids import RegionId
+from kvxferd.integrations.vllm.bounce_buffers import BounceBuffers
+from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.memory import SealedMemory
+from kvxferd.memory.adopt import adopt as adopt_pages
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.driver_registry import open_driver
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCaches:
+    """A rank's memory as the daemon's mover can map it. Keep it while the rank is registered."""
+
+    regions: tuple[Region, ...]
+    report: tuple[str, ...]  # one sentence for each allocation: which way, and why not the better one
+    bounce_buffers: BounceBuffers | None = None  # for what is not adopted; None: there is nothing to copy
+    storages: tuple[CacheStorage, ...] = ()  # what the regions are, in their order
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the mover has to be a thread of this process."""
+        return any(isinstance(region.memory, ResidentMemory) for region in self.regions)
+
+    def export_again(self) -> tuple[Region, ...]:
+        """Return the regions after memory of devices was freed and allocated again at the same addresses.
+
+        Host memory is what it was. Raises DeviceError as `share` does.
+        """
+        return tuple(
+            region if storage.device == "cpu" else device_region(storage)[0]
+            for region, storage in zip(self.regions, self.storages, strict=True)
+        )
+
+    def close(self) -> None:
+        """Close the descriptors. Adopted memory stays what it is."""
+        for memory in {id(region.memory): region.memory for region in self.regions}.values():
+            if isinstance(memory, SealedMemory):
+                memory.close()
+
+
+def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
+    """Make a rank's memory mappable. Call it before the engine's first forward pass, or while it rests.
+
+    Without `adopt`, host memory is always copied through a shared buffer. Raises DeviceError for
+    device memory that no driver knows.
+    """
+    regions: list[Region] = []
+    report: list[str] = []
+    buffers: dict[RegionId, SealedMemory] = {}
+    try:
+        for storage in derived.storages:
+            if storage.device != "cpu":
+                region, how = device_region(storage)
+                regions.append(region)
+                report.append(f"{_describe(storage)} {how}")
+                continue
+            found, why_not = _try_adopt(storage) if adopt else (None, "adopt_cpu_memory is off")
+            if found is None:
+                buffers[storage.region] = SealedMemory.create(storage.size_bytes, "kvxferd-mirror")
+                region = Region(storage.region, buffers[storage.region])
+                report.append(f"{_describe(storage)} is copied through a shared buffer: {why_not}")
+            else:
+                report.append(
+                    f"{_describe(storage)} is adopted in place: the daemon maps it, nothing is copied"
+                )
+                region = found
+            regions.append(region)
+        mirror = BounceBuffers(derived, buffers) if buffers else None
+    except BaseException:
+        SharedCaches(tuple(regions), ()).close()
+        raise
+    return SharedCaches(tuple(regions), tuple(report), mirror, derived.storages)
+
+
+def device_region(storage: CacheStorage) -> tuple[Region, str]:
+    """Return the region of memory on a device, and how it is reached. Raises DeviceError.
+
+    Memory that was allocated to be shared (CUDA VMM, as torch's expandable segments make it) is mapped by
+    the daemon's mover; any other by a mover that is a thread of this process.
+    """
+    driver = open_driver()
+    try:
+        memory = DeviceMemory(storage.address, storage.size_bytes, driver)
+    except DeviceError as error:
+        if error.code is not Code.REGION_NOT_EXPORTABLE:
+            raise
+        device = driver.device_of(storage.address)
+        resident = ResidentMemory(storage.address, storage.size_bytes, device)
+        return Region(storage.region, resident), f"is read by a thread of this worker: {error.message}"
+    return Region(storage.region, memory), "is exported to the daemon's mover"
+
+
+def register_rank(
+    connection: Client, spec: EngineSpec, layout: RankLayout, shared: SharedCaches, timeout_s: float
+) -> RankHandle:
+    """Register a rank with its memory, and start its mover here if nobody else reaches the memory.
+
+    Blocks and raises as `Client.register` does.
+    """
+    if not shared.is_resident:
+        return connection.register(spec, layout, shared.regions, timeout_s)
+    # NIXL is imported in the worker for this alone.
+    from kvxferd import resident
+
+    memories = {r.region: r.memory for r in shared.regions if isinstance(r.memory, ResidentMemory)}
+    return resident.register(connection, spec, layout, memories, timeout_s)
+
+
+def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
+    """Return a host allocation's region with its own memory under it, or None and why not."""
+    try:
+        found = adopt_pages(storage.address, storage.size_bytes, allocated_at=storage.owner.data_ptr())
+    except EngineError as error:
+        return None, error.message
+    return Region(storage.region, found.memory, found.offset), ""
+
+
+def _describe(storage: CacheStorage) -> str:
+    return f"{storage.region} ({storage.size_bytes / 2**20:.1f} MiB on {storage.device})"

@@ -1,0 +1,129 @@
+"""Caches of tokens: where the components of an array lie, in any arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvxferd.ids import RegionId
+from kvxferd.layout.presets.attention import AxisStrides, axis_strides
+from kvxferd.layout.presets.deployment_options import (
+    CHUNK_BYTES,
+    VECTORISED,
+    DeploymentOptions,
+    ShardPosition,
+)
+from kvxferd.layout.presets.model_facts import TokenComponent
+from kvxferd.layout.presets.sharding import shard_units
+from kvxferd.layout.tensors import CacheTensor, Group, UnitRange
+
+
+def num_units(units: tuple[UnitRange, ...]) -> int:
+    """Return how many units some ranges have."""
+    return sum(held.stop - held.start for held in units)
+
+
+def held_units(component: TokenComponent, share: ShardPosition) -> tuple[UnitRange, ...]:
+    """Return the heads that a rank holds of a component."""
+    if component.is_replicated:
+        return (UnitRange(0, component.num_heads),)
+    return shard_units(component.num_heads, share.tp_size, share.tp_rank)
+
+
+class TokenArray:
+    """Components of one array in one group: where each layer's tensors lie from the array's start on."""
+
+    def __init__(
+        self,
+        components: tuple[TokenComponent, ...],
+        choices: DeploymentOptions,
+        share: ShardPosition,
+        group: Group,
+        num_layers: int,
+    ) -> None:
+        self._components = components
+        self._group = group
+        self._is_vectorised = choices.arrangement == VECTORISED
+        self._block_tokens = choices.block_tokens
+        self._units = {c.name: held_units(c, share) for c in components}
+        self._axis_lengths = {
+            "l": num_layers,
+            "c": len(components),
+            "b": group.num_blocks * group.physical_blocks_per_logical,
+        }
+        alike = {(c.head_bytes, c.granule_tokens, c.num_heads, c.is_replicated) for c in components}
+        place = self._uniform_strides if len(alike) == 1 else self._concatenated_strides
+        self._strides, self._starts = place("HND" if self._is_vectorised else choices.arrangement, choices)
+        first = self._strides[components[0].name]
+        self.block_bytes = first.block
+        self.total_bytes = first.total
+
+    def _uniform_strides(
+        self, arrangement: str, choices: DeploymentOptions
+    ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
+        """Components of one size: an axis of the array like any other."""
+        first = self._components[0]
+        extents = self._axis_lengths | self._inner_axis_lengths(first)
+        strides = axis_strides(arrangement, extents, first.head_bytes, choices.page_bytes)
+        starts = {c.name: position * strides.component for position, c in enumerate(self._components)}
+        return dict.fromkeys(starts, strides), starts
+
+    def _concatenated_strides(
+        self, arrangement: str, choices: DeploymentOptions
+    ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
+        """Components of unlike sizes: one behind the other in each block, as keys and then their scales."""
+        order = arrangement.partition("-")[0]
+        starts: dict[str, int] = {}
+        inner: dict[str, AxisStrides] = {}
+        page = 0
+        for component in self._components:
+            extents = {"l": 1, "c": 1, "b": 1} | self._inner_axis_lengths(component)
+            starts[component.name] = page
+            inner[component.name] = axis_strides(order, extents, component.head_bytes)
+            page += inner[component.name].total
+        page = max(page, choices.page_bytes)
+        layer = page * self._axis_lengths["b"]
+        total = layer * self._axis_lengths["l"]
+        found = {name: s._replace(layer=layer, block=page, total=total) for name, s in inner.items()}
+        return found, starts
+
+    def _inner_axis_lengths(self, component: TokenComponent) -> dict[str, int]:
+        return {
+            "n": num_units(self._units[component.name]),
+            "t": self._block_tokens // component.granule_tokens,
+        }
+
+    def tensors(self, layers: Sequence[int], start: int, region: RegionId) -> Iterator[CacheTensor]:
+        """Yield the tensors of these layers for an array that begins at byte `start` of the region."""
+        for index, layer in enumerate(layers):
+            for component in self._components:
+                strides = self._strides[component.name]
+                chunk_bytes, token_stride, chunk_stride = self._content_chunks(component, strides)
+                yield CacheTensor(
+                    layer=layer,
+                    component=component.name,
+                    group=self._group.name,
+                    region=region,
+                    offset=start + index * strides.layer + self._starts[component.name],
+                    block_stride=strides.block,
+                    token_stride=token_stride,
+                    unit_stride=strides.unit,
+                    units=self._units[component.name],
+                    chunk_bytes=chunk_bytes,
+                    num_chunks=component.head_bytes // chunk_bytes,
+                    chunk_stride=chunk_stride,
+                    granule_tokens=component.granule_tokens,
+                    itemsize=component.itemsize,
+                    dtype=component.dtype,
+                )
+
+    def _content_chunks(self, component: TokenComponent, strides: AxisStrides) -> tuple[int, int, int]:
+        """Return (chunk bytes, token stride, chunk stride) of one head's content of one token."""
+        if not self._is_vectorised:
+            return component.head_bytes, strides.token, 0
+        chunk = CHUNK_BYTES if component.name == "k" else component.itemsize
+        if component.head_bytes % chunk:
+            raise ValueError(
+                f"cannot deploy with layout {VECTORISED!r}: the {component.head_bytes} bytes of "
+                f"{component.name!r} are no whole number of {chunk}"
+            )
+        return chunk, chunk, chunk * (strides.unit // component.head_bytes)

@@ -1,0 +1,310 @@
+"""The memory that a mover serves: its rank's regions and its node's fence pages."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import SessionId
+from kvxferd.memory import Mapping, check_memfd, map_memfd
+from kvxferd.memory.device import DeviceMapping
+from kvxferd.memory.driver import Driver, WriteOrder
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.memory.prefault import prefault
+from kvxferd.memory.validate import check_exports
+from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
+from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.wire.common import Placement, RegionAddress
+from kvxferd.wire.mover import Bound, FenceMapped
+from kvxferd.wire.worker import RegionExport
+
+_LOG = logging.getLogger(__name__)
+
+M = TypeVar("M", Mapping, DeviceMapping)
+
+
+class BoundRegions(NamedTuple):
+    """Regions where they lie in this process, and what of that the library can reach."""
+
+    regions: tuple[RegionAddress, ...]
+    spans: tuple[Span, ...]
+
+
+class Bindings:
+    """Maps and registers memory. Descriptors stay the caller's and may be closed afterwards."""
+
+    def __init__(
+        self,
+        transport: StagedTransport,
+        make_driver: Callable[[], Driver] = open_driver,
+        own_regions: Sequence[RegionExport] = (),
+        always_stage: bool = False,
+    ) -> None:
+        """`driver` is called when there is GPU memory to bind, and not before.
+
+        `own` are the regions of this process's memory that may be bound where they lie. A child has none.
+        `always_stage`: read GPU memory by copies, whatever the library could do.
+        """
+        self._own_regions = frozenset(own_regions)
+        self._mappings: list[Mapping | DeviceMapping] = []
+        self._transport = transport
+        self._make_driver = make_driver
+        self._fences: dict[SessionId, Mapping] = {}
+        self._host_spans: tuple[Span, ...] = ()
+        self._prefaulting: deque[Iterator[None]] = deque()
+        self._always_stage = always_stage
+        self._placement = Placement()
+        self.regions: tuple[RegionAddress, ...] = ()
+        self.flush: Callable[[], None] | None = None  # what a device asks for before read bytes count
+
+    def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
+        """Map and register all regions, or none. Raises KvxferdError."""
+        if self.regions:
+            raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
+        if not exports:
+            raise EngineError("cannot bind a rank without regions", Code.REGION_INVALID)
+        check_exports(exports, fds)
+        by_kind = {kind: [e for e in exports if e.kind == kind] for kind in ("memfd", "vmm", "resident")}
+        with ExitStack() as undoing:
+            spread = [
+                self._bind_host(by_kind["memfd"], fds, undoing),
+                self._bind_device(by_kind["vmm"], fds, undoing),
+                self._bind_resident(by_kind["resident"], undoing),
+            ]
+            metadata = self._transport.metadata([span for part in spread for span in part.spans])
+            undoing.pop_all()
+        addresses = {region.region: region for part in spread for region in part.regions}
+        self.regions = tuple(addresses[export.region] for export in exports)
+        return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
+
+    @property
+    def has_pages_to_prefault(self) -> bool:
+        """Whether host memory is bound whose pages may not be at hand yet."""
+        return bool(self._prefaulting)
+
+    def prefault_some(self) -> None:
+        """Map some of them, for less than a millisecond."""
+        for _ in self._prefaulting[0]:
+            return
+        self._prefaulting.popleft()
+
+    def probe_host_memory(self, placement: Placement) -> Placement | None:
+        """Return what a read of the bound host memory shows; None where there is none, or it is known.
+
+        The first region and the last stand for all: they were mapped and registered alike.
+        """
+        if not self._host_spans or placement.gigabytes_per_s or placement.why:
+            return None
+        ends = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
+        return placement_of(placement.kind, self._probe(ends))
+
+    # --- one kind each: all or nothing, undone by what is left on the stack
+
+    def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> BoundRegions:
+        regions, spans = [], []
+        for export in exports:
+            mapping = self._keep_mapping(_map_region(export, fds), undoing)
+            spans.append(self._register(_span_of(mapping), undoing))
+            regions.append(RegionAddress(export.region, mapping.address, mapping.size_bytes))
+            self._prefaulting.append(prefault(mapping))
+            undoing.callback(self._prefaulting.clear)
+        self._host_spans = tuple(spans)
+        return BoundRegions(tuple(regions), tuple(spans))
+
+    def _bind_device(
+        self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack
+    ) -> BoundRegions:
+        if not exports:
+            return BoundRegions((), ())
+        uuid, driver = _only_device(exports), self._make_driver()
+        ordinal = driver.use(uuid)
+        sizes = _sizes_by_descriptor(exports)
+        numbers = sorted(sizes)
+        mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
+        self._keep_mapping(mapping, undoing)
+        handles = dict(zip(numbers, mapping.allocations, strict=True))
+        found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.allocations]
+        spans = self._register_or_stage("direct", driver, uuid, found, undoing)
+        regions = tuple(
+            RegionAddress(
+                export.region,
+                handles[export.fd_index].address + export.fd_offset,
+                export.size_bytes,
+                ordinal,
+                driver.mem_type,
+                pieces_of(export),
+                staged=self._placement.kind == "staged",
+            )
+            for export in exports
+        )
+        return BoundRegions(regions, spans)
+
+    def _register_or_stage(
+        self, kind: str, driver: Driver, uuid: str, found: Sequence[Span], undoing: ExitStack
+    ) -> tuple[Span, ...]:
+        """Have a GPU's memory read by the library, or by copies. Returns what readers must load.
+
+        A registration that succeeds proves nothing: only a read does. And a read proves nothing of the
+        order in which the device sees what a network card writes: that the driver must say.
+        """
+        why = "mover.placement is staged" if self._always_stage else ""
+        order = driver.write_order(uuid)
+        if not why and order is WriteOrder.NONE:
+            why = (
+                f"cannot have a network card write to {uuid}: it neither orders such writes nor flushes them "
+                "(GPU_DIRECT_RDMA_WRITES_ORDERING, GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)"
+            )
+        if not why:
+            with ExitStack() as registering:
+                try:
+                    for span in found:
+                        self._register(span, registering)
+                    proof = self._probe(dict.fromkeys((found[0], found[-1])), driver)
+                except TransportError as error:
+                    proof = ProbeOutcome(False, error.message, False, 0.0)
+                if proof.ok:
+                    self._placement = placement_of(kind, proof)
+                    self.flush = driver.flush_writes if order is WriteOrder.FLUSH else None
+                    undoing.push(registering.pop_all())
+                    return tuple(found)
+                why = proof.why
+                if proof.is_stuck:  # nothing is taken from under a read that may go on
+                    undoing.push(registering.pop_all())
+        _LOG.warning("memory of a GPU is read by copies: %s", why)
+        self._placement = Placement("staged", why)
+        return self._transport.stage(driver, found)
+
+    def _probe(self, spans: Iterable[Span], driver: Driver | None = None) -> ProbeOutcome:
+        """Return the first proof that fails, or else the last: all were mapped and registered alike."""
+        proof = ProbeOutcome(True, "", False, 0.0)
+        for span in spans:
+            proof = probe_span(self._transport, span, driver)
+            if not proof.ok:
+                break
+        return proof
+
+    def _bind_resident(self, exports: list[RegionExport], undoing: ExitStack) -> BoundRegions:
+        """Memory of this very process: the mover is a thread of the worker."""
+        for export in exports:
+            if export not in self._own_regions:
+                raise EngineError(
+                    f"cannot bind region {export.region} where it lies: not memory of this mover's process",
+                    Code.REGION_INVALID,
+                )
+        if exports:
+            self._placement = Placement("resident")
+        on_host = [export for export in exports if not export.device]
+        spans = [self._register(Span(e.address, e.size_bytes), undoing) for e in on_host]
+        regions = [RegionAddress(e.region, e.address, e.size_bytes) for e in on_host]
+        if on_device := [export for export in exports if export.device]:
+            uuid, driver = _only_device(on_device), self._make_driver()
+            ordinal = driver.use(uuid)
+            found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
+            spans += self._register_or_stage("resident", driver, uuid, found, undoing)
+            staged = self._placement.kind == "staged"
+            regions += [
+                RegionAddress(e.region, e.address, e.size_bytes, ordinal, driver.mem_type, staged=staged)
+                for e in on_device
+            ]
+        return BoundRegions(tuple(regions), tuple(spans))
+
+    def _keep_mapping(self, mapping: M, undoing: ExitStack) -> M:
+        undoing.callback(mapping.unmap)
+        self._mappings.append(mapping)
+        return mapping
+
+    def _register(self, span: Span, undoing: ExitStack) -> Span:
+        self._transport.register(span)
+        undoing.callback(self._transport.deregister, span)
+        return span
+
+    # --- fence pages
+
+    def map_fence(self, session: SessionId, size_bytes: int, fd: int) -> FenceMapped:
+        """Map and register a fence page, or nothing of it. Raises KvxferdError."""
+        if session in self._fences:
+            raise EngineError(f"cannot map two fence pages of session {session}", Code.OUT_OF_PLACE)
+        check_memfd(fd, size_bytes)
+        mapping = map_memfd(fd, size_bytes)
+        with ExitStack() as undoing:
+            undoing.callback(mapping.unmap)
+            span = self._register(_span_of(mapping), undoing)
+            metadata = self._transport.metadata([span])
+            undoing.pop_all()
+        self._fences[session] = mapping
+        return FenceMapped(session=session, address=mapping.address, metadata=metadata)
+
+    def unmap_fence(self, session: SessionId) -> None:
+        """Let go of a session's page. A late reader finds zeros there, which are nobody's word.
+
+        Its address stays taken: over TCP this process sends what a peer with old metadata asks for, at any
+        later time, and would die by SIGSEGV where nothing is mapped. That costs 64 KiB of addresses a session
+        and no memory. The kernel makes one mapping of neighbours: after 3,000 sessions, 16 at a time, the
+        mover had 32 mappings more of the 65,530 that a process may have, and 132 KiB more resident.
+        """
+        mapping = self._fences.pop(session, None)
+        if mapping is not None:
+            self._transport.deregister(_span_of(mapping))
+            mapping.blank()
+
+    def close(self) -> None:
+        """Unmap everything, for a mover whose process goes on. Only when the agent is gone.
+
+        Whoever unmaps what an agent may still send dies by SIGSEGV.
+        """
+        self._prefaulting.clear()
+        for mapping in (*self._mappings, *self._fences.values()):
+            mapping.unmap()
+        self._mappings.clear()
+        self._fences.clear()
+
+
+def _map_region(export: RegionExport, fds: Sequence[int]) -> Mapping:
+    try:
+        return map_memfd(fds[export.fd_index], export.size_bytes, export.fd_offset)
+    except EngineError as error:
+        raise EngineError(f"cannot bind region {export.region}: {error.message}", error.code) from error
+
+
+def _only_device(exports: Iterable[RegionExport]) -> str:
+    devices = sorted({export.device for export in exports})
+    if len(devices) > 1:
+        raise EngineError(
+            f"cannot bind a rank with memory of several GPUs ({', '.join(devices)}): register a rank each",
+            Code.REGION_INVALID,
+        )
+    return devices[0]
+
+
+def _sizes_by_descriptor(exports: Iterable[RegionExport]) -> dict[int, int]:
+    """Return what regions say of the descriptors that they share."""
+    sizes: dict[int, int] = {}
+    for export in exports:
+        for number, size in enumerate(export.pieces, export.fd_index):
+            if sizes.setdefault(number, size) != size:
+                raise EngineError(
+                    f"cannot bind region {export.region}: descriptor {number} has {size} bytes for it, and "
+                    f"{sizes[number]} for another",
+                    Code.REGION_INVALID,
+                )
+    return sizes
+
+
+def pieces_of(export: RegionExport) -> tuple[tuple[int, int], ...]:
+    """Return (count, size) of the stretches of a region that are registered each by itself; () for one."""
+    if len(export.pieces) == 1:
+        return ()
+    sizes = list(export.pieces)
+    sizes[-1] -= sum(sizes) - export.fd_offset - export.size_bytes
+    sizes[0] -= export.fd_offset
+    return tuple((len(list(alike)), size) for size, alike in groupby(sizes))
+
+
+def _span_of(mapping: Mapping) -> Span:
+    return Span(mapping.address, mapping.size_bytes)

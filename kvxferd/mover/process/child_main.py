@@ -1,0 +1,67 @@
+"""What a mover's process does after the fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+from typing import NamedTuple, NoReturn
+
+from kvxferd.errors import KvxferdError
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.ids import AgentName
+from kvxferd.mover.process.backoff import PollBackoff
+from kvxferd.mover.process.linux_process import (
+    MoverCount,
+    close_all_but,
+    die_with_parent,
+    exit_when,
+    prepare_thread,
+)
+from kvxferd.mover.process.loop import MoverLoop
+from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
+
+_LOG = logging.getLogger(__name__)
+
+
+class ForkContext(NamedTuple):
+    """What a mover has from its parent."""
+
+    forkserver_pid: int  # its process id
+    mover_count: MoverCount
+    keep_fds: tuple[int, ...]  # descriptors that stay open besides the mover's own
+
+
+def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: ForkContext) -> NoReturn:
+    """Be a mover on the socket `link` until the daemon, the parent or the worker goes.
+
+    Ends the process; never returns.
+    """
+    status = 1
+    try:
+        die_with_parent(context.forkserver_pid)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        prepare_thread("kvxferd-mover")
+        close_all_but((0, 1, 2, socket_fd, *context.keep_fds))
+        # No events: only the hang-up, which is reported always.
+        exit_when(socket_fd, 0, "lifeline")
+        stream = FrameSocket(socket.socket(fileno=socket_fd))
+        transport = NixlTransport(library, agent)
+        pacer = PollBackoff(lambda: context.mover_count.is_oversubscribed)
+        MoverLoop(stream, transport, pacer, _exit_with_worker).serve()
+        status = 0
+    except KvxferdError as error:
+        _LOG.error("mover %s ends: %s", agent, error.message)
+    except ConnectionError:
+        status = 0  # the daemon is gone
+    except BaseException:
+        _LOG.exception("mover %s ends", agent)
+    finally:
+        # Not sys.exit: destructors of the transport library have nothing to say any more, and could hang.
+        os._exit(status)
+
+
+def _exit_with_worker(pidfd: int) -> None:
+    exit_when(pidfd, select.POLLIN, "worker")

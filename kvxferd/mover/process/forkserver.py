@@ -1,0 +1,191 @@
+"""The movers' parent: imports the transfer library once, makes no agent, forks movers on request.
+
+    python -m kvxferd.mover.process.forkserver --control-fd N [--lock-fd M]...
+
+Ends when the daemon closes its end of the control socket; its movers are killed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.fd_wait import wait_readable, wait_writable
+from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds
+from kvxferd.mover.forkserver_protocol import (
+    TO_FORKSERVER,
+    Fork,
+    Forked,
+    ForkFailed,
+    LibraryLoaded,
+    LibraryUnavailable,
+)
+from kvxferd.mover.process import child_main
+from kvxferd.mover.process.linux_process import MoverCount, prepare_thread
+from kvxferd.mover.process.log_formatter import OneLineFormatter
+from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
+from kvxferd.mover.transport.nixl import TransferLibrary, import_library
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.framing import Frame
+
+_LOG = logging.getLogger(__name__)
+
+
+class Forkserver:
+    """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
+
+    def __init__(self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str) -> None:
+        self._control = control
+        self._library_choice = library_choice
+        self._mover_count = MoverCount(len(os.sched_getaffinity(0)))
+        self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds)
+        self._pidfds: dict[int, int] = {}  # pidfd: pid
+
+    def serve(self) -> None:
+        """Run until the daemon is gone."""
+        try:
+            library = _load_library(self._library_choice)
+        except MoverError as error:
+            self._send(LibraryUnavailable(reason=error.message))
+            self._wait_for_daemon()
+            return
+        self._send(LibraryLoaded(library=library.description))
+        # What is there now stays as it is: the collector's marks would copy every page in each child.
+        gc.collect()
+        gc.freeze()
+        try:
+            while self._serve_once(library):
+                pass
+        finally:
+            self._end_movers()
+
+    def _serve_once(self, library: TransferLibrary) -> bool:
+        link = self._control.fileno()
+        readable = wait_readable([link, *self._pidfds])
+        for pidfd in readable:
+            if pidfd != link:
+                self._reap(pidfd)
+        if link not in readable:
+            return True
+        frames = self._control.receive()
+        for frame in frames or ():
+            self._fork(frame, library)
+        return frames is not None
+
+    def _fork(self, frame: Frame, library: TransferLibrary) -> None:
+        request: Fork = TO_FORKSERVER.decode(frame.payload)
+        (link,) = frame.fds
+        if link == LOST_FD:
+            self._send(ForkFailed(mover=request.mover, reason="no descriptor is left for its socket"))
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(link)
+            self._send(ForkFailed(mover=request.mover, reason=str(error)))
+            return
+        if pid == 0:
+            child_main.run(link, request.agent, library, self._fork_context)
+        os.close(link)
+        try:
+            pidfd, copy = _open_pidfds(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._send(ForkFailed(mover=request.mover, reason=f"its pidfd cannot be opened: {error}"))
+            return
+        self._pidfds[pidfd] = pid
+        self._mover_count.set(len(self._pidfds))
+        self._send(Forked(mover=request.mover, pid=pid), (copy,))
+
+    def _reap(self, pidfd: int) -> None:
+        os.waitpid(self._pidfds.pop(pidfd), 0)
+        os.close(pidfd)
+        self._mover_count.set(len(self._pidfds))
+
+    def _end_movers(self) -> None:
+        """They would die with this process; but then nobody might reap them."""
+        for pid in self._pidfds.values():
+            os.kill(pid, signal.SIGKILL)
+        for pidfd in list(self._pidfds):
+            self._reap(pidfd)
+
+    def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """`fds` are closed when they are sent."""
+        self._control.send(encode(message), fds)
+        self._control.flush()
+        while not self._control.is_flushed:
+            wait_writable(self._control.fileno())
+            self._control.flush()
+
+    def _wait_for_daemon(self) -> None:
+        frames: list[Frame] | None = []
+        while frames is not None:
+            wait_readable([self._control.fileno()])
+            frames = self._control.receive()
+            for frame in frames or ():
+                close_fds(frame.fds)
+
+
+def _open_pidfds(pid: int) -> tuple[int, int]:
+    """Return one to keep and one to send. Raises OSError, and then keeps none."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return pidfd, os.dup(pidfd)
+    except OSError:
+        os.close(pidfd)
+        raise
+
+
+def _load_library(use: str) -> TransferLibrary:
+    library = import_library(use)
+    try:
+        library.preload()
+    except Exception as error:
+        raise MoverError(f"cannot use {library.description}: {error}", Code.NIXL_UNAVAILABLE) from error
+    return library
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = argparse.ArgumentParser(prog="kvxferd.mover.process.forkserver", description=__doc__)
+    arguments.add_argument("--control-fd", type=int, required=True)
+    arguments.add_argument(
+        "--lock-fd",
+        type=int,
+        action="append",
+        default=[],
+        help="kept open by every mover, so that its flock tells",
+    )
+    arguments.add_argument(
+        "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
+    )
+    given = arguments.parse_args()
+    os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter("%(levelname)s %(name)s[%(process)d] %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    prepare_thread("kvxferd-parent")
+    make_shm_directory()
+    if "UCX_LOG_FILE" not in os.environ:
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
+    control = FrameSocket(socket.socket(fileno=given.control_fd))
+    control.accept_lost_fds()
+    try:
+        Forkserver(control, tuple(given.lock_fd), given.library).serve()
+    except ConnectionError:
+        _LOG.info("the daemon is gone")
+    finally:
+        remove_shm_directory(os.getpid())
+
+
+if __name__ == "__main__":
+    main()

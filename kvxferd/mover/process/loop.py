@@ -1,0 +1,273 @@
+"""A mover: takes the daemon's messages, keeps pulls going, and polls no more than it must."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import assert_never
+
+import msgspec
+
+from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.fd_wait import PreciseWait
+from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.ids import PullId, Ticket
+from kvxferd.memory.driver import PLACEMENT_VARIABLE
+from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.mover.process.backoff import PollBackoff
+from kvxferd.mover.process.binding import Bindings
+from kvxferd.mover.process.delivery_socket import DeliverySocket
+from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.transport.base import Transport
+from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.plan import MAX_RUNS
+from kvxferd.wire import mover as wire
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.codec import TO_MOVER, encode
+from kvxferd.wire.common import BlockIds, FdBatch, Message
+from kvxferd.wire.fd_batches import FdBatchAssembly
+from kvxferd.wire.framing import Frame
+from kvxferd.wire.worker import Delivered, RegionExport
+
+_LOG = logging.getLogger(__name__)
+
+
+class MoverLoop:
+    """One agent, one thread, one daemon at the other end of the stream."""
+
+    def __init__(
+        self,
+        stream: FrameSocket,
+        transport: Transport,
+        backoff: PollBackoff,
+        watch_worker: Callable[[int], None],
+        *,
+        own_regions: Sequence[RegionExport] = (),
+        max_runs: int = MAX_RUNS,
+    ) -> None:
+        """`own`: as `Bindings` takes it. `max_runs`: about as many runs are worked out at a time."""
+        self._stream = stream
+        self._disconnects = DisconnectRequests()
+        self._transport = StagedTransport(transport, disconnects=self._disconnects)
+        self._watch_worker = watch_worker
+        self._engine = PullEngine(self._transport, max_runs=max_runs, disconnects=self._disconnects)
+        self._bindings = Bindings(
+            self._transport,
+            own_regions=own_regions,
+            always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged",
+        )
+        self._early_block_ids = BlockIdAssembly()
+        self._early_fds = FdBatchAssembly()
+        self._backoff = backoff
+        self._is_polling = False
+        self._delivery_socket: DeliverySocket | None = None  # none: the daemon tells the worker everything
+        self._tickets: dict[PullId, Ticket] = {}  # of the pulls that it would be told of
+        self._bind_reply: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
+        self._readable_ms = select.poll()  # costs a third of the other, but counts in ms
+        self._readable_ms.register(stream.fileno(), select.POLLIN)
+        self._readable_us = PreciseWait(stream.fileno())
+
+    def serve(self) -> None:
+        """Run until the daemon closes its end. Raises ProtocolError if it sends nonsense."""
+        self._send(
+            wire.MoverUp(agent=self._transport.agent, library=self._transport.library, pid=os.getpid())
+        )
+        has_ended = False
+        while not has_ended:
+            self._work()
+            while self._engine.outbox:
+                self._report(self._engine.outbox.popleft())
+            if not self._stream.is_flushed:
+                self._stream.flush()
+            if self._wait():
+                has_ended = self._receive()
+
+    def close(self) -> None:
+        """Let go of all that was mapped. Only when the transport is closed."""
+        self._bindings.close()
+        close_fds(self._early_fds.pop_all())
+        if self._delivery_socket is not None:
+            self._delivery_socket.close()
+
+    def _report(self, message: wire.FromMover) -> None:
+        """Tell the daemon; that a pull is delivered, its worker first, which waits for just that."""
+        if isinstance(message, wire.PullDone):
+            ticket = self._tickets.pop(message.pull, None)
+            outcome = message.outcome
+            if ticket is not None and outcome.delivered and self._notify_worker(ticket, outcome):
+                outcome = msgspec.structs.replace(outcome, told=True)
+                message = msgspec.structs.replace(message, outcome=outcome)
+        self._send(message)
+
+    def _notify_worker(self, ticket: Ticket, outcome: wire.PullOutcome) -> bool:
+        delivered = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
+        return self._delivery_socket is not None and self._delivery_socket.send(delivered)
+
+    def _receive(self) -> bool:
+        """Handle what has arrived; return whether the daemon has closed its end."""
+        frames = self._stream.receive()
+        waiting = iter(frames or ())
+        try:
+            for frame in waiting:
+                self._backoff.reset()
+                try:
+                    self._handle(frame)
+                finally:
+                    close_fds(frame.fds)
+                self._send_bind_reply()
+        finally:
+            close_frame_fds(waiting)  # behind one that cannot be taken: a resident mover's process goes on
+        return frames is None
+
+    def _work(self) -> None:
+        if not (self._is_polling or self._engine.is_busy):
+            return
+        began = time.perf_counter()
+        moved = again = self._engine.step() if self._engine.is_busy else False
+        while again and self._engine.is_busy and time.perf_counter() - began < self._backoff.burst_s:
+            again = self._engine.step()
+        if not self._engine.is_polling:
+            self._transport.progress()
+        if moved:
+            self._backoff.reset()
+        else:
+            self._backoff.record_call(time.perf_counter() - began)
+
+    def _wait(self) -> bool:
+        """Return whether there is something to take, after a pause if it is time for one."""
+        pause: float | None = None
+        if self._is_polling or self._engine.is_busy:
+            pause = self._backoff.pause_s(self._engine.is_busy)
+            if pause == 0.0:
+                return bool(self._readable_ms.poll(0))
+        if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
+            self._bindings.prefault_some()
+            return bool(self._readable_ms.poll(0))
+        return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
+
+    def _send(self, message: Message) -> None:
+        self._stream.send(encode(message))
+
+    def _handle(self, frame: Frame) -> None:
+        message = TO_MOVER.decode(frame.payload)
+        match message:
+            case FdBatch():
+                copies = dup_fds(frame.fds)
+                try:
+                    void = self._early_fds.add(message.first, copies)
+                except ProtocolError:
+                    close_fds(copies)
+                    raise
+                close_fds(void)
+            case wire.Bind():
+                early = self._early_fds.pop_all()
+                try:
+                    self._bind(message, (*early, *frame.fds))
+                finally:
+                    close_fds(early)
+            case wire.MapFence():
+                if len(frame.fds) != 1:
+                    raise ProtocolError(f"cannot map a fence page from {len(frame.fds)} descriptors")
+                self._send(self._map_fence(message, frame.fds[0]))
+            case wire.UnmapFence():
+                self._bindings.unmap_fence(message.session)
+            case wire.SetPolling():
+                self._set_polling(message)
+            case wire.LoadPlan():
+                self._engine.load_plan(message.digest, message.encoded)
+            case wire.LoadRemote():
+                self._engine.add_remote(message.agent, message.metadata, message.word)
+            case wire.DropRemote():
+                self._engine.drop_remote(message.agent)
+            case BlockIds():
+                self._early_block_ids.add(message)
+            case wire.StartPull():
+                if self._delivery_socket is not None and message.ticket is not None:
+                    self._tickets[message.pull] = message.ticket
+                self._engine.start(self._with_early_block_ids(message))
+            case wire.AbortPull():
+                self._engine.abort(message.pull)
+            case wire.DisconnectJudged():
+                self._disconnects.handle_reply(message.number, message.over)
+            case _:
+                assert_never(message)
+
+    def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
+        try:
+            num_last = 2 if message.notices else 1
+            if len(fds) < num_last:
+                raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
+            with ExitStack() as undoing:
+                # Before anything is bound: where no descriptor is left, nothing is, and it is tried again.
+                notices, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
+                undoing.callback(close_fds, (notices, worker))
+                answer = self._bindings.bind(message.regions, fds[:-num_last])
+                self._engine.bind(answer.regions, self._bindings.flush)
+                undoing.pop_all()
+            if message.notices:
+                self._open_delivery_socket(notices)
+            self._watch_worker(worker)
+            self._bind_reply = answer
+        except KvxferdError as error:
+            self._bind_reply = wire.BindRefused(code=error.code, message=error.message)
+        except Exception as error:
+            _LOG.exception("cannot bind")
+            self._bind_reply = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+
+    def _map_fence(self, message: wire.MapFence, fd: int) -> wire.FenceMapped | wire.FenceRefused:
+        """A page that cannot be used is its session's trouble alone: this mover serves others."""
+        try:
+            return self._bindings.map_fence(message.session, message.size_bytes, fd)
+        except KvxferdError as error:
+            return wire.FenceRefused(session=message.session, code=error.code, message=error.message)
+        except Exception as error:
+            _LOG.exception("cannot map a fence page")
+            text = f"cannot map a fence page: {error!r}"
+            return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
+
+    def _open_delivery_socket(self, fd: int) -> None:
+        """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it.
+
+        Once: a mover is bound once, and a second `Bind` is refused before it comes here.
+        """
+        try:
+            self._delivery_socket = DeliverySocket(fd)
+        except OSError as error:
+            _LOG.warning("cannot tell the worker anything: its notices are no socket (%s)", error)
+            os.close(fd)
+
+    def _send_bind_reply(self) -> None:
+        """Host memory is registered for certain: the worker is not kept waiting for the proof."""
+        if (answer := self._bind_reply) is None:
+            return
+        self._bind_reply = None
+        self._send(answer)
+        if isinstance(answer, wire.Bound):
+            self._stream.flush()
+            if (proved := self._bindings.probe_host_memory(answer.placement)) is not None:
+                self._send(wire.ProbeResult(placement=proved))
+
+    def _with_early_block_ids(self, message: wire.StartPull) -> wire.StartPull:
+        if not message.stream:
+            return message
+        return msgspec.structs.replace(
+            message,
+            local=self._early_block_ids.complete(message.local, message.stream),
+            remote=self._early_block_ids.complete(message.remote, message.stream + 1),
+        )
+
+    def _set_polling(self, message: wire.SetPolling) -> None:
+        self._is_polling = message.on
+        if message.on:
+            self._transport.progress()
+            self._send(wire.Polling(token=message.token))
+
+
+def _duplicate_present(fds: Sequence[int]) -> tuple[int, ...]:
+    """Return copies of those that there are. Raises OSError, and then keeps none."""
+    copies = iter(dup_fds(fd for fd in fds if fd >= 0))
+    return tuple(next(copies) if fd >= 0 else -1 for fd in fds)

@@ -1,0 +1,386 @@
+"""The pull engine: posts many pulls fairly, reads each one's fence word, says how each ended.
+
+No I/O but the transport's. `step` is called for as long as `is_busy`; what is to be told collects
+in `outbox`. What a failed read proves, and what the engine says of it:
+
+* an address or agent that the library refuses: nothing was posted.
+* a lost connection: every read from that agent is over where the transports prove that, which the daemon
+  is asked (`disconnects`); else as any other failure.
+* any other failure of a posted read proves nothing: the pull ends with ``finished=False`` and no
+  `PullQuiet` will come, because the library has no way to ask again. Only this mover's death ends it.
+
+A pull that failed while other reads of it are under way waits `SETTLE_S` for them, and then ends
+in doubt; `PullQuiet` follows when they are terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvxferd.errors import Code, DeviceError, KvxferdError
+from kvxferd.ids import AgentName, Digest, PullId, RegionId
+from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
+from kvxferd.mover.process.region_map import RegionMap, is_plain
+from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.process.slices import SliceBudget
+from kvxferd.mover.process.warmup import ConnectionWarmup
+from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
+from kvxferd.mover.transport.scratch import WordSlots, single_word_run
+from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
+from kvxferd.wire.common import RegionAddress
+from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
+
+_LOG = logging.getLogger(__name__)
+
+MAX_INFLIGHT = 16  # posts under way, all pulls together
+MAX_INFLIGHT_PER_PULL = 3  # so that five large pulls leave room for a small one
+FAILED_PULL_WAIT_S = 0.1
+MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
+
+
+class PullEngine:
+    """Runs the pulls of one mover. One thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float] = time.perf_counter,
+        max_runs: int = MAX_RUNS,
+        disconnects: DisconnectRequests | None = None,
+    ) -> None:
+        """`max_runs`: about as many runs of one pull are worked out at a time."""
+        self._disconnects = DisconnectRequests() if disconnects is None else disconnects
+        self.outbox: deque[FromMover] = self._disconnects.outbox
+        self.remote_agents = RemoteAgents(transport)
+        self._transport = transport
+        self._clock = clock
+        self._max_runs = max_runs
+        self._word_slots = WordSlots(transport)
+        self._warmup = ConnectionWarmup(
+            transport, self.remote_agents, self._word_slots, self._disconnects, clock
+        )
+        self._flush: Callable[[], None] | None = None
+        self._region_addresses: Mapping[RegionId, int] = {}
+        self._region_map: RegionMap | None = None
+        self._plans: dict[Digest, Expander] = {}
+        self._budgets: dict[AgentName, SliceBudget] = {}
+        self._num_short_in_a_row = 0  # short pulls in a row that went ahead of their turn
+        self._queued: deque[PullState] = deque()
+        self._active: deque[PullState] = deque()
+        self._by_id: dict[PullId, PullState] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is waiting or under way: call `step`."""
+        return bool(self._by_id) or self._warmup.is_busy
+
+    @property
+    def num_inflight(self) -> int:
+        """Posts under way."""
+        return sum(len(pull.inflight) for pull in self._active)
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether `step` asks the library about something, which drives it."""
+        return self._warmup.is_busy or self.num_inflight > 0
+
+    def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
+        """Say where the local regions lie.
+
+        `flush`, where a GPU asks for it, makes what was written there visible to the GPU's own work.
+        Raises DeviceError.
+        """
+        self._flush = flush
+        self._region_addresses = {region.region: region.address for region in regions}
+        self._region_map = None if is_plain(regions) else RegionMap(regions)
+
+    def load_plan(self, digest: Digest, encoded: bytes) -> None:
+        """Keep a plan. One that cannot be decoded is unknown to the pulls that name it."""
+        try:
+            self._plans[digest] = Expander(decode_plan(encoded))
+        except (KvxferdError, msgspec.DecodeError) as error:
+            _LOG.error("cannot load plan %s: %s", digest, error)
+
+    def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
+        """Get to know an agent, or more of it, and connect to it if some of its host memory is known."""
+        self.remote_agents.load(agent, metadata)
+        if word:
+            self._warmup.start(agent, word)
+
+    def drop_remote(self, agent: AgentName) -> None:
+        """Forget an agent."""
+        self.remote_agents.drop(agent)
+        self._warmup.forget(agent)
+
+    def start(self, request: StartPull) -> None:
+        """Queue a pull. Exactly one `PullDone` will come of it."""
+        if request.pull in self._by_id:
+            _LOG.error("cannot start pull %s: it is running", request.pull)
+            return
+        pull = PullState(request, self._clock())
+        self._by_id[request.pull] = pull
+        self._queued.append(pull)
+
+    def abort(self, number: PullId) -> None:
+        """Post nothing more for a pull. One that has ended is no error."""
+        pull = self._by_id.get(number)
+        if pull is not None:
+            pull.fail(PullFailure(Code.CANCELLED, f"pull {number} was cancelled", self._clock()))
+            self._finish_if_over(pull)
+
+    def step(self) -> bool:
+        """Move everything on by at most one expansion and one post; return whether anything moved."""
+        moved = self._warmup.poll()
+        for pull in tuple(self._active):
+            moved |= self._poll(pull)
+        moved |= self._expand_next()
+        moved |= self._expand_more()
+        moved |= self._post_next()
+        for pull in tuple(self._active):
+            moved |= self._finish_if_over(pull)
+        return moved
+
+    # --- a pull's stations, in order
+
+    def _expand_next(self) -> bool:
+        if not self._queued:
+            return False
+        pull = self._queued.popleft()
+        if pull.failure is None:
+            pull.queue_s = self._clock() - pull.arrived_at
+            self._expand(pull, self._start_expansion)
+            pull.expanded_at = self._clock()
+        self._active.append(pull)
+        return True
+
+    def _expand_more(self) -> bool:
+        """Work out the next part of one pull that has posted all it had."""
+        for pull in self._active:
+            if pull.needs_expansion:
+                self._expand(pull, PullState.expand_next_part)
+                return True
+        return False
+
+    def _expand(self, pull: PullState, work: Callable[[PullState], None]) -> None:
+        began = self._clock()
+        try:
+            work(pull)
+        except KvxferdError as error:
+            pull.fail(PullFailure(error.code, error.message, self._clock()))
+        except Exception as error:
+            _LOG.exception("cannot expand pull %s", pull.pull_id)
+            pull.fail(PullFailure(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
+        pull.expand_s += self._clock() - began
+
+    def _start_expansion(self, pull: PullState) -> None:
+        request = pull.request
+        expander = self._plans.get(request.plan)
+        if expander is None:
+            raise KvxferdError(f"cannot expand plan {request.plan}: it is not known here")
+        remote_bases = {
+            source.rank: {region.region: region.address for region in source.regions}
+            for source in request.sources
+        }
+        pull.local_map = self._region_map
+        pull.remote_maps = {s.rank: RegionMap(s.regions) for s in request.sources if not is_plain(s.regions)}
+        pull.parts = expander.parts(
+            request.local,
+            request.remote,
+            request.num_tokens,
+            self._region_addresses,
+            remote_bases,
+            self._max_runs,
+        )
+        pull.expand_next_part()
+
+    def _post_next(self) -> bool:
+        """Post one slice, of the pull that has waited longest for its turn.
+
+        What takes no time goes ahead of that: a fence word, and short pulls, some in a row. Behind a
+        large one's slices a short pull would wait for two of them, before its data and before its word.
+        """
+        if self.num_inflight >= MAX_INFLIGHT:
+            return False
+        for pull in self._active:
+            if pull.needs_fence_read and pull.num_runs and self._post_fence(pull):
+                return True
+        if self._num_short_in_a_row < MAX_SHORT_PULLS_IN_A_ROW:
+            for pull in self._active:
+                if pull.can_post and pull.is_short:
+                    self._num_short_in_a_row += 1
+                    self._post_slice(pull)
+                    return True
+        self._num_short_in_a_row = 0
+        for _ in range(len(self._active)):
+            pull = self._active[0]
+            self._active.rotate(-1)
+            if pull.can_post and len(pull.inflight) < MAX_INFLIGHT_PER_PULL:
+                self._post_slice(pull)
+                return True
+        return False
+
+    def _post_slice(self, pull: PullState) -> None:
+        agent, kinds, slicer = pull.unposted.popleft()
+        budget = self._budgets.setdefault(agent, SliceBudget())
+        runs = slicer.next_slice(budget.bytes)
+        was_full = not slicer.is_empty
+        if was_full:
+            pull.unposted.append((agent, kinds, slicer))  # the other remote ranks come first
+        if pull.first_post_at is None:
+            pull.first_post_at = self._clock()
+        self._post(pull, agent, runs, kinds, was_full)
+
+    def _post_fence(self, pull: PullState) -> bool:
+        slot = self._word_slots.acquire()
+        if slot is None:
+            return False
+        fence = pull.request.fence
+        pull.fence_word_slot = slot
+        pull.fence_posted_at = self._clock()
+        self._post(pull, fence.agent, single_word_run(slot, fence.address), HOST, was_full=False)
+        return True
+
+    def _post(self, pull: PullState, agent: AgentName, runs: Runs, kinds: ReadKinds, was_full: bool) -> None:
+        if problem := self.remote_agents.ensure_loaded(agent):
+            pull.fail(PullFailure(Code.TRANSPORT, problem, self._clock(), agent))
+            return
+        began = self._clock()
+        self.remote_agents.read_started(agent)
+        try:
+            handle = self._transport.post(agent, runs, kinds)
+        except Exception as error:
+            pull.started |= not _was_not_posted(error)
+            self._on_read_failed(pull, agent, error)
+            return
+        finally:
+            pull.post_s += self._clock() - began
+        pull.started = True
+        flight = InflightRead(handle, agent, began, was_full)
+        if handle.done:
+            self._on_read_done(pull, flight)
+        else:
+            pull.inflight.append(flight)
+
+    def _poll(self, pull: PullState) -> bool:
+        moved = False
+        for flight in tuple(pull.inflight):
+            try:
+                if not self._transport.poll(flight.handle):
+                    continue
+            except Exception as error:
+                pull.inflight.remove(flight)
+                self._on_read_failed(pull, flight.agent, error)
+            else:
+                pull.inflight.remove(flight)
+                self._on_read_done(pull, flight)
+            moved = True
+        return moved
+
+    def _on_read_done(self, pull: PullState, flight: InflightRead) -> None:
+        now = self._clock()
+        self._transport.release(flight.handle)
+        self.remote_agents.read_ended(flight.agent)
+        if pull.fence_posted_at is None:
+            pull.data_done_at = now
+        budget = self._budgets.get(flight.agent)
+        if budget is not None:
+            budget.update(now - flight.posted_at, flight.used_whole_budget)
+
+    def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
+        if isinstance(error, TransportError):
+            lost, settled, message = error.lost, error.settled, error.message
+        else:
+            _LOG.error("unexpected failure of the transport", exc_info=error)
+            lost, settled, message = False, False, repr(error)
+        self.remote_agents.read_ended(agent, lost)
+        if lost:
+            self._budgets.pop(agent, None)
+        if lost and not settled:
+            pull.num_awaiting_disconnect_reply += 1
+            self._disconnects.request(lambda over: self._on_disconnect_reply(pull, over))
+        else:
+            pull.in_doubt |= not settled
+        pull.fail(PullFailure(Code.TRANSPORT, message, self._clock(), agent))
+
+    @staticmethod
+    def _on_disconnect_reply(pull: PullState, over: bool) -> None:
+        pull.num_awaiting_disconnect_reply -= 1
+        pull.in_doubt |= not over
+
+    def _finish_if_over(self, pull: PullState) -> bool:
+        """Tell what there is to tell of a pull; forget it once it is quiet."""
+        now = self._clock()
+        if pull.inflight or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
+            fault = pull.failure
+            if (
+                fault is None
+                or fault.code is Code.CANCELLED
+                or pull.reported
+                or now < fault.at + FAILED_PULL_WAIT_S
+            ):
+                return False
+            self._report(pull, now)
+            return True
+        if not self._is_over(pull):
+            return False
+        if pull.started and not pull.are_writes_flushed:
+            self._flush_writes(pull, now)
+        if pull.failure is None and pull.fence_word_slot is not None:
+            self._check_fence_word(pull, now)
+        if not pull.reported:
+            self._report(pull, now)
+        elif not pull.in_doubt:
+            self.outbox.append(PullQuiesced(pull=pull.pull_id))
+        self._forget(pull)
+        return True
+
+    def _flush_writes(self, pull: PullState, now: float) -> None:
+        """Every read is terminal. The GPU must see the bytes before the blocks are delivered or free."""
+        pull.are_writes_flushed = True
+        if self._flush is None:
+            return
+        try:
+            self._flush()
+        except DeviceError as error:
+            pull.in_doubt = True  # what the card has sent may not have arrived
+            pull.fail(PullFailure(error.code, error.message, now))
+
+    @staticmethod
+    def _is_over(pull: PullState) -> bool:
+        """Nothing is under way, and nothing more will be."""
+        if pull.failure is not None:
+            return True
+        if pull.expanded_at is None or pull.unposted or pull.parts is not None:
+            return False
+        return pull.fence_posted_at is not None or not pull.num_runs
+
+    def _check_fence_word(self, pull: PullState, now: float) -> None:
+        assert pull.fence_word_slot is not None
+        if self._word_slots.read(pull.fence_word_slot) != pull.request.fence.word:
+            message = (
+                f"cannot deliver pull {pull.pull_id}: the source let go of the blocks while they were read"
+            )
+            pull.fail(PullFailure(Code.RELEASED, message, now, pull.request.fence.agent))
+
+    def _report(self, pull: PullState, now: float) -> None:
+        pull.reported = True
+        self.outbox.append(PullDone(pull=pull.pull_id, outcome=pull.outcome(now)))
+
+    def _forget(self, pull: PullState) -> None:
+        del self._by_id[pull.pull_id]
+        for queue in (self._queued, self._active):
+            if pull in queue:
+                queue.remove(pull)
+        if pull.fence_word_slot is not None and not pull.in_doubt:
+            self._word_slots.release(pull.fence_word_slot)
+
+
+def _was_not_posted(error: Exception) -> bool:
+    """The library said no before it posted anything."""
+    return isinstance(error, TransportError) and error.settled and not error.lost

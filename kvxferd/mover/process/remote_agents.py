@@ -1,0 +1,90 @@
+"""Remote agents that a mover has loaded, and when it is safe to touch that."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport.base import Transport, TransportError
+
+_LOG = logging.getLogger(__name__)
+
+
+class RemoteAgents:
+    """Loads, drops and repairs remote agents. Nothing is unloaded under a read that is under way.
+
+    A lost connection to a living agent stays dead in the library until the agent is dropped and
+    loaded again. That is done here, from the metadata kept, before the next read that wants it.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._metadata: dict[AgentName, list[bytes]] = {}
+        self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
+        self._stale: set[AgentName] = set()  # to be dropped from the library once nothing is under way
+        self._load_errors: dict[AgentName, str] = {}
+
+    def load(self, agent: AgentName, metadata: bytes) -> None:
+        """Get to know an agent or more of it. What goes wrong is said by `prepare`."""
+        known = self._metadata.setdefault(agent, [])
+        if metadata in known:
+            return
+        known.append(metadata)
+        if agent not in self._stale:
+            self._load_one(agent, metadata)
+
+    def drop(self, agent: AgentName) -> None:
+        """Forget an agent as soon as nothing is read from it."""
+        if self._metadata.pop(agent, None) is not None:
+            self._stale.add(agent)
+            self._drop_if_idle(agent)
+
+    def ensure_loaded(self, agent: AgentName) -> str:
+        """Make sure that the agent can be read; return why it cannot be, "" if it can."""
+        if agent not in self._metadata:
+            return f"cannot read from agent {agent}: it is not known here"
+        if agent in self._stale:
+            if not self._drop_if_idle(agent):
+                return f"cannot read from agent {agent}: its connection is lost"
+            for metadata in self._metadata[agent]:
+                self._load_one(agent, metadata)
+        return self._load_errors.get(agent, "")
+
+    def read_started(self, agent: AgentName) -> None:
+        """A read from the agent is posted."""
+        self._in_flight[agent] += 1
+
+    def read_ended(self, agent: AgentName, lost: bool = False) -> None:
+        """That read is terminal; `lost`: its connection is dead."""
+        self._in_flight[agent] -= 1
+        if not self._in_flight[agent]:
+            del self._in_flight[agent]
+        if lost:
+            self._stale.add(agent)
+        if agent in self._stale and agent not in self._metadata:
+            self._drop_if_idle(agent)
+
+    def _drop_if_idle(self, agent: AgentName) -> bool:
+        if agent in self._in_flight:
+            return False
+        self._stale.discard(agent)
+        self._load_errors.pop(agent, None)
+        try:
+            self._transport.drop_remote(agent)
+        except TransportError as error:
+            _LOG.warning("%s", error.message)
+        return True
+
+    def _load_one(self, agent: AgentName, metadata: bytes) -> None:
+        try:
+            name = self._transport.load_remote(metadata, agent)
+        except TransportError as error:
+            self._load_errors[agent] = error.message
+            # The peer may only be away: the next read tries again.
+            self._stale.add(agent)
+            return
+        if name != agent:
+            self._load_errors[agent] = f"cannot load agent {agent}: its metadata is that of {name}"
+            if name not in self._metadata:
+                self._transport.drop_remote(name)

@@ -1,0 +1,204 @@
+"""The daemon's end of the movers' parent: starts it, asks it for movers, notices when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+
+from kvxferd.core.ucx_log import UcxLine
+from kvxferd.errors import ProtocolError
+from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.mover.forkserver_protocol import (
+    FROM_FORKSERVER,
+    Fork,
+    Forked,
+    ForkFailed,
+    LibraryLoaded,
+    LibraryUnavailable,
+)
+from kvxferd.mover.shm import remove_shm_directory
+from kvxferd.mover.supervisor.stderr_reader import StderrReader
+from kvxferd.wire.codec import encode
+from kvxferd.wire.framing import Frame
+
+_LOG = logging.getLogger(__name__)
+
+# What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; no user may ask for more.
+STDERR_PIPE_BYTES = 1 << 20
+SHUTDOWN_S = 3.0  # it may be importing the library, which it cannot leave
+
+ForkserverMessage = LibraryLoaded | LibraryUnavailable | Forked | ForkFailed
+
+
+class ForkserverClient:
+    """One run of `kvxferd.mover.process.forkserver`.
+
+    Making one raises OSError, and then leaves nothing of it.
+
+    `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
+    `on_exit` comes once, after the last of them. `on_ucx`: what UCX says in any of its processes.
+    `on_loss`: some of that may be lost.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        library: str,
+        lock_fds: tuple[int, ...],
+        on_message: Callable[[ForkserverMessage, int], None],
+        on_exit: Callable[[], None],
+        on_ucx_line: Callable[[UcxLine], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        with ExitStack() as undoing:
+            ours, theirs = socket.socketpair()
+            undoing.callback(ours.close)
+            with theirs:
+                reading, writing = _stderr_pipe()
+                undoing.callback(os.close, reading)
+                try:
+                    self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
+                finally:
+                    os.close(writing)
+            undoing.callback(_kill_at_once, self._process)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            undoing.pop_all()
+        self._stream = FrameSocket(ours)
+        self._stream.accept_lost_fds()
+        self._stderr = StderrReader(reading, on_ucx_line, on_loss)
+        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._loop.add_reader(self._pidfd, self._handle_exit)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fork(self, mover: MoverId, agent: AgentName, sock: socket.socket) -> None:
+        """Ask for a mover on the given end of a socketpair, which the caller closes."""
+        self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
+        self._flush()
+
+    def read_stderr(self) -> None:
+        """Take all that its processes have written so far."""
+        self._stderr.read_available()
+
+    def shutdown(self) -> None:
+        """Have it end its movers and itself; `on_exit` follows. Idempotent."""
+        self._close_stream()
+        self._loop.call_later(SHUTDOWN_S, self._kill)
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def _flush(self) -> None:
+        fd = self._stream.fileno()
+        self._stream.flush()
+        if self._stream.is_flushed:
+            self._loop.remove_writer(fd)
+        else:
+            self._loop.add_writer(fd, self._flush)
+
+    def _read(self) -> bool:
+        frames: list[Frame] | None = None
+        try:
+            frames = self._stream.receive()
+            waiting = iter(frames or ())
+            try:
+                for frame in waiting:
+                    self._decode_frame(frame)
+            finally:
+                close_frame_fds(waiting)  # behind one that is nonsense
+        except (ProtocolError, OSError) as error:
+            _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
+            frames = None
+        if frames is None:
+            self._close_stream()
+            self._kill()
+        return bool(frames)
+
+    def _decode_frame(self, frame: Frame) -> None:
+        try:
+            said = FROM_FORKSERVER.decode(frame.payload)
+            if len(frame.fds) != isinstance(said, Forked):
+                raise ProtocolError(f"cannot take {len(frame.fds)} descriptors with {type(said).__name__}")
+        except ProtocolError:
+            close_fds(frame.fds)
+            raise
+        if isinstance(said, Forked) and frame.fds == (LOST_FD,):
+            # It cannot be watched, so it is no mover: it ends as its socket is closed.
+            said = ForkFailed(mover=said.mover, reason="no descriptor is left for its pidfd")
+        self._on_message(said, frame.fds[0] if isinstance(said, Forked) else -1)
+
+    def _handle_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        while self._stream.fileno() >= 0 and self._read():
+            pass
+        self._close_stream()
+        self._stderr.read_rest_and_close()
+        self._process.wait()
+        remove_shm_directory(self._process.pid)
+        self._on_exit()
+
+    def _close_stream(self) -> None:
+        fd = self._stream.fileno()
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            self._stream.close()
+
+
+def _kill_at_once(process: subprocess.Popen[bytes]) -> None:
+    """It has only just been started: it holds nothing that would keep it from dying."""
+    process.kill()
+    process.wait()
+    remove_shm_directory(process.pid)
+
+
+def _stderr_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe whose writers lose lines rather than wait for a daemon that is stopped.
+
+    The flag belongs to the pipe's writing end, which the movers alone share. What libraries print through C's
+    stdio, and Python's logging, drop what the pipe does not take.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    with suppress(OSError):  # past the user's share of pipe memory it keeps its 64 KiB
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, STDERR_PIPE_BYTES)
+    return reading, writing
+
+
+def _spawn(
+    control: int, stderr: int, library: str, lock_fds: tuple[int, ...], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    # -P: what lies in the daemon's working directory is not imported.
+    command = [sys.executable, "-P", "-m", "kvxferd.mover.process.forkserver", "--control-fd", str(control)]
+    command += ["--library", library]
+    inherited = [control]
+    for lock_fd in lock_fds:
+        command += ["--lock-fd", str(lock_fd)]
+        inherited.append(lock_fd)
+    # numpy's linear algebra would start a thread per core, and a process with threads must not fork.
+    quiet = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,  # the library logs there too; the daemon's own is not for it
+        stderr=stderr,
+        pass_fds=inherited,
+        env={**os.environ, **quiet, **environment},
+        start_new_session=True,  # a terminal's Ctrl-C is for the daemon, which then ends its movers
+    )

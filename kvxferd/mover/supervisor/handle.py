@@ -1,0 +1,168 @@
+"""The daemon's end of one mover."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+
+from kvxferd.core.ucx_log import TransportsUsed
+from kvxferd.errors import KvxferdError, ProtocolError
+from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.wire.codec import FROM_MOVER, encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
+from kvxferd.wire.mover import FromMover, MoverUp
+
+_LOG = logging.getLogger(__name__)
+
+
+class MoverHandle:
+    """One mover process. Made by the pool; belongs to one rank from `MoverPool.take` on.
+
+    `pidfd` is open until `on_exit` has returned; whoever needs it longer duplicates it.
+    """
+
+    def __init__(
+        self,
+        mover_id: MoverId,
+        agent: AgentName,
+        sock: socket.socket,
+        on_message: Callable[[MoverHandle, FromMover], None],
+        on_exit: Callable[[MoverHandle], None],
+    ) -> None:
+        self.mover_id = mover_id
+        self.agent = agent
+        self.library = ""
+        self.pid = -1
+        self.pidfd = -1
+        self.transports_used: list[TransportsUsed] = []  # how it has connected so far
+        self.has_unknown_transports = False  # it has connected in a way that cannot be read, or not any more
+        self._stream = FrameSocket(sock)
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._writing = False
+
+    @property
+    def is_alive(self) -> bool:
+        """It runs; False may be ahead of `on_exit`."""
+        if self.pidfd < 0:
+            return False
+        poller = select.poll()  # select would fail in a daemon of more than 1,024 descriptors
+        poller.register(self.pidfd, select.POLLIN)
+        return not poller.poll(0)
+
+    @property
+    def num_queued_bytes(self) -> int:
+        """What it has not read yet, beside what the socket holds."""
+        return self._stream.queued_bytes
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
+        if self._stream.fileno() < 0:
+            return
+        payload, copies = (
+            encode(message),
+            dup_fds(fds),
+        )  # all or none: parts alone would go with the next one
+        for ahead, part in leading_fd_batches(copies):
+            self._stream.send(encode(ahead), part)
+        self._stream.send(payload, copies[start_of_last_batch(len(copies)) :])
+        if not self._writing:
+            self._flush()
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing; `on_exit` follows. Idempotent."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    # --- for the pool
+
+    def attach(self, pid: int, pidfd: int) -> None:
+        """The process runs: listen to it. Takes the pidfd."""
+        self.pid = pid
+        self.pidfd = pidfd
+        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._loop.add_reader(pidfd, self._handle_exit)
+
+    def discard(self) -> None:
+        """There was never a process, or nobody is to hear of it: no callback will come."""
+        self._close_stream()
+        if self.pidfd >= 0:
+            self._loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    # --- callbacks of the event loop
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        done = self._stream.is_flushed
+        if done == self._writing:
+            self._writing = not done
+            if done:
+                self._loop.remove_writer(self._stream.fileno())
+            else:
+                self._loop.add_writer(self._stream.fileno(), self._flush)
+
+    def _read(self) -> bool:
+        """Deliver what has arrived; return whether there may be more."""
+        try:
+            frames = self._stream.receive()
+            waiting = iter(frames or ())
+            try:
+                for frame in waiting:
+                    self._decode_frame(frame.payload, frame.fds)
+            finally:
+                close_frame_fds(waiting)  # behind one that is nonsense
+        except (ProtocolError, OSError) as error:
+            _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
+            self._close_stream()
+            self.kill()
+            return False
+        if frames is None:
+            # A mover that closes its end and lives on would never be heard of again.
+            self._close_stream()
+            self.kill()
+            return False
+        return bool(frames)
+
+    def _decode_frame(self, payload: bytes, fds: tuple[int, ...]) -> None:
+        close_fds(fds)
+        self._handle(FROM_MOVER.decode(payload))
+
+    def _handle(self, message: FromMover) -> None:
+        if isinstance(message, MoverUp):
+            self.library = message.library
+        try:
+            self._on_message(self, message)
+        except KvxferdError as error:
+            _LOG.error("cannot take a message of mover %s: %s", self.agent, error.message)
+        except Exception:
+            _LOG.exception("cannot take a message of mover %s", self.agent)
+
+    def _handle_exit(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        while self._stream.fileno() >= 0 and self._read():
+            pass
+        self._close_stream()
+        try:
+            self._on_exit(self)
+        finally:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def _close_stream(self) -> None:
+        fd = self._stream.fileno()
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            self._stream.close()

@@ -1,0 +1,280 @@
+"""Is memory that was registered really readable? One read through the library, checked byte by byte.
+
+A registration that succeeds proves nothing: a library may find a wrong way to the memory, or none, and
+say so at the first read only. So a mover reads a sample of its own memory through its own agent,
+into memory of the same kind, and compares. Nothing is ever written into what is proved: it may be live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvxferd.errors import KvxferdError
+from kvxferd.memory.driver import Driver
+from kvxferd.mover.transport.base import MemoryKind, ReadHandle, ReadKinds, Span, Transport, TransportError
+from kvxferd.plan import Runs
+from kvxferd.wire.common import Placement
+
+SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
+TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
+NUM_TIMED_READS = 2  # the first pays for pages that nobody has touched
+LIMIT_S = 0.5  # for all of it; a mover does nothing else meanwhile
+# Of a GPU, where the first read makes what the library needs on the device, and comes before the rank is
+# bound: nothing waits but its registration, and a hasty "no" would have all its reads copied for ever.
+DEVICE_LIMIT_S = 5.0
+NUM_ATTEMPTS = 3  # what is live may change between two looks at it
+
+_INVERTED = bytes(255 - byte for byte in range(256))
+_TCP_INFO_BYTES = 232
+_BYTES_RECEIVED_OFFSET = 128  # tcpi_bytes_received of struct tcp_info
+
+
+class ProbeOutcome(NamedTuple):
+    """What a probe found."""
+
+    ok: bool
+    why: str  # not ok
+    over_tcp: bool  # the bytes went through TCP sockets, by the kernel's count
+    gigabytes_per_s: float  # 0: nothing was timed
+    is_stuck: bool = False  # a read of it may go on for ever: it must stay registered
+
+
+class ProbedMemory(Protocol):
+    """Memory of one kind, as a probe needs it."""
+
+    def read(self, address: int, size_bytes: int) -> bytes:
+        """Return what is there, without the transfer library."""
+        ...
+
+    def write(self, address: int, content: bytes) -> None:
+        """Write; into the probe's own memory only."""
+        ...
+
+    def allocate_target(self) -> Span:
+        """Allocate `TIMED_BYTES` for reads to land in."""
+        ...
+
+    def free_target(self, span: Span) -> None:
+        """Give the landing back."""
+        ...
+
+    def close(self) -> None:
+        """Give back what helped to look."""
+        ...
+
+
+class ProbedHostMemory:
+    """Memory that this process can touch."""
+
+    def __init__(self) -> None:
+        self._targets: dict[int, mmap.mmap] = {}
+
+    def read(self, address: int, size_bytes: int) -> bytes:
+        return ctypes.string_at(address, size_bytes)
+
+    def write(self, address: int, content: bytes) -> None:
+        ctypes.memmove(address, content, len(content))
+
+    def allocate_target(self) -> Span:
+        made = mmap.mmap(-1, TIMED_BYTES)
+        anchor = ctypes.c_char.from_buffer(made)
+        address = ctypes.addressof(anchor)
+        del anchor  # or the mapping could not be closed
+        self._targets[address] = made
+        return Span(address, TIMED_BYTES)
+
+    def free_target(self, span: Span) -> None:
+        self._targets.pop(span.address).close()
+
+    def close(self) -> None:
+        """Nothing helped."""
+
+
+class ProbedDeviceMemory:
+    """Memory of the device that is current, looked at by copies."""
+
+    def __init__(self, driver: Driver, span: Span) -> None:
+        self._driver = driver
+        self._span = span
+        self._uuid = driver.device_of(span.address)
+        self._host_copy = driver.allocate_host(SAMPLE_BYTES)
+        try:
+            self._stream = driver.open_stream()
+        except BaseException:
+            driver.free_host(self._host_copy)
+            raise
+
+    def read(self, address: int, size_bytes: int) -> bytes:
+        self._copy(self._host_copy, address, size_bytes)
+        return ctypes.string_at(self._host_copy, size_bytes)
+
+    def write(self, address: int, content: bytes) -> None:
+        ctypes.memmove(self._host_copy, content, len(content))
+        self._copy(address, self._host_copy, len(content))
+
+    def _copy(self, to: int, source: int, size_bytes: int) -> None:
+        self._driver.copy([to], [source], [size_bytes], self._stream)
+        self._driver.synchronize(self._stream)
+
+    def allocate_target(self) -> Span:
+        """As workers' memory is: made to be exported."""
+        driver, size = self._driver, _round_up(TIMED_BYTES, self._driver.granularity(self._uuid))
+        with ExitStack() as undoing:
+            handle = driver.create(self._uuid, size)
+            try:
+                address = driver.reserve(size)
+                undoing.callback(driver.unreserve, address, size)
+                driver.map(address, size, handle)
+                undoing.callback(driver.unmap, address, size)
+            finally:
+                driver.release(handle)  # it lives while it is mapped
+            driver.set_access(self._uuid, address, size)
+            undoing.pop_all()
+        return Span(address, size, self._span.mem_type, self._span.device)
+
+    def free_target(self, span: Span) -> None:
+        self._driver.unmap(span.address, span.size_bytes)
+        self._driver.unreserve(span.address, span.size_bytes)
+
+    def close(self) -> None:
+        self._driver.free_host(self._host_copy)
+        self._driver.close_stream(self._stream)
+
+
+def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
+    """Return what the daemon is told of a proof."""
+    lanes = "tcp" if proof.over_tcp else ""  # what else it is, UCX says to whoever reads its log
+    return Placement(kind, proof.why, lanes, float(f"{proof.gigabytes_per_s:.3g}"))
+
+
+def _round_up(size: int, granularity: int) -> int:
+    return -(-size // granularity) * granularity
+
+
+def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
+    """Read samples of a registered span through the transport, and compare. Raises nothing.
+
+    `driver`: the span is memory of its current device; None: of the host. Takes about a millisecond, and at
+    most `LIMIT_S`, or `DEVICE_LIMIT_S`.
+    """
+    try:
+        memory: ProbedMemory = ProbedHostMemory() if driver is None else ProbedDeviceMemory(driver, span)
+        try:
+            limit_s = LIMIT_S if driver is None else DEVICE_LIMIT_S
+            return _Probe(transport, memory, span, limit_s).run()
+        finally:
+            memory.close()
+    except KvxferdError as error:
+        is_stuck = isinstance(error, TransportError) and not error.settled
+        return ProbeOutcome(False, error.message, False, 0.0, is_stuck)
+
+
+class _Probe:
+    def __init__(self, transport: Transport, memory: ProbedMemory, span: Span, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._transport = transport
+        self._memory = memory
+        self._span = span
+        self._deadline = time.perf_counter() + limit_s
+        self._is_stuck = False
+        place = MemoryKind(span.mem_type, span.device)
+        self._kinds = ReadKinds(local=place, remote=place)
+
+    def run(self) -> ProbeOutcome:
+        with self._registered_target() as landing:
+            for address in self._sample_addresses():
+                if why := self._compare_sample(address, landing):
+                    return ProbeOutcome(False, why, False, 0.0)
+            return self._measure(landing)
+
+    def _sample_addresses(self) -> list[int]:
+        first, size = self._span.address, self._span.size_bytes
+        last = first + max(0, size - SAMPLE_BYTES)
+        return sorted({first, first + (last - first) // 2, last})
+
+    def _compare_sample(self, address: int, landing: Span) -> str:
+        """Return what is wrong with one sample, "" if nothing is."""
+        size = min(SAMPLE_BYTES, self._span.size_bytes)
+        for _ in range(NUM_ATTEMPTS):
+            before = self._memory.read(address, size)
+            # Every byte must change, or memory full of zeros would pass for a landing that nothing reached.
+            self._memory.write(landing.address, before.translate(_INVERTED))
+            self._read(address, size, landing)
+            came = self._memory.read(landing.address, size)
+            if came in (before, self._memory.read(address, size)):
+                return ""
+        num_wrong = sum(a != b for a, b in zip(came, before, strict=True))
+        return (
+            f"a read of {size} bytes through {self._transport.library} brought {num_wrong} bytes "
+            "other than those that lie there"
+        )
+
+    def _measure(self, landing: Span) -> ProbeOutcome:
+        size = min(TIMED_BYTES, self._span.size_bytes)
+        over_tcp, best = False, float("inf")
+        for number in range(NUM_TIMED_READS):
+            before = tcp_bytes_received() if not number else 0
+            began = time.perf_counter()
+            self._read(self._span.address, size, landing)
+            best = min(best, time.perf_counter() - began)
+            if not number:
+                over_tcp = tcp_bytes_received() - before >= size // 2
+        return ProbeOutcome(True, "", over_tcp, size / best / 1e9)
+
+    def _read(self, address: int, size: int, landing: Span) -> None:
+        transport = self._transport
+        runs = Runs(*(np.array([value], dtype=np.uint64) for value in (landing.address, address, size)))
+        try:
+            handle = self._post(runs)
+            while not transport.poll(handle):
+                if time.perf_counter() > self._deadline:
+                    text = f"a read of {size} bytes of its own memory has not ended after {self._limit_s:g} s"
+                    raise TransportError(text, settled=False)
+        except TransportError as error:
+            self._is_stuck = not error.settled
+            raise
+        transport.release(handle)
+
+    def _post(self, runs: Runs) -> ReadHandle:
+        return self._transport.post(self._transport.agent, runs, self._kinds)
+
+    @contextmanager
+    def _registered_target(self) -> Iterator[Span]:
+        landing = self._memory.allocate_target()
+        try:
+            self._transport.register(landing)
+            try:
+                yield landing
+            finally:
+                if not self._is_stuck:
+                    self._transport.deregister(landing)
+        finally:
+            if not self._is_stuck:  # what may still be written to stays
+                self._memory.free_target(landing)
+
+
+def tcp_bytes_received() -> int:
+    """Return what all TCP sockets of this process have received, by the kernel's count."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                if duplicate.type == socket.SOCK_STREAM and duplicate.family != socket.AF_UNIX:
+                    told = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED_OFFSET)
+                    total += received
+        except (OSError, struct.error):  # gone meanwhile, or a socket that is not TCP's
+            continue
+    return total

@@ -1,0 +1,416 @@
+"""A transport for memory that the library cannot reach: by copies through a ring of the mover's own.
+
+`StagedTransport` stands between the pull engine and the real transport. What both sides can reach goes
+straight on. A read into staged memory lands in a slot and is copied from there; a read from staged
+memory is asked of the source's mover, which lends it in chunks (`Lender`). Several chunks are under
+way at once, so that copy and wire overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvxferd.errors import DeviceError, ProtocolError
+from kvxferd.ids import AgentName
+from kvxferd.memory.driver import Driver
+from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.buffers import PinnedBuffer
+from kvxferd.mover.transport.chunk import Chunk, ChunkState, StagedRead
+from kvxferd.mover.transport.ring import SlotPool, packed_addresses, split_into_chunks
+from kvxferd.mover.transport.scratch import WordSlots
+from kvxferd.mover.transport.staging_source import StagingSource
+from kvxferd.plan import Runs
+from kvxferd.wire.codec import encode
+from kvxferd.wire.limits import MAX_ADDRESS, MAX_SENTENCE_CHARS
+from kvxferd.wire.staging import (
+    MAX_CHUNK_RUNS,
+    STAMP_BYTES,
+    ChunkReady,
+    ChunkRefused,
+    ChunkRelease,
+    ChunkRequest,
+    decode_staging_message,
+)
+
+_LOG = logging.getLogger(__name__)
+
+# As long as the longest run that the pull engine posts. Two rings of eight are 64 MiB of pinned memory for
+# a mover that stages, and enough that one slot is copied while others are on the wire.
+SLOT_BYTES = 4 << 20
+NUM_SLOTS = 8
+MAX_ACTIVE_CHUNKS = 4  # chunks of one read
+MAX_PACKED_RUNS = 2048  # as in any post; a chunk that is asked for has fewer
+CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that is asked and does not answer is gone
+
+
+class StagedTransport:
+    """See `Transport` for the promises, which hold for staged memory too; and `stage`, which makes it so."""
+
+    def __init__(
+        self,
+        inner: Transport,
+        clock: Callable[[], float] = time.perf_counter,
+        slot_bytes: int = SLOT_BYTES,
+        num_slots: int = NUM_SLOTS,
+        disconnects: DisconnectRequests | None = None,
+    ) -> None:
+        self._disconnects = DisconnectRequests() if disconnects is None else disconnects
+        self._inner = inner
+        self._clock = clock
+        self._slot_bytes = slot_bytes
+        self._num_slots = num_slots
+        self._pinned: PinnedBuffer | None = None
+        self._slots: SlotPool | None = None
+        self._source: StagingSource | None = None
+        self._stamp_slots: WordSlots | None = None
+        self._reply_metadata = b""  # by which a source finds its way back
+        self._chunk_numbers = itertools.count(1)
+        self._requested: dict[int, tuple[AgentName, Chunk]] = {}
+        self._refused: dict[int, str] = {}
+        self._loaded_agents: set[AgentName] = set()
+
+    # --- what is passed on
+
+    @property
+    def agent(self) -> AgentName:
+        return self._inner.agent
+
+    @property
+    def library(self) -> str:
+        return self._inner.library
+
+    def register(self, span: Span) -> None:
+        self._inner.register(span)
+
+    def deregister(self, span: Span) -> None:
+        self._inner.deregister(span)
+
+    def metadata(self, spans: Sequence[Span]) -> bytes:
+        return self._inner.metadata(spans)
+
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
+        name = self._inner.load_remote(metadata, agent)
+        self._loaded_agents.add(name)
+        return name
+
+    def drop_remote(self, agent: AgentName) -> None:
+        self._loaded_agents.discard(agent)
+        self._inner.drop_remote(agent)
+
+    def notify(self, agent: AgentName, payload: bytes) -> None:
+        self._inner.notify(agent, payload)
+
+    def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
+        """Return none: they are this class's own."""
+        self.progress()
+        return []
+
+    # --- memory that the library cannot reach
+
+    def stage(self, driver: Driver, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Serve this memory by copies. Returns what readers must load instead; raises KvxferdError.
+
+        The memory's device is current on the calling thread, which is the mover's.
+        """
+        lender = self._source or self._open_buffers(driver)
+        for span in spans:
+            lender.add(span)
+        return (lender.pinned.span,)
+
+    def _open_buffers(self, driver: Driver) -> StagingSource:
+        """Make both buffers, or none."""
+        slots = self._slot_bytes, self._num_slots
+        lender = StagingSource(self._inner, driver, *slots, self._loaded_agents.__contains__)
+        try:
+            self._pinned = PinnedBuffer(self._inner, driver, self._slot_bytes * self._num_slots)
+        except BaseException:
+            lender.pinned.discard(self._inner)
+            raise
+        self._slots = SlotPool(self._pinned.address, *slots)
+        self._source = lender
+        return lender
+
+    # --- reads
+
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        if not (kinds.local.staged or kinds.remote.staged):
+            return self._inner.post(agent, runs, kinds)
+        if kinds.local.staged and self._slots is None:
+            raise TransportError("cannot read into memory that is not staged here", settled=True)
+        max_runs = MAX_CHUNK_RUNS if kinds.remote.staged else MAX_PACKED_RUNS
+        left = split_into_chunks(runs, self._slot_bytes, max_runs)
+        read = StagedRead(agent, kinds, left, next(left, None))
+        self._advance_read(read)
+        if read.error is not None and not read.active and not read.has_posted:
+            raise read.error
+        return read
+
+    def poll(self, handle: ReadHandle) -> bool:
+        if not isinstance(handle, StagedRead):
+            if self._source is not None:
+                self._serve_notifications()
+            return self._inner.poll(handle)
+        if not handle.done:
+            self._serve_notifications()
+            self._advance_read(handle)
+            if handle.error is not None and not handle.active:
+                raise handle.error
+        return handle.done
+
+    def release(self, handle: ReadHandle) -> None:
+        if not isinstance(handle, StagedRead):
+            self._inner.release(handle)
+
+    def progress(self) -> None:
+        if self._source is not None or self._requested:
+            self._serve_notifications()
+        else:
+            self._inner.progress()
+
+    def close(self) -> None:
+        self._inner.close()
+        if self._source is not None:
+            self._source.pinned.close()
+        if self._pinned is not None:
+            self._pinned.close()
+        self._source = self._pinned = None
+
+    # --- one read's chunks
+
+    def _advance_read(self, read: StagedRead) -> None:
+        """Move all chunks of a read on, and begin new ones where there is room."""
+        for chunk in tuple(read.active):
+            self._try_step(read, chunk, self._advance_chunk)
+        while read.error is None and read.next is not None and len(read.active) < MAX_ACTIVE_CHUNKS:
+            slot = None
+            if read.kinds.local.staged:
+                assert self._slots is not None
+                if (slot := self._slots.acquire()) is None:
+                    if self._slots.is_exhausted:
+                        read.error = TransportError("cannot stage: every buffer is in doubt", settled=True)
+                    break
+            chunk = Chunk(read.next, ChunkState.READING, self._clock(), slot)
+            read.next = next(read.remaining, None)
+            read.active.append(chunk)
+            self._try_step(read, chunk, self._start_chunk)
+        read.done = read.error is None and read.next is None and not read.active
+
+    def _try_step(self, read: StagedRead, chunk: Chunk, move: Callable[[StagedRead, Chunk], None]) -> None:
+        try:
+            move(read, chunk)
+        except TransportError as error:
+            self._fail_chunk(read, chunk, error)
+        except DeviceError as error:
+            # A copy that failed may be a copy that still runs.
+            self._fail_chunk(read, chunk, TransportError(error.message, settled=False))
+
+    def _start_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+        if read.kinds.remote.staged:
+            self._request_chunk(read, chunk)
+        else:
+            self._post_read(read, chunk, chunk.runs.remote, read.kinds)
+
+    def _request_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+        chunk.state, chunk.number = ChunkState.REQUESTED, next(self._chunk_numbers)
+        self._open_stamp_slots()
+        ask = ChunkRequest(
+            number=chunk.number,
+            addresses=chunk.runs.remote.astype("<u8").tobytes(),
+            lengths=chunk.runs.length.astype("<u4").tobytes(),
+            metadata=self._reply_metadata,
+        )
+        self._inner.notify(read.agent, encode(ask))
+        self._requested[chunk.number] = (read.agent, chunk)
+
+    def _open_stamp_slots(self) -> WordSlots:
+        if self._stamp_slots is None:
+            self._stamp_slots = WordSlots(self._inner)
+            self._reply_metadata = self._inner.metadata([self._stamp_slots.span])
+        return self._stamp_slots
+
+    def _post_read(self, read: StagedRead, chunk: Chunk, remote: Any, kinds: ReadKinds) -> None:
+        runs = chunk.runs
+        local = runs.local if chunk.slot is None else packed_addresses(chunk.slot, runs.length)
+        place = kinds.local if chunk.slot is None else HOST.local
+        chunk.state = ChunkState.READING
+        chunk.handle = self._inner.post(
+            read.agent, Runs(local, remote, runs.length), ReadKinds(place, kinds.remote)
+        )
+        read.has_posted = True
+        if chunk.handle.done:
+            self._advance_chunk(read, chunk)
+
+    def _advance_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+        match chunk.state:
+            case ChunkState.REQUESTED:
+                self._check_reply(read, chunk)
+            case ChunkState.READING if self._is_read_done(chunk):
+                if chunk.ready is not None:
+                    self._post_stamp_read(read, chunk, chunk.ready)
+                else:
+                    self._start_copy(read, chunk)
+            case ChunkState.VERIFYING if self._is_read_done(chunk):
+                self._verify_stamp(read, chunk)
+            case ChunkState.COPYING:
+                assert self._pinned is not None
+                if self._pinned.driver.is_done(chunk.copy_event):
+                    self._pinned.driver.drop_event(chunk.copy_event)
+                    self._end_chunk(read, chunk)
+            case _:
+                pass
+
+    def _is_read_done(self, chunk: Chunk) -> bool:
+        assert chunk.handle is not None
+        if not self._inner.poll(chunk.handle):
+            return False
+        self._inner.release(chunk.handle)
+        chunk.handle = None
+        return True
+
+    def _check_reply(self, read: StagedRead, chunk: Chunk) -> None:
+        if (why := self._refused.pop(chunk.number, None)) is not None:
+            raise TransportError(f"cannot read from agent {read.agent}: {why}", settled=True)
+        if chunk.ready is not None:
+            remote = packed_addresses(chunk.ready.address, chunk.runs.length)
+            self._post_read(read, chunk, remote, ReadKinds(read.kinds.local, HOST.remote))
+        elif self._clock() > chunk.created_at + CHUNK_REPLY_TIMEOUT_S:
+            raise TransportError(
+                f"cannot read from agent {read.agent}: it did not lend a chunk in "
+                f"{CHUNK_REPLY_TIMEOUT_S:.0f} s",
+                settled=True,
+            )
+
+    def _post_stamp_read(self, read: StagedRead, chunk: Chunk, lent: ChunkReady) -> None:
+        chunk.state = ChunkState.VERIFYING
+        chunk.stamp_slot = self._open_stamp_slots().acquire()
+        if chunk.stamp_slot is None:
+            raise TransportError("cannot read a chunk's stamp: too many are read", settled=True)
+        chunk.handle = self._inner.post(
+            read.agent, single_run(chunk.stamp_slot, lent.stamp_address, len(lent.stamp)), HOST
+        )
+        if chunk.handle.done:
+            self._advance_chunk(read, chunk)
+
+    def _verify_stamp(self, read: StagedRead, chunk: Chunk) -> None:
+        assert chunk.ready is not None and chunk.stamp_slot is not None
+        word = self._open_stamp_slots().read(chunk.stamp_slot)
+        self._open_stamp_slots().release(chunk.stamp_slot)
+        chunk.stamp_slot = None
+        self._release_chunk(read, chunk)
+        if word != chunk.ready.stamp:
+            raise TransportError(
+                f"cannot read from agent {read.agent}: it took a chunk back before it was read", settled=True
+            )
+        self._start_copy(read, chunk)
+
+    def _start_copy(self, read: StagedRead, chunk: Chunk) -> None:
+        if chunk.slot is None:
+            self._end_chunk(read, chunk)
+            return
+        assert self._pinned is not None
+        runs, driver, stream = chunk.runs, self._pinned.driver, self._pinned.stream
+        source = packed_addresses(chunk.slot, runs.length)
+        chunk.state = ChunkState.COPYING  # before: where a driver refuses the second copy, the first runs
+        driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), stream)
+        chunk.copy_event = driver.record(stream)
+
+    def _end_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+        read.active.remove(chunk)
+        if chunk.slot is not None and self._slots is not None:
+            self._slots.release(chunk.slot)
+
+    def _release_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+        """Tell the source that the chunk is not needed any more."""
+        self._requested.pop(chunk.number, None)
+        self._refused.pop(chunk.number, None)
+        try:
+            self._inner.notify(read.agent, encode(ChunkRelease(number=chunk.number)))
+        except TransportError as error:
+            _LOG.info("%s", error.message)  # its loan ends by itself
+        chunk.number = 0
+
+    def _fail_chunk(self, read: StagedRead, chunk: Chunk, error: TransportError) -> None:
+        """End a chunk, and with it the read once its other chunks are terminal."""
+        read.active.remove(chunk)
+        if chunk.number:
+            self._release_chunk(read, chunk)
+        if error.lost and not error.settled:
+            self._disconnects.request(lambda over: self._release_slots(chunk, over))
+        else:
+            self._release_slots(chunk, error.settled)
+        settled = error.settled
+        if chunk.slot is not None:
+            # What may still land lands in the slot; only a copy writes the place where it belongs.
+            settled |= chunk.state is not ChunkState.COPYING
+        elif chunk.state is ChunkState.VERIFYING:
+            settled = True  # the chunk itself is read
+        first, message = read.error, error.message if read.error is None else read.error.message
+        fault = TransportError(message, settled=settled, lost=error.lost)
+        if first is None or _doubt_level(fault) > _doubt_level(first):
+            read.error = fault
+
+    def _release_slots(self, chunk: Chunk, over: bool) -> None:
+        """Take a failed chunk's slots back, or lose them where something may still land."""
+        if chunk.stamp_slot is not None and over:
+            self._open_stamp_slots().release(chunk.stamp_slot)
+        if chunk.slot is not None and self._slots is not None:
+            if over:
+                self._slots.release(chunk.slot)
+            else:
+                self._slots.quarantine(chunk.slot)
+
+    # --- what other movers say
+
+    def _serve_notifications(self) -> None:
+        now = self._clock()
+        for agent, payload in self._inner.receive_notifications():
+            try:
+                self._handle(agent, payload, now)
+            except ProtocolError as error:
+                _LOG.warning("agent %s: %s", agent, error.message)
+        if self._source is not None:
+            self._source.step(now)
+
+    def _handle(self, agent: AgentName, payload: bytes, now: float) -> None:
+        note = decode_staging_message(payload)
+        match note:
+            case ChunkRequest():
+                if self._source is not None:
+                    self._source.handle_request(agent, note, now)
+            case ChunkRelease():
+                if self._source is not None:
+                    self._source.handle_release(agent, note.number)
+            case ChunkReady() | ChunkRefused():
+                whose, chunk = self._requested.get(note.number, (None, None))
+                if whose != agent or chunk is None or chunk.ready is not None:
+                    return
+                if isinstance(note, ChunkRefused):
+                    self._refused[note.number] = note.message[:MAX_SENTENCE_CHARS]
+                elif _is_plausible(note):
+                    chunk.ready = note
+                else:
+                    self._refused[note.number] = "it lends what cannot be"
+
+
+def _doubt_level(fault: TransportError) -> int:
+    """How little a failure proves: 0: it is over, 1: it is over where a disconnect proves it, 2: nothing."""
+    return 0 if fault.settled else 1 if fault.lost else 2
+
+
+def _is_plausible(lent: ChunkReady) -> bool:
+    """Whether another mover's word can be used: what it says is where this one reads, and how much."""
+    places = (lent.address, lent.stamp_address)
+    return len(lent.stamp) == STAMP_BYTES and all(0 < place < MAX_ADDRESS - SLOT_BYTES for place in places)
+
+
+def single_run(local: int, remote: int, size_bytes: int) -> Runs:
+    """Return a single stretch."""
+
+    return Runs(*(np.array([number], dtype=np.uint64) for number in (local, remote, size_bytes)))

@@ -1,0 +1,229 @@
+"""Is what a request lists usable: its own blocks, and what the source published of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvxferd.errors import Code, EngineError, PlanError
+from kvxferd.ids import GroupName
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, unpack_ids
+from kvxferd.plan.plan import BlockGeometry, GroupRead, Plan, block_geometry
+from kvxferd.plan.token_segments import check_first_token, ids_as_int32
+
+# Expansion counts in int64. A million-token prompt is 2**20.
+MAX_TOKENS = 1 << 48
+# A 16M-token request at page size 1: 128 MiB of arrays on each side.
+MAX_KERNEL_BLOCKS = 1 << 24
+# An array operation costs more than looking at so few ids one by one.
+MAX_IDS_WITHOUT_NUMPY = 64
+
+
+class GroupRule(NamedTuple):
+    """What a rank's block lists of one group must fit."""
+
+    group: Group
+    granule_tokens: int  # a list may not be cut between so many tokens
+
+
+BlockRules = tuple[GroupRule, ...]  # one for each group; ranks with equal ones take the same lists
+
+
+def block_rules(layout: RankLayout) -> BlockRules:
+    """Return what `check_blocks_by` needs of a layout: worked out once, as it looks at every tensor."""
+    granules: dict[GroupName, set[int]] = {group.name: set() for group in layout.groups}
+    for tensor in layout.tensors:
+        granules[tensor.group].add(tensor.granule_tokens)
+    return tuple(GroupRule(group, math.lcm(*granules[group.name])) for group in layout.groups)
+
+
+def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
+    """Return every different rule among an engine's ranks: its stages may hold different groups.
+
+    Ranks that share a group's tokens differ in their turn alone, which no list depends on.
+    """
+    rules = {_with_first_shard(rule): None for of_rank in ranks for rule in of_rank}
+    return tuple(rules)
+
+
+def _with_first_shard(rule: GroupRule) -> GroupRule:
+    shard = rule.group.token_shard
+    if shard.index == 0:
+        return rule
+    first = msgspec.structs.replace(shard, index=0)
+    return rule._replace(group=msgspec.structs.replace(rule.group, token_shard=first))
+
+
+def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
+    """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` on this rank.
+
+    Every group of the layout must be listed. An empty list is legal: nothing of the group is
+    published, or all of it is there already. In a state group only the last id counts.
+    """
+    check_blocks_by(block_rules(layout), blocks, num_tokens)
+
+
+def check_blocks_by(
+    rules: BlockRules,
+    blocks: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+    whose: str = "this rank's",
+) -> None:
+    """`check_blocks` of a layout with these rules; of an engine, every rule of each group is checked."""
+    if num_tokens < 1:
+        raise blocks_invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
+    groups = {rule.group.name for rule in rules}
+    if groups != blocks.keys():
+        unknown, missing = sorted(blocks.keys() - groups), sorted(groups - blocks.keys())
+        if unknown:
+            raise blocks_invalid(
+                f"cannot use blocks of group {unknown[0]!r}: {whose} groups are {_quote_names(groups)}"
+            )
+        raise blocks_invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
+    for group, granule_tokens in rules:
+        _check_list(group, blocks[group.name], num_tokens, granule_tokens)
+
+
+def check_request(
+    plan: Plan,
+    local: Mapping[GroupName, PackedBlocks],
+    remote: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> None:
+    """Raise unless the source's lists hold every token that the local ones require.
+
+    Required are, of each local group with blocks, the tokens from
+    ``max(first_token, num_tokens - sliding_window)`` to `num_tokens`; of a state group, the state
+    at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens, and
+    EngineError (blocks-invalid) for ids that the side which listed them cannot have.
+    """
+    seen: set[tuple[BlockGeometry, BlockGeometry, int]] = set()
+    for lane in plan.group_reads:
+        key = (lane.local, lane.remote, lane.granule_tokens)
+        if key not in seen:
+            seen.add(key)
+            _check_group_read(lane, local, remote, num_tokens)
+
+
+def _check_group_read(
+    read: GroupRead,
+    local: Mapping[GroupName, PackedBlocks],
+    remote: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> None:
+    """Check the two lists that one lane reads."""
+    name = read.local.group
+    if name not in local:
+        raise blocks_invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
+    mine = local[name]
+    if not mine.ids:
+        return
+    theirs = remote.get(read.remote.group, PackedBlocks(b""))
+    for side, listed in ((read.local, mine), (read.remote, theirs)):
+        _check_ids(side.group, side.num_blocks, listed)
+        if side.kind is GroupKind.ATTENTION:
+            _check_end(side, listed)
+            check_first_token(side, read.granule_tokens, listed)
+    if read.local.kind is GroupKind.STATE:
+        if not theirs.ids or theirs.state_at != num_tokens:
+            has = f"its state at token {theirs.state_at}" if theirs.ids else "no state"
+            raise _not_published(read, f"the state at token {num_tokens} is needed, and {has} is published")
+        return
+    window = read.local.sliding_window
+    start = mine.first_token if window is None else max(mine.first_token, num_tokens - window)
+    published = theirs.first_token, theirs.first_token + len(theirs) * read.remote.id_tokens
+    if start < num_tokens and not (published[0] <= start and num_tokens <= published[1]):
+        has = f"[{published[0]}, {published[1]})" if theirs.ids else "none"
+        raise _not_published(read, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
+
+
+def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: int) -> None:
+    """Check one group's list by itself."""
+    _check_ids(group.name, group.num_blocks, listed)
+    if not listed.ids:
+        return
+    if group.kind is GroupKind.STATE:
+        if listed.state_at != num_tokens:
+            raise blocks_invalid(
+                f"cannot use the state of group {group.name!r}: it stands at token {listed.state_at}, "
+                f"and the request has {num_tokens} tokens"
+            )
+        return
+    side = block_geometry(group)
+    _check_end(side, listed)
+    check_first_token(side, granule, listed)
+    needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
+    if len(listed) != needed:
+        raise blocks_invalid(
+            f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
+            f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
+        )
+    repeated = duplicate_id(listed)
+    if repeated is not None:
+        raise blocks_invalid(f"cannot use block {repeated} of group {group.name!r} twice in one request")
+
+
+def duplicate_id(listed: PackedBlocks) -> int | None:
+    """Return the smallest id that is listed twice."""
+    if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
+        few = sorted(unpack_ids(listed.ids).tolist())
+        return next((a for a, b in itertools.pairwise(few) if a == b), None)
+    ids = ids_as_int32(listed)
+    if (ids[1:] > ids[:-1]).all():
+        return None  # in order, as an allocator that has just begun hands them out
+    ids = np.sort(ids)
+    repeated = np.flatnonzero(ids[1:] == ids[:-1])
+    return int(ids[repeated[0]]) if len(repeated) else None
+
+
+def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks) -> None:
+    """Check that a list begins at a token, and that its ids are whole int32 and in range."""
+    if listed.first_token < 0:
+        raise blocks_invalid(f"cannot use first_token {listed.first_token} of group {name!r}: it is negative")
+    if len(listed.ids) % 4:
+        raise blocks_invalid(
+            f"cannot read the ids of group {name!r}: {len(listed.ids)} bytes are no whole number of int32"
+        )
+    if not listed.ids:
+        return
+    if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
+        few = unpack_ids(listed.ids).tolist()
+        least, most = min(few), max(few)
+    else:
+        ids = ids_as_int32(listed)
+        least, most = int(ids.min()), int(ids.max())
+    for worst in (least, most):
+        if not 0 <= worst < num_blocks:
+            raise blocks_invalid(
+                f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}"
+            )
+
+
+def _check_end(side: BlockGeometry, listed: PackedBlocks) -> None:
+    """Check that the list's kernel blocks can be counted and its tokens numbered without overflow."""
+    end = listed.first_token + len(listed) * side.id_tokens
+    if end > MAX_TOKENS or len(listed) * side.blocks_per_id > MAX_KERNEL_BLOCKS:
+        raise blocks_invalid(
+            f"cannot use the {len(listed)} blocks of group {side.group!r}: they end at token {end}, at "
+            f"{side.blocks_per_id} kernel blocks each; the limits are {MAX_TOKENS} and {MAX_KERNEL_BLOCKS}"
+        )
+
+
+def blocks_invalid(message: str) -> EngineError:
+    return EngineError(message, Code.BLOCKS_INVALID)
+
+
+def _not_published(read: GroupRead, what: str) -> PlanError:
+    return PlanError(
+        f"cannot fill group {read.local.group!r} from the source's group {read.remote.group!r}: {what}",
+        Code.TOKENS_NOT_PUBLISHED,
+    )
+
+
+def _quote_names(groups: Iterable[GroupName]) -> str:
+    return ", ".join(map(repr, sorted(groups)))

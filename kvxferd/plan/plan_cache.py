@@ -1,0 +1,83 @@
+"""Plans kept by the digests of what they were made from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from kvxferd.ids import Digest, Rank
+from kvxferd.layout import EngineSpec, RankLayout, digest_of
+from kvxferd.plan.plan import Plan
+from kvxferd.plan.planner import make_plan
+
+# One rank of a TP=16, PP=4 engine against 64 ranks is 100 KiB of plan at most; a node has 8 ranks
+# and meets tens of engines with a few distinct layouts.
+MAX_PLANS = 256
+# Every rank of every engine known: 64 ranks times tens of engines.
+MAX_LAYOUTS = 8192
+# A tensor is 375 bytes of objects, and a hostile peer's engine may have 65,536 that nobody else has: without
+# a limit of these as well, 8,192 layouts were gigabytes.
+MAX_LAYOUT_TENSORS = 1 << 18
+
+_KeyPart = tuple[object, ...]
+
+
+class PlanCache:
+    """The plans made so far, the least recently used given up first."""
+
+    def __init__(
+        self,
+        max_plans: int = MAX_PLANS,
+        max_layouts: int = MAX_LAYOUTS,
+        max_tensors: int = MAX_LAYOUT_TENSORS,
+    ) -> None:
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        # By identity: digesting 80 layers costs 100 us, and layouts are kept by whoever registered
+        # them. Holding the layout here keeps its id from being given to another.
+        self._layouts: OrderedDict[int, tuple[RankLayout, Digest]] = OrderedDict()
+        self._max_plans = max_plans
+        self._max_layouts = max_layouts
+        self._max_tensors = max_tensors
+        self._num_tensors = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(
+        self, spec: EngineSpec, layout: RankLayout, remote_spec: EngineSpec, remote: Mapping[Rank, RankLayout]
+    ) -> Plan:
+        """Return the plan of `make_plan`, made now or kept from before; raises what `make_plan` raises."""
+        key = (
+            _reader_key(spec),
+            self._digest(layout),
+            _source_key(remote_spec),
+            tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)),
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make_plan(spec, layout, remote_spec, remote)
+            if len(self._plans) > self._max_plans:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+    def _digest(self, layout: RankLayout) -> Digest:
+        known = self._layouts.get(id(layout))
+        if known is None:
+            known = self._layouts[id(layout)] = (layout, digest_of(layout))
+            self._num_tensors += len(layout.tensors)
+            while len(self._layouts) > self._max_layouts or self._num_tensors > self._max_tensors:
+                _, (oldest, _) = self._layouts.popitem(last=False)
+                self._num_tensors -= len(oldest.tensors)
+        return known[1]
+
+
+def _reader_key(spec: EngineSpec) -> _KeyPart:
+    """Return what a plan depends on beside the reader's layout."""
+    return (spec.rank, spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)
+
+
+def _source_key(spec: EngineSpec) -> _KeyPart:
+    """Return what a plan depends on beside the source's layouts."""
+    return (spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)

@@ -1,0 +1,184 @@
+"""Which stretches of tokens two block lists share, as places in their blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
+from kvxferd.plan.distinct import distinct
+from kvxferd.plan.plan import BlockGeometry, GroupRead
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """Maximal stretches of items that lie inside one kernel block on each side; five arrays of one length.
+
+    `are_alike`: the last three are known to hold one value each.
+    """
+
+    local_block: Int64s
+    remote_block: Int64s
+    local_item: Int64s  # the first item's place in its block
+    remote_item: Int64s
+    num_items: Int64s
+    is_uniform: bool = False
+
+
+class _KernelBlocks(NamedTuple):
+    """One side's list in kernel blocks: block j holds the tokens from ``first + j * block_tokens`` on."""
+
+    blocks: Int64s
+    first: int
+    block_tokens: int
+    shard: TokenShard
+
+    @property
+    def end(self) -> int:
+        """The token after the last one listed."""
+        return self.first + len(self.blocks) * self.block_tokens * self.shard.count
+
+
+def ids_as_int32(blocks: PackedBlocks) -> npt.NDArray[np.int32]:
+    """Return a list's ids as int32, without a copy."""
+    return np.frombuffer(blocks.ids, dtype="<i4")
+
+
+def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
+    """Return the kernel blocks of a list: each id stands for `blocks_per_id` consecutive ones."""
+    ids = ids_as_int32(blocks).astype(np.int64)
+    if side.blocks_per_id == 1:
+        return ids
+    inside = np.arange(side.blocks_per_id, dtype=np.int64)
+    return (ids[:, None] * side.blocks_per_id + inside).ravel()
+
+
+def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
+    """Raise EngineError (blocks-invalid) for a list that begins inside an item or a turn of the shards."""
+    turn = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
+    for step, what in ((granule_tokens, "granule"), (turn, "turn over the token shards")):
+        if blocks.first_token % step:
+            raise EngineError(
+                f"cannot use the blocks of group {side.group!r}: first_token {blocks.first_token} is no "
+                f"multiple of its {what}, {step} tokens",
+                Code.BLOCKS_INVALID,
+            )
+
+
+def common_segments(read: GroupRead, local: PackedBlocks, remote: PackedBlocks) -> Segments:
+    """Return what a request's two block lists have in common in a lane, in token order.
+
+    Blocks are taken whole as far as both lists reach. Raises EngineError (blocks-invalid) for a
+    list that begins inside an item.
+    """
+    if read.local.kind is GroupKind.STATE or not (local.ids and remote.ids):
+        return _state_segment(local, remote)  # an empty list's first_token means nothing
+    for side, blocks in ((read.local, local), (read.remote, remote)):
+        check_first_token(side, read.granule_tokens, blocks)
+    mine = _KernelBlocks(
+        kernel_blocks(read.local, local), local.first_token, read.local.block_tokens, read.local.shard
+    )
+    theirs = _KernelBlocks(
+        kernel_blocks(read.remote, remote), remote.first_token, read.remote.block_tokens, read.remote.shard
+    )
+    if mine.shard == theirs.shard and mine.shard.count > 1:
+        # Both hold the same tokens: count only those, and the interleaving is gone.
+        mine, theirs = _without_interleaving(mine), _without_interleaving(theirs)
+    if mine.shard.count == 1 == theirs.shard.count:
+        if mine.block_tokens == theirs.block_tokens:
+            aligned = (theirs.first - mine.first) % mine.block_tokens == 0
+            if aligned:
+                return _aligned_segments(mine, theirs, mine.block_tokens // read.granule_tokens)
+        return _segments_between(_block_bounds(mine, theirs), mine, theirs, read.granule_tokens)
+    return _segments_between(_interleave_bounds(mine, theirs), mine, theirs, read.granule_tokens)
+
+
+def _state_segment(local: PackedBlocks, remote: PackedBlocks) -> Segments:
+    """The last id listed is the request's state; an empty list moves nothing."""
+    size = 1 if local.ids and remote.ids else 0
+    zero = np.zeros(size, dtype=np.int64)
+    return Segments(
+        ids_as_int32(local)[-1:].astype(np.int64)[:size],
+        ids_as_int32(remote)[-1:].astype(np.int64)[:size],
+        zero,
+        zero,
+        np.ones(size, dtype=np.int64),
+    )
+
+
+def _without_interleaving(listed: _KernelBlocks) -> _KernelBlocks:
+    """Return a sharded list in the rank's own count of tokens."""
+    return _KernelBlocks(listed.blocks, listed.first // listed.shard.count, listed.block_tokens, TokenShard())
+
+
+def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) -> Segments:
+    """Blocks of one size that begin at the same tokens: whole blocks against whole blocks."""
+    skip = (theirs.first - mine.first) // mine.block_tokens
+    start, stop = max(0, skip), min(len(mine.blocks), len(theirs.blocks) + skip)
+    size = max(0, stop - start)
+    zero = np.zeros(size, dtype=np.int64)
+    return Segments(
+        mine.blocks[start : start + size],
+        theirs.blocks[start - skip : start - skip + size],
+        zero,
+        zero,
+        np.full(size, items, dtype=np.int64),
+        is_uniform=True,
+    )
+
+
+def _block_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
+    """Return where blocks begin on either side, and the two ends, of what both lists hold."""
+    low, high = max(mine.first, theirs.first), min(mine.end, theirs.end)
+    if high <= low:
+        return np.zeros(0, dtype=np.int64)
+    begins = []
+    for side in (mine, theirs):
+        step = side.block_tokens * side.shard.count
+        begins.append(np.arange(low - (low - side.first) % step, high, step, dtype=np.int64))
+    bounds = distinct(np.concatenate([*begins, np.array([low, high], dtype=np.int64)]))
+    return bounds[bounds >= low]
+
+
+def _interleave_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
+    """Return where blocks or the shards' turns begin on either side, within what both lists hold."""
+    bounds = _block_bounds(mine, theirs)
+    if len(bounds) == 0:
+        return bounds
+    low, high = int(bounds[0]), int(bounds[-1])
+    turns = [
+        np.arange(-(-low // step) * step, high, step, dtype=np.int64)
+        for step in {side.shard.interleave for side in (mine, theirs) if side.shard.count > 1}
+    ]
+    return distinct(np.concatenate([bounds, *turns]))
+
+
+def _segments_between(bounds: Int64s, mine: _KernelBlocks, theirs: _KernelBlocks, granule: int) -> Segments:
+    """Return the stretches between neighbouring bounds that both sides hold."""
+    begins, sizes = bounds[:-1], np.diff(bounds)
+    held = _holds(mine.shard, begins) & _holds(theirs.shard, begins)
+    begins, sizes = begins[held], sizes[held]
+    places = []
+    for side in (mine, theirs):
+        own = _held_positions(side, begins)
+        places.append((side.blocks[own // side.block_tokens], own % side.block_tokens // granule))
+    (local_block, local_item), (remote_block, remote_item) = places
+    return Segments(local_block, remote_block, local_item, remote_item, sizes // granule)
+
+
+def _holds(shard: TokenShard, tokens: Int64s) -> npt.NDArray[np.bool_]:
+    held: npt.NDArray[np.bool_] = tokens // shard.interleave % shard.count == shard.index
+    return held
+
+
+def _held_positions(side: _KernelBlocks, tokens: Int64s) -> Int64s:
+    """Return each token's position among those of the list that this side's rank holds."""
+    shard = side.shard
+    if shard.count == 1:
+        return tokens - side.first
+    turn = shard.interleave * shard.count
+    return (tokens - side.first) // turn * shard.interleave + tokens % shard.interleave

@@ -1,0 +1,128 @@
+"""Becoming a rank with a resident mover."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvxferd.client import Client, RankHandle
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import AgentName, BootId, RegionId
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.memory.device import ResidentMemory
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.mover.transport.base import Transport
+from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary, import_library
+from kvxferd.resident.thread_mover import MakeTransport, ThreadMover
+from kvxferd.wire.worker import RegionExport
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger(__name__)
+
+EXIT_WAIT_S = 2.0  # an agent that is not gone by then is left to the end of the process
+
+MemoryInput: TypeAlias = "ResidentMemory | tuple[int, int] | torch.Tensor"
+
+
+def register(
+    client: Client,
+    engine: EngineSpec,
+    layout: RankLayout,
+    regions: Mapping[RegionId, MemoryInput],
+    timeout_s: float = 30.0,
+    make_transport: MakeTransport | None = None,
+) -> RankHandle:
+    """Become a rank whose mover is a thread of this process. Blocks and raises as `Client.register` does.
+
+    Each region is a tensor (its whole storage), an (address, size in bytes) of host memory, or a
+    `ResidentMemory`. The memory stays where it is, mapped, until `Suspended` or a `close` after which
+    `may_be_touched` is False. Raises MoverError(nixl-unavailable) where there is no transfer library.
+    `make_transport` replaces it.
+    """
+    launcher = Launcher(make_transport or _nixl_transport)
+    if make_transport is None:
+        _import_once()  # here, where blocking is allowed, and not in the mover's thread
+    memories = {name: memory_of(place) for name, place in regions.items()}
+    return client.register(engine, layout, memories, timeout_s, launch=launcher.launch)
+
+
+def memory_of(place: MemoryInput) -> ResidentMemory:
+    """Return a place in this process's memory as what `register` and `RankHandle.resume` take.
+
+    Raises EngineError(region-invalid) for a tensor without memory, DeviceError where a GPU's driver
+    does not know the address.
+    """
+    if isinstance(place, ResidentMemory):
+        return place
+    if isinstance(place, tuple):
+        return ResidentMemory(*place)
+    storage = place.untyped_storage()
+    if not storage.nbytes():
+        raise EngineError("cannot register a tensor without memory", Code.REGION_INVALID)
+    address = storage.data_ptr()
+    device = "" if place.device.type == "cpu" else open_driver().device_of(address)
+    return ResidentMemory(address, storage.nbytes(), device)
+
+
+class Launcher:
+    """Starts movers, and sees to it that none outlives the interpreter."""
+
+    def __init__(self, make_transport: MakeTransport) -> None:
+        self._make_transport = make_transport
+
+    def launch(self, boot: BootId, regions: tuple[RegionExport, ...]) -> ThreadMover:
+        """Start a mover for that daemon."""
+        own = [region for region in regions if region.kind == "resident"]
+        mover = ThreadMover(AgentName(f"{boot}/{secrets.token_hex(8)}"), own, self._make_transport)
+        _RUNNING_MOVERS.add(mover)
+        return mover
+
+
+class _RunningMovers:
+    """Movers that may live; those that are quiet are closed by and by."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._movers: list[ThreadMover] = []
+
+    def add(self, mover: ThreadMover) -> None:
+        with self._lock:
+            for old in self._movers:
+                if old.is_quiesced:
+                    old.close()
+            self._movers = [old for old in self._movers if not old.is_quiesced]
+            self._movers.append(mover)
+
+    def stop_all(self) -> None:
+        """The interpreter ends: an agent that is used while it does would crash it."""
+        for mover in self._movers:
+            mover.stop()
+        deadline = time.monotonic() + EXIT_WAIT_S
+        for mover in self._movers:
+            if not mover.wait(max(0.0, deadline - time.monotonic())):
+                _LOG.error("resident mover %s has not ended, and the process does", mover.agent)
+
+
+_RUNNING_MOVERS = _RunningMovers()
+atexit.register(_RUNNING_MOVERS.stop_all)
+
+_libraries: list[TransferLibrary] = []
+_import_lock = threading.Lock()
+
+
+def _import_once() -> TransferLibrary:
+    with _import_lock:
+        if not _libraries:
+            _libraries.append(import_library())
+        return _libraries[0]
+
+
+def _nixl_transport(agent: AgentName) -> Transport:
+    return NixlTransport(_import_once(), agent)

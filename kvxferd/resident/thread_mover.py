@@ -1,0 +1,154 @@
+"""A mover as a thread: made for one daemon, gone when its agent is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.fd_wait import wait_writable
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.ids import AgentName
+from kvxferd.mover.process.linux_process import prepare_thread
+from kvxferd.mover.process.loop import MoverLoop
+from kvxferd.mover.transport.base import Transport
+from kvxferd.resident.backoff import YieldingBackoff
+from kvxferd.wire.codec import encode
+from kvxferd.wire.mover import MoverLeaving
+from kvxferd.wire.worker import RegionExport
+
+_LOG = logging.getLogger(__name__)
+
+# Runs of a pull that are worked out in one go: the interpreter's lock is held for some 100 us.
+MAX_RUNS_AT_ONCE = 4096
+CLOSE_RETRY_S = 1.0
+LEAVING_TIMEOUT_S = 0.2  # a daemon that does not take the last words in this time has other worries
+
+MakeTransport = Callable[[AgentName], Transport]
+
+
+class ThreadMover:
+    """One resident mover; see `kvxferd.client.mover_watch.ResidentMover` for the promises.
+
+    Its thread makes the agent, alone uses it, and destroys it. Then, and not before, it closes its
+    end of the stream, by which the daemon knows, and writes into a pipe, by which the client does.
+    """
+
+    def __init__(
+        self, agent: AgentName, regions: Sequence[RegionExport], make_transport: MakeTransport
+    ) -> None:
+        """Start the thread. `regions` are those of this process's memory that it may bind."""
+        self.agent = agent
+        self.is_quiesced = False
+        self._regions = tuple(regions)
+        self._make_transport = make_transport
+        self._lock = threading.Lock()  # the socket's and the daemon's end are closed while others use them
+        self._socket, theirs = socket.socketpair()
+        self.daemon_end = theirs.detach()
+        self._quiesced_fd, self._quiesced_write_fd = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvxferd-mover", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._quiesced_fd
+
+    def close_daemon_end(self) -> None:
+        with self._lock:
+            if self.daemon_end >= 0:
+                os.close(self.daemon_end)
+                self.daemon_end = -1
+
+    def stop(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # what the thread reads next is the end
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return self.is_quiesced
+
+    def close(self) -> None:
+        """Give the descriptors back. Only when quiet."""
+        self.close_daemon_end()
+        with self._lock:
+            if self._quiesced_fd >= 0:
+                os.close(self._quiesced_fd)
+                self._quiesced_fd = -1
+
+    # --- the thread
+
+    def _run(self) -> None:
+        prepare_thread("kvxferd-mover")
+        stream = FrameSocket(self._socket)
+        movers: list[MoverLoop] = []
+        transports: list[Transport] = []
+        leaving = self._serve(stream, transports, movers)
+        if leaving is not None:
+            _LOG.error("resident mover %s ends: %s", self.agent, leaving.message)
+            _send_leaving(stream, leaving)
+        # Nothing of the exception is alive here: a traceback would keep handles, and so the agent.
+        for transport in transports:
+            self._destroy(transport)
+        for mover in movers:
+            mover.close()
+        self.is_quiesced = True
+        os.write(
+            self._quiesced_write_fd, b"q"
+        )  # a forked process may hold a copy, and then its end never comes
+        os.close(self._quiesced_write_fd)
+        with self._lock:
+            stream.close()
+
+    def _serve(
+        self, stream: FrameSocket, transports: list[Transport], movers: list[MoverLoop]
+    ) -> MoverLeaving | None:
+        """Be a mover until the daemon, or this process's client, wants no more; return why if neither did."""
+        try:
+            transport = self._make_transport(self.agent)
+            transports.append(transport)
+            mover = MoverLoop(
+                stream,
+                transport,
+                YieldingBackoff(),
+                os.close,  # the worker is this process
+                own_regions=self._regions,
+                max_runs=MAX_RUNS_AT_ONCE,
+            )
+            movers.append(mover)
+            mover.serve()
+        except KvxferdError as error:
+            return MoverLeaving(code=error.code, message=error.message)
+        except ConnectionError:
+            return None
+        except BaseException as error:
+            return MoverLeaving(code=Code.INTERNAL, message=f"the resident mover failed: {error!r}")
+        return None
+
+    def _destroy(self, transport: Transport) -> None:
+        """Return once the agent is gone: nobody may believe that it is before."""
+        complained = False
+        while True:
+            try:
+                transport.close()
+                return
+            except Exception:
+                if not complained:
+                    _LOG.exception("cannot end the agent of resident mover %s; it is tried again", self.agent)
+                    complained = True
+            time.sleep(CLOSE_RETRY_S)
+
+
+def _send_leaving(stream: FrameSocket, message: MoverLeaving) -> None:
+    """Send last words, and wait a little for them to be taken."""
+    stream.send(encode(message))
+    deadline = time.monotonic() + LEAVING_TIMEOUT_S
+    while True:
+        stream.flush()
+        left_s = deadline - time.monotonic()
+        if stream.is_flushed or left_s <= 0:
+            return
+        wait_writable(stream.fileno(), left_s)

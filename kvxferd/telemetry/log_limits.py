@@ -1,0 +1,108 @@
+"""How often one kind of line may be logged: a stranger who tries again and again must not fill the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import structlog
+
+from kvxferd.telemetry.log_queue import LOG_COUNTS, LogCounts
+
+WINDOW_S = 10.0
+# Of one event and one source (a user, an address): the first lines say what is wrong, more add nothing.
+MAX_LINES_PER_SOURCE = 3
+# Of one event, whoever causes it: a node of 64 ranks may complain once for each. 10 lines a second of
+# 1 KiB are 1 GB a day, which a log rotation takes.
+MAX_LINES_PER_EVENT = 100
+# Sources remembered: 1,024 of at most 300 bytes are 300 KB. One that is forgotten may log PER_SOURCE
+# lines again; PER_EVENT holds all the same.
+MAX_SOURCES = 1_024
+MAX_KEY_CHARS = 128
+# One line for each is promised (docs/how-to/monitoring.md). Only who has registered a rank can cause them.
+UNLIMITED_EVENTS = frozenset({"pull", "handshake", "release", "topology", "placement", "connected"})
+
+_Key = tuple[str, str]
+
+
+class LogRateLimiter:
+    """Counts lines in windows of `WINDOW_S`, by event and source."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, counts: LogCounts = LOG_COUNTS) -> None:
+        self._clock = clock
+        self._counts = counts
+        self._windows: OrderedDict[_Key, _Window] = OrderedDict()
+
+    def admit(self, event: str, source: str = "") -> int | None:
+        """Return how many such lines were suppressed since the last one; None: this one is, too."""
+        event, source = event[:MAX_KEY_CHARS], source[:MAX_KEY_CHARS]
+        num_suppressed = self._admit_key((event, source), MAX_LINES_PER_SOURCE) if source else 0
+        if num_suppressed is None:
+            return None
+        of_event = self._admit_key((event, ""), MAX_LINES_PER_EVENT)
+        return None if of_event is None else num_suppressed + of_event
+
+    def _admit_key(self, key: _Key, max_lines: int) -> int | None:
+        now = self._clock()
+        window = self._windows.pop(key, None) or _Window(now)
+        self._windows[key] = window  # the last used stands last
+        if len(self._windows) > MAX_SOURCES:
+            self._windows.popitem(last=False)
+        if now - window.started >= WINDOW_S:
+            window.started, window.num_lines = now, 0
+        window.num_lines += 1
+        if window.num_lines > max_lines:
+            window.num_suppressed += 1
+            self._counts.suppressed += 1
+            return None
+        num_suppressed, window.num_suppressed = window.num_suppressed, 0
+        return num_suppressed
+
+
+class _Window:
+    __slots__ = ("num_lines", "num_suppressed", "started")
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.num_lines = 0
+        self.num_suppressed = 0
+
+
+class RateLimitProcessor:
+    """The limiter as a structlog processor. `limit_by=` of a log call names the source; it is not logged."""
+
+    def __init__(self, limiter: LogRateLimiter) -> None:
+        self._limiter = limiter
+
+    def __call__(
+        self, logger: Any, method: str, fields: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """Pass the line on, with `suppressed` where lines were left out before it. Raises DropEvent."""
+        source = fields.pop("limit_by", "")
+        event = str(fields.get("event", ""))
+        if event in UNLIMITED_EVENTS:
+            return fields
+        num_suppressed = self._limiter.admit(event, str(source))
+        if num_suppressed is None:
+            raise structlog.DropEvent
+        if num_suppressed:
+            fields["suppressed"] = num_suppressed
+        return fields
+
+
+class RateLimitFilter(logging.Filter):
+    """The same for lines of the standard library's logging: asyncio's, aiohttp's, and the movers'."""
+
+    def __init__(self, limiter: LogRateLimiter) -> None:
+        super().__init__()
+        self._limiter = limiter
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is passed on; it says how many were left out before it."""
+        num_suppressed = self._limiter.admit(f"{record.name} {record.msg}")
+        if num_suppressed:
+            record.msg = f"{record.msg} ({num_suppressed} such lines suppressed before)"
+        return num_suppressed is not None

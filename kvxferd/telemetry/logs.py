@@ -1,0 +1,231 @@
+"""The log: structured lines on standard error, for people on a terminal and JSON elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO, assert_never
+
+import structlog
+
+from kvxferd.config import LogConfig
+from kvxferd.core.snapshot import (
+    HandshakeRecord,
+    PlacementRecord,
+    PullRecord,
+    Record,
+    ReleaseRecord,
+    TopologyRecord,
+    TransportsRecord,
+)
+from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
+from kvxferd.telemetry.log_queue import LogQueue, StderrStream
+
+STDERR_FD = 2
+
+# Said in the log, by `kvxferd status` and by `/readyz`.
+SAME_NODE_TCP_WARNING = (
+    "data between two processes of this node goes over TCP, though this kernel could copy it directly: the "
+    "other daemon, or a worker's own mover, is of another user or PID namespace; run one daemon per node, or "
+    "both as one user and, in containers, with hostPID"
+)
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+# For what an operator asks of a running daemon: a line comes of it at every `log.level`.
+operator_log: Any = structlog.wrap_logger(
+    None, wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET)
+)
+
+
+def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
+    """Set up this process's log, that of its libraries included: lines on `stream`, or standard error."""
+    out = sys.stderr if stream is None else stream
+
+    def put(line: str, is_error: bool) -> None:
+        out.write(line + "\n")
+        out.flush()
+
+    _configure(config, put, out.isatty())
+
+
+def configure_queued_logs(config: LogConfig) -> None:
+    """Set up the log of a process that must never wait for its standard error, for as long as it runs.
+
+    `sys.stderr` goes the same way: a traceback at exit must not wait for a pipe either.
+    """
+    is_terminal = os.isatty(STDERR_FD)
+    queue = LogQueue(STDERR_FD)
+    sys.stderr = stream = StderrStream(queue, is_terminal=is_terminal)
+    render = _configure(config, queue.put, is_terminal)
+    queue.describe = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
+
+    def close() -> None:
+        stream.flush_partial_line()
+        queue.close()
+
+    # After the traceback of an exception that nobody caught, before the interpreter ends.
+    atexit.register(close)
+
+
+def set_log_level(level: str) -> None:
+    """Log lines of this level and worse from now on, and those of libraries from warnings on."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]))
+    logging.getLogger().setLevel(max(_LEVELS[level], logging.WARNING))
+
+
+def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool) -> Callable[..., str]:
+    """Have every line given to `put`, with whether it is an error. Return what renders a warning."""
+    json = config.format == "json" or (config.format == "auto" and not is_terminal)
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    final: list[Any] = (
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        if json
+        else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
+    )
+    limiter = LogRateLimiter()
+    structlog.configure(
+        processors=[RateLimitProcessor(limiter), *shared, *final],
+        logger_factory=lambda *args: _LineLogger(put),
+        cache_logger_on_first_use=False,
+    )
+    # asyncio and aiohttp log by the standard library: same form, warnings and worse only.
+    handler = _LineHandler(put)
+    handler.addFilter(RateLimitFilter(limiter))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        )
+    )
+    logging.basicConfig(handlers=[handler], force=True)
+    set_log_level(config.level)
+
+    def render(event: str, **fields: object) -> str:
+        line: Any = {"event": event, **fields}
+        for processor in (*shared, *final):
+            line = processor(None, "warning", line)
+        return str(line)
+
+    return render
+
+
+class _LineLogger:
+    """What structlog calls with a rendered line."""
+
+    def __init__(self, put: Callable[[str, bool], None]) -> None:
+        self._put = put
+
+    def debug(self, line: str) -> None:
+        self._put(line, False)
+
+    def error(self, line: str) -> None:
+        self._put(line, True)
+
+    info = warning = warn = msg = log = debug
+    exception = critical = fatal = failure = err = error
+
+
+class _LineHandler(logging.Handler):
+    """The same for the standard library's logging."""
+
+    def __init__(self, put: Callable[[str, bool], None]) -> None:
+        super().__init__()
+        self._put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._put(self.format(record), record.levelno >= logging.ERROR)
+        except Exception:
+            self.handleError(record)
+
+
+def log_record(record: Record) -> None:
+    """Write the one line of something that ended."""
+    log: Any = structlog.get_logger()
+    match record:
+        case PullRecord():
+            write = log.info if record.outcome == "delivered" else log.warning
+            write("pull", **_pull_fields(record))
+        case HandshakeRecord():
+            write = log.info if record.outcome == "ok" else log.warning
+            write(
+                "handshake",
+                engine=record.engine_id,
+                endpoint=record.endpoint,
+                outcome=record.outcome,
+                ranks=record.num_ranks,
+                elapsed_s=round(record.elapsed_s, 6),
+                **_unless_empty("message", record.message),
+            )
+        case ReleaseRecord():
+            log.info(
+                "release",
+                transfer=record.transfer_id,
+                engine=record.engine_id,
+                why=record.why.value,
+                held_s=round(record.held_s, 6),
+            )
+        case TopologyRecord():
+            log.info(
+                "topology", sink=record.sink, rank=str(record.rank), source=record.source, text=record.text
+            )
+        case PlacementRecord():
+            write = log.info if record.proved else log.warning
+            write("placement", **_placement_fields(record))
+        case TransportsRecord():
+            write = log.warning if record.slow else log.info
+            write(
+                "connected",
+                engine=record.engine_id,
+                rank=str(record.rank),
+                reach=record.reach,
+                lanes=record.lanes,
+                **_unless_empty("message", SAME_NODE_TCP_WARNING if record.slow else ""),
+            )
+        case _:
+            assert_never(record)
+
+
+def _placement_fields(record: PlacementRecord) -> dict[str, object]:
+    return {
+        "engine": record.engine_id,
+        "rank": str(record.rank),
+        "placement": record.placement,
+        "proved": record.proved,
+        **_unless_empty("why", record.why),
+        **_unless_empty("lanes", record.lanes),
+        "gigabytes_per_s": record.gigabytes_per_s,
+    }
+
+
+def _pull_fields(record: PullRecord) -> dict[str, object]:
+    return {
+        "transfer": record.transfer_id,
+        "source": record.source,
+        "sink": record.sink,
+        "rank": str(record.rank),
+        "outcome": record.outcome,
+        **_unless_empty("code", "" if record.code is None else record.code.value),
+        **_unless_empty("message", record.message),
+        "bytes": record.bytes,
+        "runs": record.runs,
+        "total_s": round(record.total_s, 6),
+        **{f"{phase}_s": round(elapsed_s, 6) for phase, elapsed_s in record.phases_s.items()},
+    }
+
+
+def _unless_empty(key: str, text: str) -> dict[str, str]:
+    return {key: text} if text else {}

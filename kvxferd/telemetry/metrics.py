@@ -1,0 +1,180 @@
+"""Every metric, declared once.
+
+Names start with `kvxferd_` and end in their unit. No label holds a request, an engine or a peer:
+those come and go without limit, and what is said of them stands in the log and the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import assert_never
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+import kvxferd
+from kvxferd.core.snapshot import (
+    PHASES,
+    HandshakeRecord,
+    NodeSnapshot,
+    PlacementRecord,
+    PullRecord,
+    Record,
+    ReleaseRecord,
+    TopologyRecord,
+    TransportsRecord,
+)
+from kvxferd.telemetry.gauges import gauges_of
+from kvxferd.telemetry.log_queue import LOG_COUNTS
+
+# From a few blocks read from the same node to a pull that waits for its deadline; about three to a decade.
+PULL_BUCKETS_S = (
+    *(100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+# From a prompt read at once to `transfer.max_hold_s`.
+HELD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# From TCP on a busy machine to the memory of a GPU.
+SPEED_BUCKETS = (0.1e9, 0.3e9, 1e9, 3e9, 10e9, 30e9, 100e9, 300e9, 1e12, 3e12)
+
+NO_CODE = "none"  # the code of a pull that needs none
+
+# Without this every counter has a second series that says when it was made.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class SnapshotCollector(Collector):
+    """Turns a snapshot, taken when somebody scrapes, into gauges."""
+
+    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
+        self._snapshot = snapshot
+        self.given_snapshot: NodeSnapshot | None = None  # by whoever scrapes
+
+    def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
+        """Yield every gauge of this moment."""
+        return gauges_of(self.given_snapshot or self._snapshot())
+
+
+class LogCollector(Collector):
+    """What the log of this process has left out."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield both counters."""
+        yield CounterMetricFamily(
+            "kvxferd_log_lines_dropped",
+            "Log lines for which the queue had no room, or which standard error did not take.",
+            value=LOG_COUNTS.dropped,
+        )
+        yield CounterMetricFamily(
+            "kvxferd_log_lines_suppressed", "Log lines over a rate limit.", value=LOG_COUNTS.suppressed
+        )
+
+
+class Metrics:
+    """One daemon's metrics, in a registry of its own."""
+
+    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._pulls = Counter(
+            "kvxferd_pulls", "Pulls of local ranks that ended.", ["outcome", "code"], registry=registry
+        )
+        self._retries = Counter(
+            "kvxferd_pull_retries",
+            "Pulls read a second time because the transport failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._pulled_bytes = Counter("kvxferd_pulled_bytes", "Bytes of delivered pulls.", registry=registry)
+        self._pulled_runs = Counter(
+            "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls.", registry=registry
+        )
+        self._handshakes = Counter(
+            "kvxferd_handshakes", "Attempts to learn a remote engine.", ["outcome"], registry=registry
+        )
+        self._releases = Counter(
+            "kvxferd_releases", "Published transfers that are over.", ["why"], registry=registry
+        )
+        self._pull_seconds = Histogram(
+            "kvxferd_pull_seconds", "From a pull's arrival to its terminal event.", ["outcome"],
+            buckets=PULL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._phase_seconds = Histogram(
+            "kvxferd_pull_phase_seconds", "Time of a pull in each phase that it entered.", ["phase"],
+            buckets=PULL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._handshake_seconds = Histogram(
+            "kvxferd_handshake_seconds", "Time to learn a remote engine, or to be refused.",
+            buckets=PULL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._held_seconds = Histogram(
+            "kvxferd_transfer_held_seconds", "From a publish to its release.",
+            buckets=HELD_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._probe_speed = Histogram(
+            "kvxferd_probe_bytes_per_second", "Speed of the read that proved a rank's memory.", ["placement"],
+            buckets=SPEED_BUCKETS, registry=registry,
+        )  # fmt: skip
+        build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
+        build.labels(kvxferd.__version__).set(1)
+        self._gauges = SnapshotCollector(snapshot)
+        registry.register(self._gauges)
+        registry.register(LogCollector())
+        prometheus_client.ProcessCollector(registry=registry)
+        self._start_at_zero()
+
+    def record(self, record: Record) -> None:
+        """Count something that ended."""
+        match record:
+            case PullRecord():
+                self._record_pull(record)
+            case HandshakeRecord():
+                self._handshakes.labels(record.outcome).inc()
+                self._handshake_seconds.observe(record.elapsed_s)
+            case ReleaseRecord():
+                self._releases.labels(record.why.value).inc()
+                self._held_seconds.observe(record.held_s)
+            case TopologyRecord():
+                pass  # once for each rank and remote engine: it is for the log
+            case PlacementRecord():
+                if record.proved:
+                    self._probe_speed.labels(record.placement).observe(record.gigabytes_per_s * 1e9)
+            case TransportsRecord():
+                pass  # a gauge
+            case _:
+                assert_never(record)
+
+    def render(self, node: NodeSnapshot | None = None) -> bytes:
+        """Return everything in Prometheus' text format; the gauges from a snapshot where one is given."""
+        self._gauges.given_snapshot = node
+        try:
+            return prometheus_client.generate_latest(self.registry)
+        finally:
+            self._gauges.given_snapshot = None
+
+    def _record_pull(self, record: PullRecord) -> None:
+        code = NO_CODE if record.code is None else record.code.value
+        if record.outcome == "delivered":
+            self._delivered.inc()
+            self._delivered_seconds.observe(record.total_s)
+        else:
+            self._pulls.labels(record.outcome, code).inc()
+            self._pull_seconds.labels(record.outcome).observe(record.total_s)
+        if record.retried:
+            self._retries.labels(record.outcome).inc()
+        for phase, elapsed_s in record.phases_s.items():
+            self._seconds_by_phase[phase].observe(elapsed_s)
+        if record.outcome == "delivered":
+            self._pulled_bytes.inc(record.bytes)
+            self._pulled_runs.inc(record.runs)
+
+    def _start_at_zero(self) -> None:
+        # A series that first appears at 1 is no increase to a rate().
+        # Kept, because to look a series up takes longer than to count.
+        self._delivered = self._pulls.labels("delivered", NO_CODE)
+        self._delivered_seconds = self._pull_seconds.labels("delivered")
+        self._retries.labels("delivered")
+        self._handshakes.labels("ok")
+        self._seconds_by_phase = {phase: self._phase_seconds.labels(phase) for phase in PHASES}

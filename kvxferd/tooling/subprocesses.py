@@ -1,0 +1,185 @@
+"""Child processes of a verb: daemons, and processes that obey lines on standard input. None outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.tooling.control_client import ControlClient
+
+READY_TIMEOUT_S = 60.0  # a cold start on a machine that may be busy
+# A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
+NOT_READY_TIMEOUT_S = 15.0
+READY_POLL_S = 0.05
+# A child keeps deadlines of its own and says so; this is for one that is stuck.
+REPLY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 10.0
+# A line carries references, samples or a report, never block ids.
+MAX_LINE_BYTES = 8 << 20
+TAIL_LINES = 12
+
+
+class DaemonProcess:
+    """A daemon in a directory of its own. `verb` is what it serves, for messages: "the demo"."""
+
+    def __init__(self, tool: str, name: str, directory: Path, process: Process) -> None:
+        self.name = name
+        self.worker_socket = str(directory / "worker" / "worker.sock")
+        self.control = ControlClient(str(directory / "control.sock"))
+        self._tool = tool
+        self._log = directory / "daemon.log"
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        tool: str,
+        name: str,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        peer_host: str = "127.0.0.1",
+    ) -> DaemonProcess:
+        """Start it. Settings of the environment do not reach it, but for those of its movers."""
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
+        environ |= {k: v for k, v in os.environ.items() if k.startswith("KVXFERD_MOVER_")}
+        environ |= environment or {}
+        with (directory / "daemon.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "kvxferd.tooling.die_with_parent", "serve"),
+                *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", f"tcp://{peer_host}:0"),
+                *("--drain-limit-s", "5", "--log-format", "json"),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environ,
+                start_new_session=True,  # Ctrl-C is for the verb, which then stops this
+            )
+        return cls(tool, name, directory, process)
+
+    @property
+    def pid(self) -> int:
+        """Its process; the movers' parent is a child of it."""
+        return self._process.pid
+
+    async def wait_ready(self) -> None:
+        """Wait until it takes registrations. Raises KvxferdError if it ends, or is not ready in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + READY_TIMEOUT_S
+        why = ""
+        while loop.time() < deadline:
+            if self._process.returncode is not None:
+                raise KvxferdError(
+                    f"cannot run {self._tool}: the {self.name} daemon ended with {self._process.returncode}"
+                )
+            with suppress(KvxferdError):
+                status, answer = await asyncio.to_thread(self.control.request, "GET", "/readyz")
+                if status == 200:
+                    return
+                if not why:
+                    deadline = min(deadline, loop.time() + NOT_READY_TIMEOUT_S)
+                why = "; ".join(answer.get("reasons", [])) or f"it answers {status}"
+            await asyncio.sleep(READY_POLL_S)
+        raise KvxferdError(
+            f"cannot run {self._tool}: the {self.name} daemon is not ready: {why or 'it does not answer'}",
+            Code.DEADLINE,
+        )
+
+    async def stop(self) -> None:
+        """Have it drain and end; kill it if it does not."""
+        await _stop(self._process, signal.SIGTERM)
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
+        return _last_lines(self._log)
+
+
+class CommandProcess:
+    """A Python module that answers each line on standard input with one on standard output."""
+
+    def __init__(self, tool: str, name: str, log: Path, process: Process) -> None:
+        self.name = name
+        self._tool = tool
+        self._log = log
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        tool: str,
+        module: str,
+        name: str,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        flags: tuple[str, ...] = (),
+    ) -> CommandProcess:
+        """Start it; it waits for its first line."""
+        path = directory / f"{name}.log"
+        with path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", module, *flags),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                limit=MAX_LINE_BYTES,
+                env=None if environment is None else {**os.environ, **environment},
+                start_new_session=True,
+            )
+        return cls(tool, name, path, process)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    async def request(self, line: bytes) -> bytes:
+        """Return its answer to a line. Raises KvxferdError if it ends, or does not answer in time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ConnectionError):  # then there is no answer either
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
+        try:
+            answer = await asyncio.wait_for(self._process.stdout.readline(), REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise KvxferdError(
+                f"cannot run {self._tool}: process {self.name} has not answered for {REPLY_TIMEOUT_S:.0f} s",
+                Code.DEADLINE,
+            ) from None
+        if not answer:
+            raise KvxferdError(
+                f"cannot run {self._tool}: process {self.name} ended: {_last_lines(self._log)}"
+            )
+        return answer
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal; one that has ended hears nothing."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def stop(self) -> None:
+        """Have it leave and end; kill it if it does not."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await _stop(self._process, None)
+
+
+async def _stop(process: Process, signum: signal.Signals | None) -> None:
+    if process.returncode is None and signum is not None:
+        process.send_signal(signum)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _last_lines(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(lines[-TAIL_LINES:])
