@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 
 import click
-import msgspec
 
-from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
-from kvxferd.doctor.finding import Check, CheckContext, Finding, fail
-from kvxferd.errors import ConfigError, KvxferdError
+from kvxferd.config import CONFIG_PATH_VARIABLE
+from kvxferd.doctor.finding import CheckContext, Finding
+from kvxferd.doctor.runner import CHECKS, load_config_or_finding, run_check, select_checks
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import json_option, print_json
 
 RESPONSE_TIMEOUT_S = 5.0
-# The module of each check in `kvxferd.doctor`, in the order of the report. A check may find several things.
-CHECKS = {
-    "software": "software",
-    "kernel": "kernel",
-    "same_node": "same_node",
-    "tcp": "tcp",
-    "shared_memory": "shared_memory",
-    "memlock": "memlock",
-    "descriptors": "fd_limit",
-    "run_directory": "run_directory",
-    "answering": "daemon_health",
-    "workers": "workers",
-    "gpus": "gpus",
-    "gpu_direct": "gpu_direct",
-    "cards": "network_cards",
-}
 
 
 @click.command()
@@ -94,29 +76,3 @@ def doctor(
         elif tried is not None:
             click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
     ctx.exit(report.exit_status(findings, tried))
-
-
-def load_config_or_finding(path: Path | None, findings: list[Finding]) -> Config:
-    try:
-        return load_config(path, os.environ, {})
-    except KvxferdError as error:
-        findings.append(
-            fail("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
-        )
-        return Config()
-
-
-def select_checks(names: tuple[str, ...]) -> list[tuple[str, Check]]:
-    if unknown := sorted(set(names) - set(CHECKS)):
-        raise ConfigError(f"cannot check {', '.join(unknown)}: there are {', '.join(CHECKS)}")
-    chosen = [name for name in CHECKS if not names or name in names]
-    return [(name, import_module(f"kvxferd.doctor.{name}").check) for name in chosen]
-
-
-def run_check(name: str, check: Check, node: CheckContext) -> list[Finding]:
-    """A check that fails is a finding, too: the others are wanted all the more."""
-    try:
-        found = list(check(node))
-    except Exception as error:
-        found = [fail(name.replace("_", " "), f"this check failed: {error!r}", "report it")]
-    return [msgspec.structs.replace(finding, name=name) for finding in found]

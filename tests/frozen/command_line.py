@@ -23,13 +23,13 @@ from frozen.tree import ROOT, files_in, parsed
 from kvxferd import doctor as doctor_checks
 from kvxferd.bench.results import Result
 from kvxferd.cli import bench, demo
-from kvxferd.cli.doctor import CHECKS
 from kvxferd.cli.root import VERBS, root
 from kvxferd.demo.results import DemoResults
 from kvxferd.demo.shape import DemoShape, EngineShape
 from kvxferd.doctor import report
 from kvxferd.doctor.finding import fail, ok, warn
 from kvxferd.doctor.placements import PlacementResult
+from kvxferd.doctor.runner import CHECKS
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
 KINDS = {kind.__name__ for kind in (ok, warn, fail)}

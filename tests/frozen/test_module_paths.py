@@ -240,8 +240,8 @@ def test_every_verb_s_module_has_its_verb() -> None:
 
 
 def test_every_check_of_doctor_has_its_module() -> None:
-    verb = importlib.import_module("kvxferd.cli.doctor")
-    assert [name for name, check in verb.select_checks(()) if callable(check)] == list(verb.CHECKS)
+    runner = importlib.import_module("kvxferd.doctor.runner")
+    assert [name for name, check in runner.select_checks(()) if callable(check)] == list(runner.CHECKS)
 
 
 def test_what_is_started_starts() -> None:
