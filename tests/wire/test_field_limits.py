@@ -24,11 +24,11 @@ UNIONS = {
 
 # Who believes the daemon believes what it says of others, which it has checked.
 OURS = "the daemon's own"
-SPEC = "core.manifests.check_spec, and layout.validate before a rank is kept"
+SPEC = "core.manifest_checks.check_spec, and layout.validate before a rank is kept"
 LAYOUT = (
     "layout.validate: what it refuses is not kept; a frame of 1 MiB, or wire.outlines, bounds its decoding"
 )
-NAMES = "core.manifests.check_names, before it is kept"
+NAMES = "core.manifest_checks.check_names, before it is kept"
 REF = "core.requests and core.granting check a reference's names before it is kept; else it is compared alone"
 IDS = "MAX_REQUEST_IDS_BYTES of core.arriving, and core.kept_ids"
 TICKETS = "core.requests refuses more than may run"
@@ -49,7 +49,7 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
     **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
     **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
-    **dict.fromkeys(["Noticed.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
+    **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
     **dict.fromkeys(["Publish.blocks", "Pull.blocks"], "layout.blocks: a group that is none is refused"),
@@ -57,7 +57,7 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
     "EngineManifest.ranks": "wire.outlines.EngineOutline",
     "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
-    **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "EngineOutline.ranks"], RAW),
+    **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "EngineManifestOutline.ranks"], RAW),
     **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
     **dict.fromkeys(["Refused.message", "Failed.message", "PublishRefused.message"], OURS),
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
@@ -65,7 +65,7 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
     **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
     **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),
-    **dict.fromkeys(["FenceLocation.agent", "FencePlace.word"], OURS),
+    **dict.fromkeys(["FenceLocation.agent", "FenceLocation.word"], OURS),
 }
 
 
