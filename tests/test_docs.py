@@ -148,6 +148,22 @@ def test_paths_in_code_spans_are_there(name: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_names_in_the_table_of_where_to_look_are_in_its_files() -> None:
+    table = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text()
+        .partition("| question | file |")[2]
+        .partition("\n\n")[0]
+    )
+    missing = []
+    for row in table.splitlines()[2:]:
+        spans = re.findall(r"`([^`]+)`", row)
+        text = "".join((ROOT / span).read_text() for span in spans if "/" in span)
+        missing += [span for span in spans if "/" not in span and not re.search(rf"\b{span}\b", text)]
+    assert table
+    assert missing == []
+
+
 # Pages for operators: what they name has to be there.
 GUIDES = [
     *(path for path in DOCUMENTS if path.parent.name in ("how-to", "tutorial")),
