@@ -149,7 +149,7 @@ class ClientSession:
     # --- being a rank or a publisher
 
     def register(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
-        """Ask to be a rank or a publisher. Raises EngineError as `Enrolment.begin` does."""
+        """Ask to be a rank or a publisher. Raises EngineError as `Registration.begin` does."""
         self._check_open()
         self.registration.begin(role, launch)
         self._incarnations = KnownIncarnations()

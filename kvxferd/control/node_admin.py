@@ -1,4 +1,4 @@
-"""The operator's desk: what HTTP sees of the running node, and what it may do to it."""
+"""The operator's requests: what HTTP reads of the running node, and what it may do to it."""
 
 from __future__ import annotations
 

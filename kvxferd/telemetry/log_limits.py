@@ -15,7 +15,7 @@ from kvxferd.telemetry.log_queue import LOG_COUNTS, LogCounts
 WINDOW_S = 10.0
 # Of one event and one source (a user, an address): the first lines say what is wrong, more add nothing.
 MAX_LINES_PER_SOURCE = 3
-# Of one event, whoever causes it: a node of 64 ranks may complain once for each. 10 lines a second of
+# Of one event, whoever causes it: a node of 64 ranks may log it once for each. 10 lines a second of
 # 1 KiB are 1 GB a day, which a log rotation takes.
 MAX_LINES_PER_EVENT = 100
 # Sources remembered: 1,024 of at most 300 bytes are 300 KB. One that is forgotten may log PER_SOURCE

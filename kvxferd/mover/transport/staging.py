@@ -2,7 +2,7 @@
 
 `StagedTransport` stands between the pull engine and the real transport. What both sides can reach goes
 straight on. A read into staged memory lands in a slot and is copied from there; a read from staged
-memory is asked of the source's mover, which lends it in chunks (`Lender`). Several chunks are under
+memory is asked of the source's mover, which lends it in chunks (`StagingSource`). Several chunks are under
 way at once, so that copy and wire overlap.
 """
 
