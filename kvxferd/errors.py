@@ -1,22 +1,24 @@
-"""Every error kvxferd raises or sends, split by whose fault it is.
+"""Every error that kvxferd raises or sends, by the party at fault.
 
-KvxferdError          .code goes on the wire, str() is a sentence that says what to do
+```text
+KvxferdError          .code is sent on the wire, str() is a sentence with what to do
   ConfigError         the operator's file, environment or flags
   PeerError           the other daemon broke protocol or cannot be reached: that peer only
-  EngineError         a local engine asked wrongly: answer it, keep its session
+  EngineError         a local engine's request is invalid: refuse it, keep its session
     LayoutError       a layout that contradicts itself or its regions
     PlanError         two layouts that cannot be read from one another
   ProtocolError       undecodable, oversized or out of place: the sender loses that connection
   MoverError          a mover or its transport failed: one rank, not the node
   DeviceError         a GPU, its driver or the bindings to it: one rank, not the node
   BusyError           a limit was reached: try again after `retry_after_s`
+```
 """
 
 from enum import StrEnum
 
 
 class Code(StrEnum):
-    """What goes on the wire and into metrics; a machine may branch on it."""
+    """Why something failed or ended, on the wire and in metrics; a machine may branch on it."""
 
     # the operator
     CONFIG_INVALID = "config-invalid"
@@ -84,10 +86,16 @@ class Code(StrEnum):
 
 
 class KvxferdError(Exception):
-    """Base of all: a code for machines, a sentence for people."""
+    """Base of all errors: a code for machines, a sentence for people.
+
+    Attributes:
+        code: the reason, for machines.
+        message: "cannot X: why; do Y", for people.
+        retry_after_s: seconds after which another attempt may succeed; 0: another attempt does not help.
+    """
 
     default_code = Code.INTERNAL
-    retry_after_s: float = 0.0  # 0: asking again after a while is not what helps
+    retry_after_s: float = 0.0
 
     def __init__(self, message: str, code: Code | None = None) -> None:
         super().__init__(message)
@@ -96,7 +104,7 @@ class KvxferdError(Exception):
 
 
 class ConfigError(KvxferdError):
-    """The operator's file, environment or flags cannot be used; nothing was started."""
+    """The operator's file, environment or flags are invalid; nothing was started."""
 
     default_code = Code.CONFIG_INVALID
 
@@ -108,7 +116,7 @@ class PeerError(KvxferdError):
 
 
 class EngineError(KvxferdError):
-    """A local engine asked for something that cannot be done; its session goes on."""
+    """A local engine requested something that cannot be done; its session goes on."""
 
     default_code = Code.BLOCKS_INVALID
 
@@ -126,7 +134,7 @@ class PlanError(EngineError):
 
 
 class ProtocolError(KvxferdError):
-    """Bytes that no correct sender sends: its connection is closed, nobody else notices."""
+    """Bytes that no correct sender sends: its connection is closed, and no other is affected."""
 
     default_code = Code.BAD_FRAME
 
@@ -138,13 +146,13 @@ class MoverError(KvxferdError):
 
 
 class DeviceError(KvxferdError):
-    """A GPU's driver refused a call, or there is no such driver or device here."""
+    """A GPU's driver refused a call, or this node has no such driver or device."""
 
     default_code = Code.DEVICE_ERROR
 
 
 class BusyError(KvxferdError):
-    """A limit was reached; asking again after `retry_after_s` seconds may succeed."""
+    """A limit was reached; another attempt after `retry_after_s` seconds may succeed."""
 
     default_code = Code.BUSY
 

@@ -1,4 +1,4 @@
-"""The names of things: one type per kind of name, so that mypy tells them apart."""
+"""Ids and names: one type for each kind, so that mypy tells them apart."""
 
 from typing import NamedTuple, NewType
 
@@ -21,7 +21,7 @@ GrantId = NewType("GrantId", str)  # one reader's entry on a transfer's lease
 
 
 class Rank(NamedTuple):
-    """Where a worker stands in its engine: pipeline stage, then tensor-parallel rank within it."""
+    """A worker's place in its engine: pipeline stage, then tensor-parallel rank within it."""
 
     pp_rank: int
     tp_rank: int

@@ -1,6 +1,6 @@
 """What an engine imports to move KV cache through the daemon on its node.
 
-A prefill worker exports its memory, and publishes what it has computed::
+A prefill worker exports its memory and publishes the blocks that it has computed::
 
     client = connect("/run/kvxferd/worker/worker.sock")
     memory = SealedMemory.create(size_bytes)           # kvxferd.memory; the engine computes in memory.torch()
@@ -9,7 +9,7 @@ A prefill worker exports its memory, and publishes what it has computed::
     rank.ready("req-1")                                # every rank, when its last layer is written
     send_to_router(ref.to_dict())
 
-A decode worker pulls it into its own blocks, and hears of the end in its event loop::
+A decode worker pulls them into its own blocks, and receives the outcome in its event loop::
 
     blocks = {"full": BlockList(first_token=512, ids=block_ids)}
     ticket = rank.pull(ref, blocks, num_tokens=1000, deadline_s=30)
@@ -24,25 +24,28 @@ A decode worker pulls it into its own blocks, and hears of the end in its event 
             case Released(transfer_id): unpin(transfer_id)
 
 `connect`, `register`, `attach` and `resume` block, at most for their `timeout_s`; nothing else does.
-Everything is thread-safe. One connection is one rank: when it closes, the rank is gone.
+All calls are thread-safe. One connection is one rank: the rank is gone when the connection closes.
 
-A daemon that dies or restarts is found again by the client, without the engine's help: it registers
-anew and publishes again what was not released. Pulls that were running end in Failed; pulls asked
+The client reconnects by itself to a daemon that died or restarted: it registers again and publishes
+again every transfer that is not released. Pulls that were running end in Failed. Pulls that are called
 meanwhile wait for the next daemon, until their deadline.
+
+Times are seconds, sizes are bytes, block ids are int32. `BlockList(borrowed=)` and
+`RankHandle.memory_in_use` had other names before, `lent=` and `may_be_touched`: both still work.
 
 The engine's side of the contract:
 
 * Published blocks stay referenced and unchanged until `Released` (or `PublishRefused`): through
   preemption, prefix-cache reset and weight updates.
-* Nothing but the pull writes the blocks given to `pull` until its terminal event: no kernel that is
-  launched already, zeroing included. After a Failed that is not `safe_to_reuse`, until `Quiesced`.
+* Only the pull writes the blocks given to `pull` until its terminal event: no kernel that was launched
+  earlier, zeroing included. After a Failed that is not `safe_to_reuse` this holds until `Quiesced`.
 * All workers of an engine use one generation, chosen by its first rank and new at each start.
 * A transfer id is used once in a generation. Another publish of it is refused (`transfer-exists`).
-* Memory goes only after `Suspended`, or with the process.
+* Memory is freed only after `Suspended`, or by the end of the process.
 * A process that forks does so before `connect`: a child that inherits the socket keeps the
   registration alive.
 
-Needs msgspec and the standard library alone.
+It needs msgspec and the standard library alone.
 """
 
 from kvxferd.client.blocks import BlockList

@@ -1,4 +1,4 @@
-"""Waiting for a daemon: only for `connect`, `register`, `attach` and `resume`, and never for ever."""
+"""Waiting for a daemon: only `connect`, `register`, `attach` and `resume` wait, each with a limit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvxferd.client.standing import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.wire.common import Refusal
 
-# Whoever waits may see these pass: the daemon is not there yet, or its backlog is full.
+# Errors that end by themselves: the daemon is not there yet, or its backlog is full.
 _TRANSIENT_ERRNOS = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.EINTR})
 
 
 def wait_for_welcome(connection: Connection, timeout_s: float) -> None:
-    """Return once a daemon has welcomed the session. With the lock held. Raises KvxferdError."""
+    """Return once a daemon has welcomed the session. Raises KvxferdError. The caller holds the lock."""
     session = connection.session
 
     def decided() -> bool:
@@ -46,7 +46,10 @@ def wait_for_welcome(connection: Connection, timeout_s: float) -> None:
 
 
 def wait_for_reply(connection: Connection, what: str, timeout_s: float) -> Refusal | None:
-    """Return None once the daemon has said yes, or its refusal. With the lock held. Raises KvxferdError."""
+    """Return None once the daemon has accepted, or its refusal. Raises KvxferdError.
+
+    The caller holds the lock.
+    """
     session, registration = connection.session, connection.session.registration
 
     def decided() -> bool:
@@ -75,7 +78,7 @@ def wait_for_reply(connection: Connection, what: str, timeout_s: float) -> Refus
 
 
 def error_from_refusal(refusal: Refusal) -> EngineError:
-    """Return the daemon's refusal as what a caller is told."""
+    """Return the daemon's refusal as the error to raise: its code, message and `retry_after_s`."""
     error = EngineError(refusal.message, refusal.code)
     error.retry_after_s = refusal.retry_after_s
     return error

@@ -1,4 +1,4 @@
-"""Block lists as engines give them, and what is kept of them: a copy, unless they are lent."""
+"""Block lists: as engines give them, and as the session keeps them (a copy, unless `borrowed`)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,30 @@ MAX_GROUPS = 256  # today's hybrid models have fewer than ten; a name of each st
 class BlockList:
     """A request's block ids in one group, in token order.
 
-    `ids` is an int32 buffer (a numpy array, `array.array("i")`, a memoryview), or a list, which is
-    converted one element at a time and so is slow when long. It is copied before `publish` or
-    `pull` returns: the engine may change it at once. An int32 buffer that is `borrowed` is not
-    copied, so that the call takes as long for a million ids as for one: it must stay as it is for
-    as long as the blocks are the transfer's, until the pull's terminal event (`Quiesced`, after a
-    Failed that is not `safe_to_reuse`), or until `Released`. What is changed before may be read
-    into the wrong blocks. Block j holds the tokens from
-    ``first_token + j * block_tokens`` on. In a state group the last id is the request's state and
-    `state_at` the token at which that state stands, which must equal `num_tokens`.
+    Attributes:
+        ids: an int32 buffer of shape (blocks,): a numpy array, `array.array("i")`, a memoryview. Or a
+            list of integers, which is converted one element at a time and so is slow when long. Block
+            j holds the tokens from ``first_token + j * block_tokens`` on. In a state group the last id
+            is the request's state.
+        first_token: the token at which the first block begins.
+        state_at: in a state group, the token at which the state stands; it must equal `num_tokens`.
+            -1 in every other group.
+        borrowed: False: `publish` and `pull` copy `ids` before they return, and the engine may change
+            it at once. True: an int32 buffer is not copied, so that the call takes as long for a
+            million ids as for one. It must then stay unchanged as long as the blocks are the
+            transfer's: until the pull's terminal event (`Quiesced`, after a Failed that is not
+            `safe_to_reuse`), or until `Released`. A change before that may read into the wrong blocks.
+        lent: the former name of `borrowed`. Setting either sets both.
+
+    `publish` and `pull` raise EngineError (code `blocks-invalid`) for ids that are no int32 values or
+    have more than one dimension, and for a `borrowed` list that is no buffer.
     """
 
     ids: Buffer | Sequence[int]
     first_token: int = 0
     state_at: int = -1
     borrowed: bool = False
-    lent: bool = False  # the former name of `borrowed`; both are equal
+    lent: bool = False
 
     def __post_init__(self) -> None:
         if self.borrowed != self.lent:
@@ -53,8 +61,8 @@ def pack_blocks(
 ) -> PackedGroups:
     """Return `blocks` ready for the wire, copied unless they are borrowed.
 
+    `known_groups` are the groups of the rank's layout, None where there is no layout (a scheduler).
     Raises EngineError(blocks-invalid).
-    `known` are the groups of the rank's layout, None where there is no layout (a scheduler).
     """
     packed: PackedGroups = {}
     if len(blocks) > MAX_GROUPS:
@@ -90,7 +98,7 @@ def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
 
 
 def unpack_blocks(packed: PackedGroups) -> dict[str, BlockList]:
-    """Return the lists as the engine knows them; `ids` is an int32 memoryview of what was packed."""
+    """Return the lists as the engine's type; `ids` is an int32 memoryview of the packed bytes."""
     return {
         str(name): BlockList(ids=unpack_ids(one.ids), first_token=one.first_token, state_at=one.state_at)
         for name, one in packed.items()

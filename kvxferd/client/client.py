@@ -1,4 +1,4 @@
-"""Reaching a daemon, and becoming a rank or a publisher there."""
+"""`connect` and `Client`: reach a daemon, and become a rank or a publisher there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ from kvxferd.layout import EngineSpec, RankLayout
 
 
 def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str = "") -> Client:
-    """Return a connection to the daemon of this node. Blocks until it greets.
+    """Return a connection to the daemon of this node. Blocks until the daemon has welcomed it.
 
-    `name` is what its log calls this process. Raises KvxferdError after `timeout_s`, or at once
-    when waiting cannot help. A process forked from this one must not use the connection.
+    A process forked from this one must not use the connection.
+
+    Args:
+        path: the daemon's worker socket, `worker.socket` in its configuration.
+        timeout_s: seconds to wait for a daemon that is not there yet or does not reply.
+        name: 1 to 256 characters by which the daemon's log names this process.
+
+    Raises:
+        KvxferdError: no daemon within `timeout_s` (`daemon-lost`, `deadline`); at once where waiting
+            cannot help: no permission for the socket (`not-allowed`), no common protocol version
+            (`bad-version`).
     """
     checked_name = check_name(name or "engine", "a client's name", Code.BAD_REQUEST)
     label = f"{checked_name} (kvxferd {__version__}, pid {os.getpid()})"
@@ -38,7 +47,7 @@ def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str 
 
 
 class Client:
-    """A connection that becomes one rank or one publisher. A process with more ranks connects for each."""
+    """A connection that becomes one rank or one publisher. A process of several ranks opens one for each."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -53,12 +62,22 @@ class Client:
     ) -> RankHandle:
         """Become a rank. Blocks until the daemon has mapped the memory.
 
-        `regions` gives the sealed memory of each region of the layout: a mapping, or a list of
-        `Region` where several lie in one memory. Every rank of an engine gives one generation,
-        chosen by the first. Raises EngineError with the daemon's code and sentence when it
-        refuses (with the code `busy` and `retry_after_s` at one of its limits), and the connection can be
-        used again; KvxferdError after `timeout_s`. `launch` starts movers inside this process, for memory
-        that no other can map: `kvxferd.resident.register` gives it.
+        Args:
+            engine: the engine and this rank's place in it. All ranks of an engine give the same
+                generation, chosen by the first and new at each start.
+            layout: how the rank's KV cache lies in its regions; `kvxferd.layout.presets` builds one.
+            regions: the memory of each region of the layout: a mapping from region id to memory, or a
+                list of `Region` where several lie in one memory.
+            timeout_s: seconds to wait for the daemon's reply.
+            launch: starts movers inside this process, for memory that no other process can map;
+                `kvxferd.resident.register` passes it.
+
+        Raises:
+            EngineError: the daemon refused, with its code and message (at one of its limits the code
+                `busy` and `retry_after_s`). The connection can be used again.
+            LayoutError: a field of `engine` or `layout` has the wrong type.
+            DeviceError: a GPU's memory cannot be exported.
+            KvxferdError: no reply within `timeout_s` (`deadline`), or the daemon is gone (`daemon-lost`).
         """
         engine, layout = validated(engine, "engine"), validated(layout, "layout")
         exports = export_memory(layout, regions)
@@ -70,7 +89,17 @@ class Client:
         return RankHandle(self._connection, engine, layout)
 
     def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
-        """Become a publisher without memory: an engine's scheduler. Raises as `register` does."""
+        """Become a publisher without memory: an engine's scheduler. Blocks until the daemon has accepted.
+
+        Args:
+            engine_id: the engine, as its ranks register it.
+            generation: the engine's present generation, the same as its ranks'.
+            timeout_s: seconds to wait for the daemon's reply.
+
+        Raises:
+            EngineError: the daemon refused, with its code and message.
+            KvxferdError: no reply within `timeout_s` (`deadline`), or the daemon is gone (`daemon-lost`).
+        """
         role = PublisherRole(
             EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
             Generation(check_name(generation, "a generation", Code.RANK_INVALID)),
@@ -87,7 +116,7 @@ class Client:
                 refusal = wait_for_reply(connection, f"register {role}", timeout_s)
             except KvxferdError:
                 connection.session.registration.give_up()
-                connection.request_disconnect()  # an answer that comes late must not register anything
+                connection.request_disconnect()  # a late reply must not register anything
                 raise
             if refusal is not None:
                 raise error_from_refusal(refusal)

@@ -1,4 +1,4 @@
-"""A session's one I/O thread: it reaches the daemon, sends, receives and keeps the time."""
+"""A session's one I/O thread: it connects to the daemon, sends, receives and keeps the deadlines."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.framing import Frame
 
-# Seconds between tries to reach a daemon: a restarted one is found within 2 s, and a missing one
-# costs next to nothing. Spread, so that a node's ranks do not come all at once.
+# Seconds between attempts to connect: a restarted daemon is found within 2 s, and a missing one
+# costs next to nothing. Jittered, so that a node's ranks do not connect all at once.
 RECONNECT_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 RESIDENT_EXIT_S = 2.0  # a resident mover is gone within milliseconds, or is stuck in its library
-# Of a request that an engine's thread sends itself. A longer one waits for the other thread: encoding
-# 64 KiB of block ids and handing them to the kernel takes as long as waking it.
+# The longest request, in bytes of block ids, that an engine's thread sends itself. The I/O thread sends
+# longer ones: encoding 64 KiB of block ids and handing them to the kernel takes as long as waking it.
 DIRECT_BYTES = 32 << 10
-# For some seconds after a request the thread looks at the session each second: the next request's deadline
-# is later than that, so it need not be woken for each, beside the engine's thread that has just asked.
+# Poll once a second for `BUSY_S` after a request, so later requests need not wake this thread: their
+# deadlines are later than the next poll.
 BUSY_S = 5.0
 BUSY_POLL_S = 1.0
 MAX_PAUSE_S = 3600.0
-STABLE_S = 2.0  # a connection that lasted this long starts the tries anew
+STABLE_S = 2.0  # a connection that lasted this long resets the backoff
 
 
 class Connection:
-    """Owns the thread, the socket, the fence page and every descriptor. `close` gives all back."""
+    """Owns the thread, the socket, the fence page and every descriptor. `close` releases all of them."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class Connection:
 
     def _open(self, path: Path, name: str) -> None:
         self.lock = threading.Lock()
-        self.state_changed = threading.Condition(self.lock)  # the session's standing, or an answer
+        self.state_changed = threading.Condition(self.lock)  # the session's state, or a reply came
         self.events = EventQueue()
         self._resources.callback(self.events.close)
         page = FencePage.create()
@@ -67,13 +67,13 @@ class Connection:
         self._resources.callback(fence.close)
         self._deliveries = DeliverySocketPair()
         self._resources.callback(self._deliveries.close)
-        self._events_epoll = select.epoll()  # readable while the mailbox or the notices are
+        self._events_epoll = select.epoll()  # readable while there are events or deliveries
         self._resources.callback(self._events_epoll.close)
         for source in (self.events, self._deliveries):
             self._events_epoll.register(source.fileno(), select.EPOLLIN)
         hello = (page.fd, self._deliveries.mover_fd)
         self.session = ClientSession(name, fence, hello, self.events.put)
-        self.connect_error: OSError | None = None  # why the daemon was not reached just now
+        self.connect_error: OSError | None = None  # of the last attempt to connect
         self._selector = selectors.DefaultSelector()
         self._resources.callback(self._selector.close)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -81,8 +81,8 @@ class Connection:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._clear_wake_fd)
         self._mover_watch = MoverWatch(self._selector, self._handle_movers_exited)
         self._socket: FrameSocket | None = None
-        self._send_lock = threading.Lock()  # of who sends on the link or closes it; taken after `lock`
-        self._wakes_at = 0.0  # when the thread looks at the session by itself
+        self._send_lock = threading.Lock()  # to send on the socket or to close it; acquired after `lock`
+        self._wakes_at = 0.0  # when the thread calls `tick` next, without being woken
         self._last_request_at = -math.inf  # when an engine's thread last sent a request
         self._selector_mask = selectors.EVENT_READ
         self._connected_at = 0.0
@@ -97,10 +97,10 @@ class Connection:
     # --- the engine's threads
 
     def flush(self) -> None:
-        """Have what was queued sent: here if that takes a moment, else by the thread. With the lock held.
+        """Send what was queued: here if it is one short request, else by the thread. With the lock held.
 
-        A short request that goes out from the engine's own thread is with the daemon before the
-        other thread would have woken up.
+        A short request that the engine's own thread sends reaches the daemon before the I/O thread
+        would have woken up.
         """
         sock = self._socket
         if (
@@ -128,19 +128,19 @@ class Connection:
             self.wake()
 
     def wake(self) -> None:
-        """Have the thread look at the session. With the lock held."""
+        """Wake the thread: it calls `tick` and sends what is queued. With the lock held."""
         if not self._closing:
             os.eventfd_write(self._wake_fd, 1)
 
     def request_disconnect(
         self, code: Code = Code.DAEMON_LOST, why: str = "the client gave the connection up"
     ) -> None:
-        """Have the thread end this connection to the daemon. With the lock held."""
+        """Make the thread end this connection to the daemon. With the lock held."""
         self._disconnect_requested, self._disconnect_reason = True, (code, why)
         self.wake()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether `ready` came true in time. With the lock held."""
+        """Return whether `ready` became true within `timeout_s`. With the lock held."""
         return self.state_changed.wait_for(ready, timeout_s)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -154,22 +154,22 @@ class Connection:
         return -1 if self._events_epoll.closed else self._events_epoll.fileno()
 
     def drain_events(self) -> list[Event]:
-        """Return all events, oldest first, and forget them."""
+        """Return and remove all events, oldest first."""
         if self.session.has_live_pulls:
             with self.lock:
                 self._receive_deliveries()
         return self.events.drain()
 
     def _receive_deliveries(self) -> None:
-        """Take what movers have said: before anything else is decided of a pull. With the lock held."""
+        """Handle what movers have sent, before anything else decides a pull. With the lock held."""
         try:
             for delivered in self._deliveries.receive():
                 self.session.handle_delivered_by_mover(delivered)
         except KvxferdError as error:
-            self.request_disconnect(error.code, f"a mover spoke nonsense: {error.message}")
+            self.request_disconnect(error.code, f"a mover sent an invalid message: {error.message}")
 
     def close(self) -> None:
-        """End the session and give everything back. Idempotent; waits for no daemon."""
+        """End the session and release everything. Idempotent; waits for no daemon."""
         with self.lock:
             if not self._closing:
                 self._closing = True
@@ -186,7 +186,7 @@ class Connection:
                 self._run_once()
             self._shut_down(Code.CANCELLED, "the client was closed")
         except BaseException as error:
-            # Our own bug. The engine must hear of it, and nothing may wait for a thread that is gone.
+            # A bug of the client. The engine must learn of it, and nothing may wait for a dead thread.
             self._shut_down(Code.INTERNAL, f"the client's I/O thread failed: {error!r}")
             raise
 
@@ -217,7 +217,7 @@ class Connection:
                 times.append(self._reconnect_at)
             earliest = min((t for t in times if t is not None), default=None)
             self._wakes_at = math.inf if earliest is None else earliest
-        # Selectors count milliseconds in an int: a lease of years would be too much for them.
+        # Selectors count milliseconds in an int: a lease of years would overflow it.
         return None if earliest is None else min(max(0.0, earliest - now), MAX_PAUSE_S)
 
     def _clear_wake_fd(self) -> None:
@@ -260,7 +260,7 @@ class Connection:
             self._selector.modify(sock, mask, self._handle_readable)
 
     def _send_one(self, sock: FrameSocket) -> bool:
-        """Hand the kernel what waits, then one message; return whether nothing more can go now."""
+        """Flush the socket, then send one message; return whether nothing more can be sent now."""
         with ExitStack() as stack:
             with self.lock:
                 stack.enter_context(self._send_lock)
@@ -268,7 +268,7 @@ class Connection:
                 outgoing = self.session.pop_outgoing(time.monotonic()) if sock.is_flushed else None
                 if outgoing is not None:
                     self._watch_resident_movers()
-                # The session may close its own while these wait for the socket.
+                # Duplicates: the session may close its own while these wait for the socket.
                 fds = tuple(os.dup(fd) for fd in outgoing.fds) if outgoing is not None else ()
             if outgoing is not None:
                 sock.send(encode(outgoing.message), fds)
@@ -296,7 +296,7 @@ class Connection:
             self.state_changed.notify_all()
 
     def _handle_frame(self, frame: Frame) -> None:
-        fds = deque(frame.fds)  # those that nobody has yet
+        fds = deque(frame.fds)  # those without an owner yet
         try:
             message = DAEMON_MESSAGES.decode(frame.payload)
             self._check_num_fds(message, len(fds))
@@ -305,7 +305,7 @@ class Connection:
                 os.close(fds.popleft())
                 with self.lock:
                     self.session.offer_fence_page(page)
-            # The pidfd first: the session may only believe in movers that are watched.
+            # The pidfd first: the session may only use movers that are watched.
             while fds:
                 self._watch_mover(fds[0])
                 fds.popleft()
@@ -316,7 +316,7 @@ class Connection:
             self._receive_deliveries()
             if not self._disconnect_requested:
                 self.session.handle(message, time.monotonic())
-                self._watch_resident_movers()  # before anybody sends what the session has to say
+                self._watch_resident_movers()  # before the session's next message is sent
 
     def _check_num_fds(self, message: worker.DaemonMessage, num_fds: int) -> None:
         registration = self.session.registration
@@ -331,14 +331,14 @@ class Connection:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
 
     def _map_fence_page(self, fd: int) -> FencePage:
-        """Map the daemon's fence page; the descriptor stays the caller's."""
+        """Map the daemon's fence page. The caller keeps the descriptor. Raises ProtocolError."""
         try:
             return FencePage.map(fd)
         except (EngineError, OSError) as error:
-            raise ProtocolError(f"the daemon's fence page is none: {error}") from error
+            raise ProtocolError(f"the daemon's fence page cannot be mapped: {error}") from error
 
     def _watch_mover(self, pidfd: int) -> None:
-        """Watch a mover. Takes the pidfd, unless it raises."""
+        """Watch a mover. Owns the pidfd from then on, unless it raises ProtocolError."""
         try:
             self._mover_watch.watch(self.session.epoch, pidfd)
         except OSError as error:
@@ -379,7 +379,7 @@ class Connection:
             self._closing = True
             self._send_final_deliveries()
             resident_movers = self.session.registration.stop_movers()
-        # Not with the lock: engine threads would wait too.
+        # Without the lock: engine threads would wait too.
         all_quiesced = wait_all_quiesced(resident_movers, RESIDENT_EXIT_S)
         with self.lock:
             self._send_final_deliveries()
@@ -393,7 +393,7 @@ class Connection:
         self._mover_watch.close()
 
     def _send_final_deliveries(self) -> None:
-        """Have the daemon know which pulls have been delivered. With the lock held."""
+        """Report to the daemon which pulls have been delivered. With the lock held."""
         self._receive_deliveries()
         deliveries = self.session.pop_final_deliveries()
         with self._send_lock:
@@ -403,7 +403,7 @@ class Connection:
 
 
 def _connect_unix(path: Path) -> socket.socket:
-    """Return a socket to whoever listens there. Raises OSError; never waits."""
+    """Return a socket connected to `path`. Raises OSError; never waits."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.connect(os.fspath(path))

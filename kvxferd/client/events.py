@@ -1,4 +1,4 @@
-"""What a session tells its engine, in the order in which it happened."""
+"""The events that a session emits to its engine, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from kvxferd.ids import Ticket, TransferId
 
 
 class PullTicket:
-    """One pull. Every event of the pull carries this same object."""
+    """One pull. Every event of the pull carries this same object.
+
+    Attributes:
+        number: the session's number of the pull, from 1 on; log lines name it.
+        transfer_id: the transfer that the pull reads.
+    """
 
     __slots__ = ("_cancel", "number", "transfer_id")
 
@@ -21,7 +26,7 @@ class PullTicket:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Ask for the pull to end. Its one terminal event still comes, Delivered if it was quicker."""
+        """Request the end of the pull. Its one terminal event still comes: Delivered, if that was quicker."""
         self._cancel(self.number)
 
     def __repr__(self) -> str:
@@ -30,7 +35,14 @@ class PullTicket:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The pull's blocks hold exactly the published bytes. Terminal."""
+    """The pull's blocks hold exactly the published bytes. Terminal.
+
+    Attributes:
+        ticket: the pull, as `pull` returned it.
+        bytes: the bytes that were read into this rank's blocks.
+        runs: the contiguous reads that they took.
+        wire_s: seconds from the first read posted to the last one complete.
+    """
 
     ticket: PullTicket
     bytes: int
@@ -42,8 +54,14 @@ class Delivered:
 class Failed:
     """The pull ended without its bytes. Terminal.
 
-    `blocks` are those given to `pull`, as they were then. When `safe_to_reuse` is False a transport may
-    still write them: keep them out of use until `Quiesced` with the same ticket.
+    Attributes:
+        ticket: the pull, as `pull` returned it.
+        code: why, for machines.
+        message: why, for people.
+        blocks: those given to `pull`, as they were then.
+        safe_to_reuse: False: a transport may still write the blocks; keep them out of use until
+            `Quiesced` with the same ticket.
+        retry_after_s: with the code `busy`, the seconds after which pulling again may help; else 0.
     """
 
     ticket: PullTicket
@@ -51,12 +69,17 @@ class Failed:
     message: str
     blocks: Mapping[str, BlockList]
     safe_to_reuse: bool
-    retry_after_s: float = 0.0  # with the code `busy`: when pulling again may help
+    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Nothing writes these blocks of a failed pull any more. At most once, after an unsafe Failed."""
+    """Nothing writes these blocks of a failed pull any more. At most once, after an unsafe Failed.
+
+    Attributes:
+        ticket: the pull that failed.
+        blocks: those given to `pull`; the engine may use them again.
+    """
 
     ticket: PullTicket
     blocks: Mapping[str, BlockList]
@@ -64,7 +87,12 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The transfer is over: its blocks are the engine's again, on this rank."""
+    """The transfer is over: the engine may use its blocks on this rank again.
+
+    Attributes:
+        transfer_id: as given to `publish`, by this session or by another one of the engine.
+        why: `completed`, `lease-expired`, `unpublished`, `abandoned`, `rank-lost`, or another code.
+    """
 
     transfer_id: TransferId
     why: Code
@@ -72,12 +100,19 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class PublishRefused:
-    """The daemon did not take the publish; its blocks are the engine's again."""
+    """The daemon refused the publish: nothing was readable, and the engine may use the blocks again.
+
+    Attributes:
+        transfer_id: as given to `publish`.
+        code: why, for machines.
+        message: why, for people.
+        retry_after_s: with the code `busy`, the seconds after which publishing again may help; else 0.
+    """
 
     transfer_id: TransferId
     code: Code
     message: str
-    retry_after_s: float = 0.0  # with the code `busy`: when publishing again may help
+    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +122,9 @@ class Suspended:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The session is over for good; every later call raises KvxferdError with this code.
+    """The session has ended; every later call raises KvxferdError with this code.
 
-    Not sent when a daemon merely went away: the client reconnects to the next one by itself.
+    A daemon that merely goes away does not cause it: the client reconnects to the next one by itself.
     """
 
     code: Code

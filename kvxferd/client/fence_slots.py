@@ -1,10 +1,10 @@
 """Fence slots: which 16-byte word of the session's fence page belongs to which transfer.
 
-A reader reads the word after the data: unchanged proves the data. So a word is fresh and random
-before anybody hears of its slot, and is overwritten before its slot, or its blocks, are let go.
+A reader reads the word after the data: an unchanged word proves the data. So a word is fresh and random
+before its slot is sent to a daemon, and is overwritten before its slot, or its blocks, are released.
 
-The page is the daemon's, and comes with `registered`. The movers of a dead daemon may serve its page
-until they are dead too, so the page stays mapped, and its words count, until the next one comes.
+The daemon makes the page and sends it with `registered`. The movers of a dead daemon may serve its page
+until they are dead too, so the page stays mapped, and its words count, until the next page comes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class FencePageLike(Protocol):
         """Return the word in `slot`."""
 
     def overwrite(self, slot: int) -> None:
-        """Make the word in `slot` another one."""
+        """Change the word in `slot`."""
 
     def close(self) -> None:
         """Unmap it. Idempotent."""
 
 
 class FenceSlots:
-    """The free slots of the session's page, longest unused first. Owns every page that it is given."""
+    """The free slots of the session's page, longest unused first. Owns every page passed to it."""
 
     def __init__(self, own: FencePageLike, num_slots: int = FENCE_SLOTS) -> None:
-        """`own`: the client's page, for daemons of version 1; in use until a daemon offers another."""
+        """Begin on `own`, the client's page for daemons of version 1, until a daemon offers another."""
         self._own_page = own
         self._page = own
         self._offered_page: FencePageLike | None = None
@@ -48,21 +48,21 @@ class FenceSlots:
         self._num_slots = num_slots
 
     def offer_page(self, page: FencePageLike) -> None:
-        """The daemon of the present connection has made this page: `move` goes to it."""
+        """Keep the page that the present connection's daemon has made, for the next `switch_page`."""
         self.discard_offered_page()
         self._offered_page = page
 
     def discard_offered_page(self) -> None:
-        """The connection has ended before the session was registered on it."""
+        """Close the offered page: the connection ended before the session was registered on it."""
         if self._offered_page is not None:
             self._offered_page.close()
             self._offered_page = None
 
     def switch_page(self) -> None:
-        """Go to the page that was offered, else to the client's own; every taken slot gets a fresh word.
+        """Switch to the offered page, else to the client's own; every acquired slot gets a fresh word.
 
-        First the old page's words are overwritten: from then on no read of what an earlier daemon
-        granted counts as delivered, whoever serves that page still.
+        First the old page's words are overwritten: from then on no read that an earlier daemon
+        granted counts as delivered, whichever mover still serves that page.
         """
         old, self._page, self._offered_page = self._page, self._offered_page or self._own_page, None
         for slot in self._words:
@@ -73,13 +73,13 @@ class FenceSlots:
             old.close()
 
     def close(self) -> None:
-        """Unmap every page. No slot may be taken any more."""
+        """Unmap every page. No slot may be acquired after that."""
         self.discard_offered_page()
         for page in (self._page, self._own_page):
             page.close()
 
     def acquire(self, what: str) -> int:
-        """Return a slot that holds a fresh word. Raises BusyError when all are taken."""
+        """Return a slot that holds a fresh word. Raises BusyError when all are in use."""
         if not self._free:
             raise BusyError(
                 f"cannot {what}: {self._num_slots} transfers of this session are not released yet; "
@@ -91,16 +91,16 @@ class FenceSlots:
         return slot
 
     def refresh(self, slot: int) -> None:
-        """Put a fresh word in a taken slot."""
+        """Write a fresh word into an acquired slot."""
         self._page.write(slot, os.urandom(FENCE_WORD_BYTES))
         self._words[slot] = self._page.read(slot)
 
     def is_overwritten(self, slot: int) -> bool:
-        """Whether a daemon has overwritten the word of a taken slot: it has released the transfer."""
+        """Return whether a daemon has overwritten an acquired slot's word: it has released the transfer."""
         return self._page.read(slot) != self._words[slot]
 
     def release(self, slot: int) -> None:
-        """Overwrite the word, then let the slot go."""
+        """Overwrite the word, then free the slot."""
         self._page.overwrite(slot)
         self._words.pop(slot, None)
         self._free.append(slot)

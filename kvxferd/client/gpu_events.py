@@ -1,4 +1,4 @@
-"""Requests that wait for work on a GPU: they go to the daemon once their event is done."""
+"""Requests that wait for work on a GPU: they are sent to the daemon once their event is done."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Protocol
 
 from kvxferd.errors import Code, EngineError
 
-# An event is asked for so often: a handover waits half of it on average, and each look costs a microsecond.
+# Seconds between queries of an event: a request waits half of it on average, and a query costs a microsecond.
 POLL_S = 0.0005
 
 
 class Completion(Protocol):
-    """Work that was launched: a recorded `torch.cuda.Event`, or whatever else can say when it is done."""
+    """Work that was launched: a recorded `torch.cuda.Event`, or any object with such a `query`."""
 
     def query(self) -> bool:
-        """Whether the work is done; never waits. Called from any thread."""
+        """Return whether the work is done; never waits. Called from any thread."""
 
 
 def unfinished(after: Completion | None) -> Completion | None:
-    """Return what is still to be waited for. Raises what `query` raises: the engine's own failure.
+    """Return `after`, or None where its work is done. Raises what `query` raises: the engine's own failure.
 
-    Raises EngineError(bad-request) for what cannot be asked, and for an event of torch's that was never
-    recorded: it calls itself done.
+    Raises EngineError(bad-request) for an object without `query`, and for an event of torch's that was
+    never recorded: its `query` returns True.
     """
     if after is None:
         return None
@@ -48,26 +48,26 @@ class _Pending:
 
 
 class PendingCompletions:
-    """What waits, in the order asked. The caller holds the session's lock."""
+    """The requests that wait, in the order of the calls. The caller holds the session's lock."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
         self._next_poll: float | None = None
 
     def add(self, after: Completion, on_done: Callable[[], None], on_error: Callable[[str], None]) -> None:
-        """Have `go` called once the work is done, or `fail` with the reason where it cannot be."""
+        """Call `on_done` once the work is done, or `on_error` with the reason if it fails."""
         self._pending.append(_Pending(after, on_done, on_error))
         self._next_poll = 0.0
 
     def poll(self, now: float) -> None:
-        """Let go what is done, each by itself."""
+        """Query each completion and call back for those that are done or have failed."""
         if self._next_poll is None or now < self._next_poll:
             return
         waiting, self._pending = self._pending, []
         for pending in waiting:
             try:
                 is_done = pending.after.query()
-            except Exception as error:  # of a failed kernel, whatever it is
+            except Exception as error:  # of a failed kernel: any type
                 pending.on_error(f"the work that it waits for failed: {error!r}")
                 continue
             if is_done:
@@ -77,10 +77,10 @@ class PendingCompletions:
         self._next_poll = now + POLL_S if self._pending else None
 
     def next_poll(self) -> float | None:
-        """When `look` wants to be called."""
+        """Return when `poll` is due next, None while nothing waits."""
         return self._next_poll
 
     def clear(self) -> None:
-        """Nobody will take any of it."""
+        """Drop everything, without a callback."""
         self._pending.clear()
         self._next_poll = None

@@ -1,8 +1,8 @@
-"""Which mapping of its memory each rank of the engine has, as far as the session knows.
+"""The incarnation of each rank's memory, as the daemon last reported it.
 
-Kept over reconnects: a publish is bound to what was known when it was called, and a daemon that comes
-later compares it with the ranks that it has. So memory that was mapped anew while no daemon was there is
-never read as what was published before.
+It is kept over reconnects: a publish is bound to the incarnations at the time of the call, and a later
+daemon compares them with the ranks that it has. So memory that was mapped again while no daemon was there
+is never read as the blocks that were published before.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class KnownIncarnations:
         self.all: RankIncarnations = ()  # one object for all publishes between two changes
 
     def set_own(self, rank: Rank, incarnation: Incarnation) -> None:
-        """This session is that rank, and its memory has that mapping. No daemon knows better."""
+        """Set this session's own rank and incarnation, which no daemon's report changes."""
         self._own_rank = rank
         self._set(((rank, incarnation),))
 
     def update(self, ranks: RankIncarnations) -> None:
-        """A daemon has reported ranks."""
+        """Record the ranks that a daemon has reported."""
         self._set(tuple(entry for entry in ranks if entry[0] != self._own_rank))
 
     @property
     def own(self) -> Incarnation:
-        """Of this rank's present mapping; empty for a scheduler."""
+        """The incarnation of this rank's present mapping; empty for a scheduler."""
         return self._known[self._own_rank] if self._own_rank is not None else Incarnation("")
 
     def _set(self, ranks: RankIncarnations) -> None:

@@ -1,4 +1,4 @@
-"""Events on their way to the engine: a list, and an eventfd that is readable while it has any."""
+"""The queue of events for the engine: a list, and an eventfd that is readable while it has any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxferd.client.events import Event
 
 
 class EventQueue:
-    """Thread-safe. Nothing is dropped: a session has few events for each thing it was asked."""
+    """Thread-safe. No event is dropped: a session emits few events for each request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class EventQueue:
                 os.eventfd_write(self._fd, 1)
 
     def drain(self) -> list[Event]:
-        """Return all events, oldest first, and forget them."""
+        """Return and remove all events, oldest first."""
         with self._lock:
             events, self._events = self._events, []
             if events and not self._closed:
@@ -37,7 +37,7 @@ class EventQueue:
         return events
 
     def close(self) -> None:
-        """Close the descriptor; what is left can still be taken."""
+        """Close the descriptor; `drain` still returns the events that are left."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """A rank; `exports` is None while its memory is suspended."""
+    """The session is a rank; `exports` is None while its memory is suspended."""
 
     engine: EngineSpec
     layout: RankLayout
@@ -25,12 +25,12 @@ class RankRole:
 
     @property
     def engine_id(self) -> EngineId:
-        """The engine that it is a rank of."""
+        """The rank's engine."""
         return self.engine.engine_id
 
     @property
     def generation(self) -> Generation:
-        """That engine's start."""
+        """The engine's generation."""
         return self.engine.generation
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class RankRole:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRole:
-    """An engine's scheduler: it publishes, and has no memory."""
+    """The session is an engine's scheduler: it publishes, and has no memory."""
 
     engine_id: EngineId
     generation: Generation
@@ -52,7 +52,7 @@ SessionRole = RankRole | PublisherRole
 
 
 def validated(value: T, what: str) -> T:
-    """Return an engine's struct as the daemon will see it. Raises LayoutError naming the wrong field.
+    """Return an engine's struct as the daemon will decode it. Raises LayoutError that names the wrong field.
 
     msgspec checks types when it decodes, not when a struct is made.
     """

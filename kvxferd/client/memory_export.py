@@ -1,4 +1,4 @@
-"""A rank's memory as what is sent to the daemon: descriptors, and where each region lies in them."""
+"""A rank's memory as the daemon receives it: descriptors, and where each region lies in them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class MemfdMemory(Protocol):
 
     @property
     def fd(self) -> int:
-        """Its descriptor."""
+        """The memfd's descriptor."""
 
     @property
     def size_bytes(self) -> int:
-        """Its size."""
+        """The memfd's size."""
 
 
 Memory = MemfdMemory | DeviceMemory | ResidentMemory
@@ -36,7 +36,14 @@ Memory = MemfdMemory | DeviceMemory | ResidentMemory
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One region of the layout, and where it starts in its memory (of a memfd: whole pages)."""
+    """One region of the layout, and where it lies in the engine's memory.
+
+    Attributes:
+        region: the region's id in the layout, which also gives its size.
+        memory: a `kvxferd.memory.SealedMemory` or another sealed memfd, a `DeviceMemory` of a GPU, or a
+            `ResidentMemory`, which only this process can reach.
+        offset: bytes from the start of `memory`; of a memfd a multiple of the page size.
+    """
 
     region: RegionId
     memory: Memory
@@ -56,11 +63,11 @@ class MemoryExport:
 
     @property
     def placement(self) -> str:
-        """Where the mover must be: a thread of this process, if one region is reached by nobody else."""
+        """Where the mover must run: a thread of this process if only that can reach one of the regions."""
         return "resident" if any(region.kind == "resident" for region in self.regions) else "child"
 
     def close(self) -> None:
-        """Let go of the memory: nothing here keeps it alive any more. Idempotent."""
+        """Close the descriptors: nothing here keeps the memory alive any more. Idempotent."""
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)
@@ -69,11 +76,12 @@ class MemoryExport:
 class FdTable:
     """The descriptors of a rank's memories: memfds first, then a GPU's allocations in order of address.
 
-    So what lies side by side under a region has descriptors in a row, and regions share what they share.
+    So the allocations under a region have consecutive descriptors, and regions share the descriptors of
+    allocations that they share.
     """
 
     def __init__(self, sized: Iterable[tuple[Region, int]]) -> None:
-        """Of regions and their sizes in bytes. Raises EngineError where there are too many."""
+        """Collect the memories of regions and their sizes in bytes. Raises EngineError for too many."""
         self._memfds: dict[int, int] = {}  # the engine's descriptor: position
         found: dict[tuple[str, AddressRange], DeviceMemory] = {}
         for region, size_bytes in sized:
@@ -95,7 +103,7 @@ class FdTable:
             )
 
     def describe(self, region: Region, size_bytes: int) -> RegionExport:
-        """Say where a region lies."""
+        """Return where a region lies in the descriptors."""
         memory = region.memory
         if isinstance(memory, ResidentMemory):
             address = memory.address + region.offset
@@ -116,7 +124,10 @@ class FdTable:
         )
 
     def open_fds(self) -> tuple[int, ...]:
-        """Return the descriptors, the caller's from here on. Raises EngineError or DeviceError, with none."""
+        """Return the descriptors; the caller closes them. Leaves none open if it raises.
+
+        Raises EngineError or DeviceError.
+        """
         own: list[int] = []
         try:
             own.extend(os.dup(fd) for fd in self._memfds)

@@ -1,6 +1,7 @@
-"""Watching movers die: a descriptor is readable once the mover can write nothing any more.
+"""Watches movers for their end: a descriptor is readable once the mover can write nothing any more.
 
-A child's is the pidfd that its daemon sends. A resident mover's is its own: the client started it.
+A child's descriptor is the pidfd that its daemon sends. A resident mover, which the client started,
+has one of its own.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ class ResidentMover(Protocol):
 
     @property
     def daemon_end(self) -> int:
-        """The descriptor through which its daemon will speak to it."""
+        """The daemon's end of the mover's socket, to be sent to the daemon."""
 
     @property
     def is_quiesced(self) -> bool:
-        """Whether its agent is gone: nothing of it reads or writes memory any more."""
+        """Whether its agent is gone: the mover neither reads nor writes memory any more."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once it is quiet. Kept open."""
+        """Return a descriptor that is readable once the mover is quiesced. The mover keeps it open."""
 
     def close_daemon_end(self) -> None:
-        """The daemon has its end, or will not get it any more: close it here. Idempotent."""
+        """Close the daemon's end here: the daemon has its copy, or will not get one any more. Idempotent."""
 
     def stop(self) -> None:
-        """Have it end, which may take as long as its library does; never waits. Idempotent."""
+        """Request the mover's end, which may take as long as its library does; never waits. Idempotent."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it is quiet within that time."""
+        """Return whether the mover is quiesced within `timeout_s`."""
 
 
-# Start a mover for a daemon, for these regions of this process. Never raises, never waits: what goes
-# wrong in the mover's thread, it says to its daemon.
+# Start a mover for a daemon, for these regions of this process. Never raises, never waits: the mover's
+# thread reports its errors to its daemon.
 LaunchMover = Callable[[BootId, tuple[RegionExport, ...]], ResidentMover]
 
 
 def wait_all_quiesced(movers: Sequence[ResidentMover], timeout_s: float) -> bool:
-    """Return whether all are quiet within that time."""
+    """Return whether all are quiesced within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     return all(mover.wait(max(0.0, deadline - time.monotonic())) for mover in movers)
 
@@ -55,24 +56,23 @@ class MoverWatch:
 
     def __init__(self, selector: selectors.BaseSelector, on_movers_exited: Callable[[int], None]) -> None:
         self._selector = selector
-        self._on_movers_exited = (
-            on_movers_exited  # called with an epoch that has ended and whose movers are all dead
-        )
+        # Called with an epoch that has ended and whose movers are all dead.
+        self._on_movers_exited = on_movers_exited
         self._pidfds: dict[int, set[int]] = {}  # epoch -> pidfds
         self._ended_epochs: set[int] = set()
 
     def watch(self, epoch: int, pidfd: int) -> None:
-        """Take the descriptor of a mover of the present connection. Raises OSError if it cannot be polled."""
+        """Watch a mover of the present connection; owns `pidfd`. Raises OSError if it cannot be polled."""
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_exit(epoch, pidfd))
         self._pidfds.setdefault(epoch, set()).add(pidfd)
 
     def connection_ended(self, epoch: int) -> None:
-        """The connection has ended: no mover of it is unknown."""
+        """Record that the connection has ended: no further mover of it will come."""
         self._ended_epochs.add(epoch)
         self._report_if_all_exited(epoch)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching, and close every pidfd."""
         for pidfds in self._pidfds.values():
             for pidfd in pidfds:
                 self._unwatch(pidfd)

@@ -1,4 +1,4 @@
-"""What a rank's mover tells the worker itself, past the daemon: that a pull is delivered."""
+"""The socket on which a rank's mover reports deliveries to the worker itself, past the daemon."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DeliverySocketPair:
         return self._write_end.fileno()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is something to take."""
+        """Return a descriptor that is readable while there are deliveries."""
         return self._read_end.fileno()
 
     def receive(self) -> Iterator[worker.Delivered]:
-        """Yield what has come, oldest first. Raises ProtocolError at anything else than that.
+        """Yield the deliveries that have come, oldest first. Raises ProtocolError for any other packet.
 
-        Nobody ends it but this side: the far end is open here too, so an empty read is an empty packet.
+        Only this side ends the stream: the far end is open here too, so an empty read is an empty packet.
         """
         while self._read_end.fileno() >= 0:
             try:

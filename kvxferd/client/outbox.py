@@ -1,4 +1,4 @@
-"""What a session has to say to its daemon, in order."""
+"""The messages that a session sends to its daemon, in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
-# Twice the pulls that may be live; a daemon this far behind does not read its socket.
+# Twice `MAX_LIVE_PULLS`; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
 
 
@@ -31,25 +31,25 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """A pull to be sent when its turn comes, if it has not ended by then."""
+    """A pull that is sent when its turn comes, unless it has ended by then."""
 
     number: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class SendPublish:
-    """A publish to be sent when its turn comes, if it is not released by then."""
+    """A publish that is sent when its turn comes, unless it is released by then."""
 
     transfer_id: TransferId
 
 
 QueuedItem = Message | SendPull | SendPublish
-# What a new daemon must hear though an old one was asked; all else follows from the session's state.
+# Items that the next daemon must receive; all other messages follow from the session's state.
 _SENT_AFTER_RECONNECT = (SendPull, worker.Prepare, worker.Abandon)
 
 
 class Outbox:
-    """Messages that go now, then items that go once the daemon takes requests."""
+    """Messages to send at once, then items to send while the session is READY."""
 
     def __init__(self, pulls: ClientPulls, publishes: ClientPublishes) -> None:
         self._pulls = pulls
@@ -59,7 +59,7 @@ class Outbox:
         self._stream = 0
 
     def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send before everything queued: the handshake. More descriptors than a frame carries go ahead."""
+        """Send before everything queued: the handshake. Descriptors beyond a frame's limit are sent ahead."""
         self._first.extend(Outgoing(ahead, part) for ahead, part in leading_fd_batches(fds))
         self._first.append(Outgoing(message, fds[start_of_last_batch(len(fds)) :]))
 
@@ -69,11 +69,11 @@ class Outbox:
             raise BusyError(f"cannot {what}: {MAX_QUEUED} messages wait for a daemon to take them", 1.0)
 
     def queue(self, item: QueuedItem) -> None:
-        """Send when the daemon takes requests, in the order queued."""
+        """Send while the session is READY, in the order queued."""
         self._queue.append(item)
 
     def has_one_short_item(self, most_bytes: int) -> bool:
-        """Whether one item waits, and no more than so many bytes of block ids with it."""
+        """Return whether exactly one item waits, with at most `most_bytes` of block ids."""
         if self._first or len(self._queue) != 1:
             return False
         match self._queue[0]:
@@ -85,21 +85,21 @@ class Outbox:
                 return True
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
-        """Send these before what is queued."""
+        """Send these before the queued items."""
         self._queue.extendleft(reversed(items))
 
     def connection_lost(self) -> None:
-        """The connection has ended: keep what the next one must hear."""
+        """Drop what was for the connection that has ended; keep what the next daemon must receive."""
         self._first.clear()
         self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
 
     def clear(self) -> None:
-        """Nobody will hear any of it."""
+        """Drop everything."""
         self._first.clear()
         self._queue.clear()
 
     def pop(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
-        """Return the next message to send, None when there is none now."""
+        """Return the next message to send, None when there is none now. `ready`: the session is READY."""
         while ready and not self._first and self._queue:
             self._first.extend(self._build_messages(self._queue.popleft(), epoch, version, now))
         return self._first.popleft() if self._first else None

@@ -1,7 +1,7 @@
-"""A session's published transfers: from published to released, as data. No I/O but fence words.
+"""A session's published transfers, from `publish` to `Released`, as data. No I/O except fence words.
 
-While a daemon is there it decides when a transfer is over. Without one the client decides: it
-overwrites the fence word first, so that no reader can take what it read for the published bytes.
+A connected daemon decides when a transfer is over. Without one the client decides: it overwrites the
+fence word first, so that no reader can take what it read for the published bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 
-# A restarted daemon may hear a scheduler's replay before any of its ranks is back.
+# A restarted daemon may receive a scheduler's replay before any of the engine's ranks is back.
 RETRIED_ON_REPLAY = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 REPUBLISH_S = 0.25
 
-# A rank says `ready` for transfers of other sessions too; a few sessions' worth are kept.
+# A rank sends `ready` for transfers of other sessions too; a few sessions' worth are kept.
 MAX_READY_RECORDS = 8 * FENCE_SLOTS
 # A `ready` is repeated for a default lease, 30 s: at 500 transfers a second those are 15,000 ids, some 2 MB.
 MAX_USED_IDS = 16_384
@@ -40,30 +40,30 @@ class ClientPublish:
     blocks: PackedGroups
     num_tokens: int
     num_readers: int
-    expires_at: float  # of its lease, as long as nobody has renewed it
+    expires_at: float  # of its lease, as long as no reader has renewed it
     incarnations: RankIncarnations  # as the session knew them when `publish` was called
-    withdrawn: bool = False  # unpublish was asked; the daemon owes a Released
+    withdrawn: bool = False  # Unpublish is sent; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
-    awaits_gpu: bool = False  # its blocks are being written: no daemon has heard of it
+    awaits_gpu: bool = False  # its blocks are being written: no daemon has received it
 
 
 class _ReadyRecord(NamedTuple):
-    """What this rank has said `ready` to."""
+    """When this rank sent `ready` for a transfer, and of which memory."""
 
     at: float
     incarnation: Incarnation  # of the memory that was written
 
 
 class ClientPublishes:
-    """Every transfer of a session that is not released, and what this rank has said `ready` to."""
+    """Every transfer of a session that is not released, and the transfers that this rank sent `ready` for."""
 
     def __init__(self, fence: FenceSlots, emit: Emit) -> None:
         self._fence = fence
         self._emit = emit
         self._live: dict[TransferId, ClientPublish] = {}
         self._ready: OrderedDict[TransferId, _ReadyRecord] = OrderedDict()
-        self._used_ids: OrderedDict[TransferId, None] = OrderedDict()  # ids that are used up, the latest
-        self._retry_at: dict[TransferId, float] = {}  # what the daemon could not take yet, and when to ask
+        self._used_ids: OrderedDict[TransferId, None] = OrderedDict()  # the latest ids that are used up
+        self._retry_at: dict[TransferId, float] = {}  # refused for now: when to send it again
 
     def __len__(self) -> int:
         return len(self._live)
@@ -80,14 +80,14 @@ class ClientPublishes:
         expires_at: float,
         incarnations: RankIncarnations,
     ) -> ClientPublish:
-        """Take a transfer; its fence word is written. Raises EngineError(transfer-exists), BusyError."""
+        """Add a transfer and write its fence word. Raises EngineError(transfer-exists), BusyError."""
         if transfer_id in self._live:
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id is not released yet",
                 Code.TRANSFER_EXISTS,
             )
         if transfer_id in self._used_ids:
-            # A rank's `ready` for the earlier one, which its client may repeat, would speak for this one.
+            # A rank's `ready` for the earlier one, which its client may repeat, would count for this one.
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id has ended; a transfer id is "
                 "used once in a generation, so choose another",
@@ -102,7 +102,7 @@ class ClientPublishes:
         return publish
 
     def build_message(self, transfer_id: TransferId, now: float, version: int) -> worker.Publish | None:
-        """Return what to send, with what remains of the lease; None if the transfer is over."""
+        """Return the message to send, with the remaining lease; None if the transfer is over."""
         publish = self._live.get(transfer_id)
         if publish is None:
             return None
@@ -121,12 +121,12 @@ class ClientPublishes:
         )
 
     def gpu_done(self, publish: ClientPublish) -> bool:
-        """The blocks are written, or never will be. Returns whether the transfer is still to be told of."""
+        """Record that the blocks are written, or never will be. Return whether the transfer is still live."""
         publish.awaits_gpu = False
         return self._live.get(publish.transfer_id) is publish
 
     def gpu_failed(self, publish: ClientPublish, why: str) -> None:
-        """The blocks will never be written; no daemon has heard of them."""
+        """Refuse a transfer whose blocks will never be written; no daemon has received it."""
         if self.gpu_done(publish):
             self._forget(publish.transfer_id)
             message = f"cannot publish {publish.transfer_id}: {why}"
@@ -138,7 +138,7 @@ class ClientPublishes:
         return sum(len(one.ids) for one in publish.blocks.values()) if publish is not None else 0
 
     def withdraw(self, transfer_id: TransferId) -> bool:
-        """The engine wants its blocks back. Returns whether there is a daemon to ask for them."""
+        """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
         held = (publish := self._live.get(transfer_id)) is not None and publish.awaits_gpu
         if held or transfer_id in self._retry_at:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
@@ -147,24 +147,25 @@ class ClientPublishes:
         return publish is not None
 
     def connection_lost(self) -> None:
-        """The daemon is gone: what was to be unpublished is over now; the rest waits for the next."""
+        """Release what was withdrawn, because the daemon is gone; the rest waits for the next daemon."""
         self._fence.discard_offered_page()
         self._retry_at.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
 
     def remember_ready(self, transfer_id: TransferId, now: float, incarnation: Incarnation) -> None:
-        """Remember it, to say it again to the next daemon."""
+        """Record a `ready`, to send it again to the next daemon."""
         self._ready[transfer_id] = _ReadyRecord(now, incarnation)
         self._ready.move_to_end(transfer_id)
         if len(self._ready) > MAX_READY_RECORDS:
             self._ready.popitem(last=False)
 
     def switch_fence_page(self) -> None:
-        """A daemon has taken the session: the words go to the page that it reads, before anything is sent.
+        """Move the words to the page that the new daemon reads, before anything is sent.
 
-        What an earlier daemon released is over here too: it overwrote the word before it told anybody, and
-        may have ended between telling a rank, which reuses the blocks, and telling this session.
+        A transfer that an earlier daemon released is over here too. That daemon overwrote the word before
+        it sent any Released, and may have ended after the one to a rank, which reuses the blocks, and
+        before the one to this session.
         """
         for transfer_id in [t for t, p in self._live.items() if self._fence.is_overwritten(p.slot)]:
             self.release_locally(transfer_id, Code.RELEASED)
@@ -173,10 +174,10 @@ class ClientPublishes:
     def replay(
         self, now: float, lease_s: float
     ) -> tuple[list[TransferId], list[tuple[TransferId, Incarnation]]]:
-        """Return the transfers to publish again and those to say `ready` to again, with what was written.
+        """Return the transfers to publish again, and those to send `ready` for again with their incarnation.
 
-        Words are fresh: what the last daemon granted cannot be told from what was released. A ready
-        for another session's transfer is not said again once a default lease has passed: that
+        Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
+        for another session's transfer is not sent again once a default lease has passed: that
         transfer may be over, and its id in use for blocks that are not written yet.
         """
         for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
@@ -184,19 +185,19 @@ class ClientPublishes:
         for publish in self._live.values():
             publish.replayed = True
             self._fence.refresh(publish.slot)
-        for transfer_id in [t for t, said in self._ready.items() if now >= said.at + lease_s]:
+        for transfer_id in [t for t, record in self._ready.items() if now >= record.at + lease_s]:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
-        readies = [(t, said.incarnation) for t, said in self._ready.items()]
+        readies = [(t, record.incarnation) for t, record in self._ready.items()]
         return [t for t, p in self._live.items() if not p.awaits_gpu], readies
 
     def handle_released(self, transfer_id: TransferId, why: Code) -> None:
-        """The daemon's word; also for transfers that another session of this engine published."""
+        """Handle the daemon's Released, also of a transfer that another session of this engine published."""
         self._finish(transfer_id)
         self._emit(Released(transfer_id, why))
 
     def handle_refused(self, message: worker.PublishRefused, now: float) -> None:
-        """The daemon's word. One for a transfer that is over already says nothing new."""
+        """Handle the daemon's PublishRefused. One for a transfer that is over already changes nothing."""
         publish = self._live.get(message.transfer_id)
         if publish is None:
             return
@@ -207,39 +208,39 @@ class ClientPublishes:
         self._emit(PublishRefused(message.transfer_id, message.code, message.message, message.retry_after_s))
 
     def pop_due_retries(self, now: float) -> list[TransferId]:
-        """Return what to send once more."""
+        """Return and remove the transfers to send again now."""
         due = [transfer_id for transfer_id, when in self._retry_at.items() if now >= when]
         for transfer_id in due:
             del self._retry_at[transfer_id]
         return due
 
     def next_retry(self) -> float | None:
-        """When `take_again` wants to be called."""
+        """Return when `pop_due_retries` is due next, None while nothing is retried."""
         return min(self._retry_at.values(), default=None)
 
     def release_locally(self, transfer_id: TransferId, why: Code) -> None:
-        """Without a daemon: overwrite the fence word, then let the blocks go."""
+        """Release a transfer without a daemon: overwrite the fence word, then emit Released."""
         if transfer_id in self._live:
             self._finish(transfer_id)
             self._emit(Released(transfer_id, why))
 
     def release_all_locally(self, why: Code) -> None:
-        """Without a daemon: let all go."""
+        """Release every transfer without a daemon."""
         for transfer_id in list(self._live):
             self.release_locally(transfer_id, why)
         self._ready.clear()
 
     def expire(self, now: float) -> None:
-        """Without a daemon: let go what has no lease any more."""
+        """Without a daemon: release the transfers whose lease has expired."""
         for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
             self.release_locally(transfer_id, Code.LEASE_EXPIRED)
 
     def next_deadline(self) -> float | None:
-        """Without a daemon: when `expire` wants to be called."""
+        """Without a daemon: return when `expire` is due next."""
         return min((p.expires_at for p in self._live.values()), default=None)
 
     def _finish(self, transfer_id: TransferId) -> None:
-        """A transfer is over, and its id is used up."""
+        """End a transfer; its id is used up."""
         if transfer_id in self._live:
             self._used_ids[transfer_id] = None
             if len(self._used_ids) > MAX_USED_IDS:

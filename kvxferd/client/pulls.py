@@ -1,6 +1,6 @@
-"""A session's pulls: from asked to ended, as data. No I/O; time is an argument.
+"""A session's pulls, from `pull` to their end, as data. No I/O; time is an argument.
 
-Each pull says exactly one terminal thing (Delivered or Failed), and Quiesced at most once, only
+Each pull emits exactly one terminal event (Delivered or Failed), and Quiesced at most once, only
 after a Failed that was not safe: `MOVES` has no other path.
 """
 
@@ -26,9 +26,9 @@ MAX_LIVE_PULLS = 1 << 16
 
 
 class ClientPullPhase(Enum):
-    """Where a live pull stands."""
+    """The state of a live pull."""
 
-    QUEUED = auto()  # no daemon has heard of it
+    QUEUED = auto()  # no daemon has received it
     SENT = auto()  # the daemon owes a terminal message
     LOST = auto()  # its daemon is gone; judged when the mover is dead, or has not died in time
     IN_DOUBT = auto()  # it has failed, and its blocks may still be written
@@ -36,7 +36,7 @@ class ClientPullPhase(Enum):
 
 
 class ClientPullSignal(Enum):
-    """What can happen to it."""
+    """What can happen to a pull."""
 
     SENT = auto()
     DELIVERED = auto()  # daemon: the bytes are there
@@ -51,7 +51,7 @@ class ClientPullSignal(Enum):
 
 
 class EngineEvent(Enum):
-    """What the engine is told."""
+    """The event that a move emits to the engine."""
 
     NOTHING = auto()
     DELIVERED = auto()
@@ -60,7 +60,7 @@ class EngineEvent(Enum):
     QUIESCED = auto()
 
 
-# A pair that is not here is a bug or a lying daemon.
+# A pair that is not here is a bug of the client or of the daemon.
 MOVES: dict[tuple[ClientPullPhase, ClientPullSignal], tuple[ClientPullPhase, EngineEvent]] = {
     (ClientPullPhase.QUEUED, ClientPullSignal.SENT): (ClientPullPhase.SENT, EngineEvent.NOTHING),
     (ClientPullPhase.QUEUED, ClientPullSignal.CANCELLED): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
@@ -77,10 +77,10 @@ MOVES: dict[tuple[ClientPullPhase, ClientPullSignal], tuple[ClientPullPhase, Eng
     (ClientPullPhase.LOST, ClientPullSignal.DELIVERED): (
         ClientPullPhase.ENDED,
         EngineEvent.DELIVERED,
-    ),  # the mover's word outlives the daemon
+    ),  # the mover's own message outlives the daemon
     (ClientPullPhase.LOST, ClientPullSignal.MOVERS_EXITED): (ClientPullPhase.ENDED, EngineEvent.FAILED_SAFE),
     (ClientPullPhase.LOST, ClientPullSignal.TIMER): (ClientPullPhase.IN_DOUBT, EngineEvent.FAILED_UNSAFE),
-    # A daemon's terminal message after the client gave up by itself proves quiet, no more.
+    # After the client gave up by itself, a daemon's terminal message proves only that nothing writes.
     (ClientPullPhase.IN_DOUBT, ClientPullSignal.DELIVERED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
     (ClientPullPhase.IN_DOUBT, ClientPullSignal.FAILED_SAFE): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
     (ClientPullPhase.IN_DOUBT, ClientPullSignal.FAILED_UNSAFE): (
@@ -98,7 +98,7 @@ MOVES: dict[tuple[ClientPullPhase, ClientPullSignal], tuple[ClientPullPhase, Eng
 
 @dataclass(slots=True)
 class ClientPull:
-    """One pull that is not over."""
+    """One pull that has not ended."""
 
     ticket: PullTicket
     ref: common.TransferRef
@@ -134,7 +134,7 @@ class ClientPulls:
         deadline: float,
         cancel: Callable[[Ticket], None],
     ) -> PullTicket:
-        """Take a pull that is to be sent. Raises BusyError where a limit is reached."""
+        """Add a pull, which the outbox sends. Raises BusyError where a limit is reached."""
         if len(self._live) >= MAX_LIVE_PULLS:
             raise BusyError(f"cannot pull {ref.transfer_id}: {MAX_LIVE_PULLS} pulls have not ended", 1.0)
         ticket = PullTicket(Ticket(self._next_number), ref.transfer_id, cancel)
@@ -146,7 +146,7 @@ class ClientPulls:
         return ticket
 
     def build_message(self, number: Ticket, epoch: int, now: float) -> worker.Pull | None:
-        """Return what to send; None if the pull has ended meanwhile, or its deadline passed."""
+        """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
         pull = self._live.get(number)
         if pull is None or pull.phase is not ClientPullPhase.QUEUED:
             return None
@@ -171,7 +171,7 @@ class ClientPulls:
         return sum(len(one.ids) for one in pull.blocks.values()) if pull is not None else 0
 
     def cancel(self, number: Ticket) -> bool:
-        """Return whether the daemon must be told; a pull that it never heard of fails here and now."""
+        """Return whether `Cancel` must be sent; a pull that was never sent fails at once."""
         pull = self._live.get(number)
         if pull is None:
             return False
@@ -182,18 +182,21 @@ class ClientPulls:
         return pull.phase is ClientPullPhase.SENT
 
     def handle_delivered(self, message: worker.Delivered) -> None:
-        """The daemon's word."""
+        """Handle the daemon's Delivered."""
         if pull := self._find(message.ticket):
             self._move(pull, ClientPullSignal.DELIVERED, message)
 
     def handle_delivered_by_mover(self, message: worker.Delivered) -> None:
-        """The mover's word, which the daemon may not have heard yet."""
+        """Handle the mover's own Delivered, which the daemon may not have received yet."""
         if (pull := self._find(message.ticket)) is not None and pull.phase is not ClientPullPhase.IN_DOUBT:
             self._delivered_by_mover.append(message.ticket)
         self.handle_delivered(message)
 
     def handle_interrupted(self, message: worker.PullsInterrupted) -> worker.PullsResumed:
-        """Return which of these pulls are to be read again. Only after what their mover had to say."""
+        """Return which of these pulls are to be read again.
+
+        Call it only after every delivery that their mover sent has been handled.
+        """
         tickets = set(message.tickets)
         live = (
             number
@@ -207,13 +210,13 @@ class ClientPulls:
         )
 
     def pop_delivered_by_mover(self) -> tuple[Ticket, ...]:
-        """Return the last pulls that a mover said Delivered of, and forget them."""
+        """Return and remove the last pulls that a mover reported as delivered."""
         tickets = tuple(self._delivered_by_mover)
         self._delivered_by_mover.clear()
         return tickets
 
     def handle_failed(self, message: worker.Failed) -> None:
-        """The daemon's word."""
+        """Handle the daemon's Failed."""
         if pull := self._find(message.ticket):
             if pull.phase is ClientPullPhase.SENT:
                 pull.code, pull.message = message.code, message.message
@@ -224,12 +227,12 @@ class ClientPulls:
             )
 
     def handle_quiesced(self, message: worker.Quiesced) -> None:
-        """The daemon's word."""
+        """Handle the daemon's Quiesced."""
         if pull := self._find(message.ticket):
             self._move(pull, ClientPullSignal.QUIESCED)
 
     def connection_lost(self, epoch: int, now: float, code: Code, why: str) -> None:
-        """The connection has ended: its pulls are judged by their mover's death."""
+        """Handle the end of the connection: its pulls are decided by the death of their mover."""
         for pull in [
             p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
         ]:
@@ -239,27 +242,27 @@ class ClientPulls:
                 self._set_timer(pull, min(now + MOVER_DEATH_S, pull.deadline + DEADLINE_GRACE_S))
 
     def movers_exited(self, epoch: int) -> None:
-        """Nothing that this connection started writes any more. Only after `lose`."""
+        """End the connection's pulls: nothing that it started writes any more. After `connection_lost`."""
         for pull in [
             p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
         ]:
             self._move(pull, ClientPullSignal.MOVERS_EXITED)
 
     def gpu_failed(self, number: Ticket, why: str) -> None:
-        """Fail a pull that no daemon has heard of, if it has not ended."""
+        """Fail a pull that was never sent, if it has not ended."""
         pull = self._live.get(number)
         if pull is not None and pull.phase is ClientPullPhase.QUEUED:
             pull.code, pull.message = Code.DEVICE_ERROR, f"cannot pull {pull.ref.transfer_id}: {why}"
             self._move(pull, ClientPullSignal.DROPPED)
 
     def fail_queued(self, code: Code, why: str) -> None:
-        """Fail every pull that no daemon has heard of."""
+        """Fail every pull that was never sent."""
         for pull in [p for p in self._live.values() if p.phase is ClientPullPhase.QUEUED]:
             pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
             self._move(pull, ClientPullSignal.DROPPED)
 
     def close(self, code: Code, why: str) -> None:
-        """End every pull. What was sent may still be written: nobody is left to prove otherwise."""
+        """End every pull. The blocks of a pull that was sent may still be written: Failed is not safe."""
         self.fail_queued(code, why)
         for pull in list(self._live.values()):
             if pull.phase is ClientPullPhase.SENT:
@@ -269,7 +272,7 @@ class ClientPulls:
                 self._move(pull, ClientPullSignal.TIMER)
 
     def expire(self, now: float) -> list[Ticket]:
-        """Fail what is due. Returns the tickets that the daemon should be told to cancel."""
+        """Fail the pulls that are due. Return the tickets to send `Cancel` for."""
         to_cancel: list[Ticket] = []
         while self._timers and self._timers[0][0] <= now:
             due, number = heapq.heappop(self._timers)
@@ -282,7 +285,7 @@ class ClientPulls:
         return to_cancel
 
     def next_deadline(self) -> float | None:
-        """When `expire` wants to be called; maybe too early."""
+        """Return when `expire` is due next; it may be too early."""
         return self._timers[0][0] if self._timers else None
 
     def _set_timer(self, pull: ClientPull, when: float) -> None:
@@ -290,7 +293,7 @@ class ClientPulls:
         heapq.heappush(self._timers, (when, pull.ticket.number))
 
     def _find(self, number: Ticket) -> ClientPull | None:
-        # A pull that is over here may have ended there at the same time: that word says nothing new.
+        # A pull that has ended here may have ended in the daemon at the same time: that changes nothing.
         if not 0 < number < self._next_number:
             raise ProtocolError(f"the daemon ended pull {number}, which was never asked", Code.OUT_OF_PLACE)
         return self._live.get(number)

@@ -1,4 +1,4 @@
-"""What an engine holds after it has joined: a publisher, or a rank with memory."""
+"""`Publisher` and `RankHandle`: the calls of an engine that is registered."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units
 
 
 class Publisher:
-    """A session that publishes for an engine. Thread-safe; nothing here waits for a daemon.
+    """A session that publishes for an engine. Thread-safe; no call waits for a daemon.
 
-    Every call raises KvxferdError with the session's code once the session is over, EngineError for
-    what cannot be asked, and BusyError where a limit is reached.
+    Every call raises KvxferdError with the session's code once the session is over, EngineError for an
+    invalid argument or a call out of place, and BusyError (with `retry_after_s`) where a limit is reached.
     """
 
     def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
@@ -43,30 +43,41 @@ class Publisher:
         lease_s: float | None = None,
         after: Completion | None = None,
     ) -> TransferRef:
-        """Let a request's cache be read, by `num_readers` engines. Returns what readers need.
+        """Make a request's blocks readable by `num_readers` engines. Returns the reference that readers need.
 
         Every byte of the blocks must be written when this is called: every layer, draft layers and state
         copies included. On a GPU that is when the kernels are done, not when they are launched: call it
-        after the engine's own synchronisation, or give `after`, an event recorded behind the last of
-        them (`torch.cuda.Event`). Then this returns at once as always, and the daemon hears of the transfer
-        when `after.query()` is true (a reader that is a second earlier than that is refused). If it
-        raises, `PublishRefused` with the code `device-error` follows.
+        after the engine's own synchronisation, or pass `after`. With `after` this also returns at once, and
+        the transfer is sent to the daemon when `after.query()` is true (a reader that comes more than a
+        second before that is refused). If `query` raises, `PublishRefused` with the code `device-error`
+        follows.
 
-        `blocks` lists every group of the engine; its stages may hold different ones, and each rank reads its
-        own.
+        The transfer is bound to the memory of the engine's ranks, as the daemon last reported it to this
+        session: it does so before `attach` and `register` return, and whenever a rank registers or resumes.
+        If a rank sleeps, or returns with other memory, before the transfer is read, even while no daemon is
+        there, the transfer ends with the code `rank-lost`: publish what is in the ranks' memory now. An
+        engine that declares `publish_implies_ready` is refused with `transfer-not-ready` unless all its
+        ranks were reported; else a rank that was not reported is bound by its own `ready`.
 
-        The transfer is bound to the memory that the engine's ranks have, as far as this session knows when
-        this is called: the daemon reports it before `attach` and `register` return, and whenever a rank comes
-        or resumes. If a rank sleeps, or comes back with other memory, before the transfer is read, even while
-        no daemon is there, it ends with the code `rank-lost`: publish what is in the ranks' memory now. A
-        session that knows no rank yet raises `engine-incomplete`. An engine that declares
-        `publish_implies_ready` is refused with `transfer-not-ready` unless all its ranks were known; else a
-        rank that was not known is bound by its own `ready`.
+        Until `Released` or `PublishRefused` names the transfer, its blocks must stay referenced and
+        unchanged: through preemption, prefix-cache reset and weight updates.
 
-        From here until `Released` or `PublishRefused` names the transfer, its blocks must stay
-        referenced and unchanged: through preemption, prefix-cache reset and weight updates. The
-        lease is the daemon's default where `lease_s` is None; readers extend it. Use an id once in
-        an engine's generation: another rank may not have heard yet that the first use is over.
+        Args:
+            transfer_id: 1 to 256 characters. Use an id once in an engine's generation: another rank may not
+                have received yet that the first use is over.
+            blocks: the request's blocks in every group of the engine, by the group's name. Pipeline stages
+                may hold different groups; each rank reads its own.
+            num_tokens: the tokens that the blocks hold, counted from the request's first.
+            num_readers: the engines that will read it; the transfer is released once all have.
+            lease_s: seconds until the transfer expires unread; readers extend it. None: the daemon's default.
+            after: an event recorded behind the last kernel that writes the blocks (`torch.cuda.Event`).
+
+        Raises:
+            EngineError: invalid blocks (`blocks-invalid`), an id that is in use or used up
+                (`transfer-exists`), no rank reported yet (`engine-incomplete`), a suspended rank
+                (`suspended`).
+            BusyError: 4,096 transfers of this session are not released, or the daemon is far behind.
+            KvxferdError: the session is over.
         """
         what = f"publish {transfer_id!r:.80}"
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
@@ -88,14 +99,14 @@ class Publisher:
         return ref
 
     def unpublish(self, ref: RefLike) -> None:
-        """Ask for a transfer's blocks back. They are the engine's at `Released`, not before."""
+        """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
         transfer = read_ref(ref)
         with self._connection.lock:
             self._session.unpublish(transfer.transfer_id)
             self._connection.flush()
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call, oldest first. Never waits, never raises."""
+        """Return and remove the events since the last call, oldest first. Never waits, never raises."""
         return self._connection.drain_events()
 
     def fileno(self) -> int:
@@ -104,16 +115,16 @@ class Publisher:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a daemon takes requests at this moment. Requests are taken without one too."""
+        """Whether a daemon takes requests now. Requests without one are accepted and sent to the next."""
         return self._session.state is SessionState.READY
 
     def close(self) -> None:
-        """End the session: transfers are released, pulls fail. `poll` still returns what is left.
+        """End the session: transfers are released, pulls fail. `poll` still returns the events that are left.
 
-        A pull that the daemon was reading fails with `safe_to_reuse` False, and nothing will say
-        when its blocks are quiet: let pulls end, or `suspend`, before closing. A resident rank's mover
-        is ended first, within two seconds, and its pulls fail safely; only where that does not succeed
-        (`RankHandle.may_be_touched` is then True) must the memory stay until the process exits.
+        A pull that the daemon was reading fails with `safe_to_reuse` False, and no Quiesced follows: let
+        pulls end, or `suspend`, before closing. A resident rank's mover is ended first, within two
+        seconds, and its pulls fail safely; only where that does not succeed
+        (`RankHandle.memory_in_use` is then True) must the memory stay until the process exits.
         """
         self._connection.close()
 
@@ -127,11 +138,11 @@ class Publisher:
 
 
 class RankHandle(Publisher):
-    """A registered rank: source and sink of transfers."""
+    """A registered rank: it publishes transfers and pulls others into its memory."""
 
     def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
         groups = frozenset(group.name for group in layout.groups)
-        # It publishes for all stages, and others may hold other groups: the daemon knows them.
+        # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
         super().__init__(connection, groups if engine.pp_size == 1 else None)
         self._layout, self._own_groups = layout, groups
 
@@ -139,13 +150,14 @@ class RankHandle(Publisher):
         return self
 
     def ready(self, transfer_id: str, after: Completion | None = None) -> None:
-        """Say that this rank has finished writing a transfer's blocks: every layer, draft layers too.
+        """Report that this rank has finished writing a transfer's blocks: every layer, draft layers too.
 
         Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
 
-        May be said before the transfer is published; a rank that publishes says it by that. Nobody
-        reads until every rank has said it, unless the engine declares `publish_implies_ready`. It holds for
-        the memory that the rank has now, and ends when the rank sleeps.
+        It may be called before the transfer is published; `publish` implies it for the rank that publishes.
+        No reader gets the transfer until every rank has reported, unless the engine declares
+        `publish_implies_ready`. The report holds for the memory that the rank has now, and ends when the
+        rank sleeps. Raises EngineError (`suspended`, or `bad-request` for an `after` without `query`).
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         with self._connection.lock:
@@ -153,7 +165,10 @@ class RankHandle(Publisher):
             self._connection.flush()
 
     def prepare(self, ref: RefLike) -> None:
-        """Say that a pull of this transfer will follow: the daemon shakes hands and plans meanwhile."""
+        """Announce a pull of this transfer: the daemon connects to the source and plans meanwhile.
+
+        Raises EngineError (`transfer-unknown`) for a reference that `publish` did not return.
+        """
         message = worker.Prepare(ref=read_ref(ref))
         with self._connection.lock:
             self._session.queue_one_way(message)
@@ -169,13 +184,31 @@ class RankHandle(Publisher):
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
-        Until then nothing else may write the blocks: no kernel that is launched already, zeroing
-        included. Where earlier kernels still use them (to zero them, or for the request that had them
-        before), give `after`, an event recorded behind the last: the read begins when `after.query()` is
-        true. A kernel launched after Delivered sees the bytes, on any stream.
+        Until then nothing else may write the blocks: no kernel that was launched earlier, zeroing
+        included. A kernel launched after Delivered sees the bytes, on any stream.
 
-        The event comes within `deadline_s`, whatever dies (and half a second, if it is the daemon that is
-        stuck); after a Failed that is not `safe_to_reuse` the blocks stay out of use until Quiesced.
+        The event comes within `deadline_s`, whichever process dies (plus half a second if the daemon is
+        stuck). After a Failed that is not `safe_to_reuse` the blocks stay out of use until Quiesced.
+
+        Args:
+            ref: what `publish` returned, also as a dict, or as JSON text or bytes.
+            blocks: this rank's blocks to write, by the group's name. `first_token` of each list is where
+                it begins in the request: tokens before it are not read.
+            num_tokens: the tokens to read up to, counted from the request's first; at most the published
+                number.
+            deadline_s: seconds from now within which the pull ends.
+            after: where earlier kernels still use the blocks (to zero them, or for the request that had
+                them before), an event recorded behind the last: the read begins when `after.query()` is
+                true.
+
+        Returns:
+            The ticket that every event of this pull carries.
+
+        Raises:
+            EngineError: an invalid reference (`transfer-unknown`) or invalid blocks (`blocks-invalid`), a
+                suspended rank (`suspended`).
+            BusyError: 65,536 pulls of this session have not ended, or the daemon is far behind.
+            KvxferdError: the session is over.
         """
         source = read_ref(ref)
         what = f"pull {source.transfer_id}"
@@ -190,7 +223,7 @@ class RankHandle(Publisher):
         return ticket
 
     def abandon(self, ref: RefLike) -> None:
-        """Say that this rank's engine will not read the transfer any more, on any rank."""
+        """Report that no rank of this rank's engine will read the transfer any more."""
         message = worker.Abandon(ref=read_ref(ref))
         with self._connection.lock:
             self._session.queue_one_way(message)
@@ -200,8 +233,9 @@ class RankHandle(Publisher):
     def memory_in_use(self) -> bool:
         """Whether a mover may still read or write the rank's memory: False after `Suspended`.
 
-        After `close` it is False only for a resident rank whose mover has ended: of a child, whose
-        daemon ends it within moments, nothing is known any more.
+        After `close` it is False only for a resident rank whose mover has ended. The daemon ends a child
+        mover within moments, but the client is not informed of that any more. The former name of this
+        property is `may_be_touched`.
         """
         return not self._session.registration.is_unmapped_elsewhere
 
@@ -211,7 +245,7 @@ class RankHandle(Publisher):
         return self.memory_in_use
 
     def suspend(self) -> None:
-        """Have the daemon let go of the rank's memory. It may be freed only after `Suspended`."""
+        """Request that the daemon unmaps the rank's memory, which may be freed only after `Suspended`."""
         with self._connection.lock:
             self._session.suspend()
             self._connection.wake()
@@ -219,8 +253,15 @@ class RankHandle(Publisher):
     def resume(self, regions: Regions, timeout_s: float = 30.0) -> None:
         """Register the rank's memory again, after `Suspended`. Blocks until the daemon has mapped it.
 
-        Raises EngineError with the daemon's code when it refuses: the rank stays suspended. After a
-        timeout (KvxferdError, deadline) the client goes on trying; `suspend` gives up.
+        Args:
+            regions: the memory of each region, as in `Client.register`.
+            timeout_s: seconds to wait for the daemon's reply.
+
+        Raises:
+            EngineError: the daemon refused, with its code: the rank stays suspended. Or the rank is not
+                suspended (`out-of-place`).
+            KvxferdError: no reply within `timeout_s` (`deadline`): the client goes on trying until
+                `suspend` is called.
         """
         exports = export_memory(self._layout, regions)
         connection = self._connection

@@ -1,4 +1,4 @@
-"""References: what the router carries from the prefill engine to the decode engine."""
+"""References: the router carries them from the prefill engine to the decode engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ MAX_INT = (1 << 63) - 1  # the largest integer that every reader of msgpack take
 
 
 class TransferRef(common.TransferRef, frozen=True):
-    """A published transfer, as plain JSON. Whoever holds it may read the transfer."""
+    """A reference to a published transfer, plain as JSON. Any process that has it may read the transfer.
+
+    Attributes:
+        endpoint: the peer socket of the daemon that is the engine's home, ``tcp://HOST:PORT`` with
+            ``#KEY`` behind it where CURVE is on.
+        engine_id: the engine that published.
+        generation: that engine's generation.
+        transfer_id: as given to `publish`.
+        nonce: 32 hex digits that prove the right to read.
+        ready_tokens: reserved; -1: all tokens.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a dict of strings and integers, for a router that builds JSON itself."""
@@ -33,10 +43,10 @@ RefLike = common.TransferRef | Mapping[str, Any] | str | bytes
 
 
 def read_ref(ref: RefLike) -> common.TransferRef:
-    """Return the reference, whichever form it arrived in. Raises EngineError(transfer-unknown).
+    """Return the reference, whichever form it has. Raises EngineError(transfer-unknown).
 
-    What is returned can be encoded: every field is looked at here, in the caller's thread, also
-    those of a `TransferRef`, whose fields nothing checks when it is made.
+    The result can be encoded: every field is checked here, in the caller's thread, also those of a
+    `TransferRef`, which are not checked when it is made.
     """
     try:
         given = _fields_of(ref)
@@ -48,7 +58,7 @@ def read_ref(ref: RefLike) -> common.TransferRef:
             nonce=_text_field(given, "nonce"),
             ready_tokens=_ready_tokens(given),
         )
-    # Also for JSON that is nested as deep as it is long.
+    # RecursionError: JSON that is nested as deep as it is long.
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise EngineError(
             f"cannot read the transfer reference: {error}; hand on what publish() returned, unchanged",
@@ -57,7 +67,7 @@ def read_ref(ref: RefLike) -> common.TransferRef:
 
 
 def _fields_of(ref: object) -> Mapping[str, object]:
-    """Return the reference's fields, whatever they are."""
+    """Return the reference's fields, unchecked."""
     if isinstance(ref, common.TransferRef):
         return msgspec.structs.asdict(ref)
     if isinstance(ref, str | bytes):
@@ -96,5 +106,5 @@ def check_name(name: str, what: str, code: Code) -> str:
 
 
 def as_utf8_str(text: str) -> str:
-    """Return a text as msgpack can carry it. Raises UnicodeEncodeError (ValueError) for a lone surrogate."""
+    """Return a text that msgpack can carry. Raises UnicodeEncodeError (a ValueError) for a lone surrogate."""
     return str.encode(text).decode()

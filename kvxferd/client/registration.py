@@ -1,4 +1,4 @@
-"""What the daemon was asked to make of a session, and who may use the session's memory."""
+"""A session's registration as a rank or publisher, and which movers may use its memory."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class MemoryState(Enum):
     """Whether the daemon may use the rank's memory."""
 
     SHARED = auto()
-    SUSPENDING = auto()  # suspend was asked
-    SUSPENDED = auto()  # Suspended was told: the engine may have freed it
+    SUSPENDING = auto()  # the engine has called suspend
+    SUSPENDED = auto()  # Suspended is emitted: the engine may have freed the memory
 
 
 class Registration:
-    """Asks, again after each loss, to be what the engine said it is."""
+    """Registers the session in its role, and again after each lost connection."""
 
     def __init__(self) -> None:
         self.role: SessionRole | None = None
         self.memory_state = MemoryState.SHARED
-        self.reply_refusal: Refusal | None = None  # the answer to the caller that waits
-        self.caller_waits = False  # a caller waits for the answer
-        self.expects_fence_page = False  # what was asked last is answered with a fence page (version 2)
-        self.was_registered = False  # from then on the client asks by itself after a loss
+        self.reply_refusal: Refusal | None = None  # the daemon's refusal, for the caller that waits
+        self.caller_waits = False  # a caller waits for the reply
+        self.expects_fence_page = False  # the reply to the last request carries a fence page (version 2)
+        self.was_registered = False  # from then on the client registers by itself after a loss
         self._request = 0
-        self._registered_epoch = 0  # the epoch in which the daemon last said yes
+        self._registered_epoch = 0  # the epoch in which the daemon last accepted
         self._mapped_epochs: set[int] = set()  # epochs whose movers may still map the memory
         self._unwatched_offer = False  # memory was offered, and no mover's pidfd came back
         self.boot = BootId("")  # of the daemon at the other end
         self.version = 1  # of the protocol that it speaks
         self._launch: LaunchMover | None = None
-        self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not asked for yet
-        self._resident_movers: list[ResidentMover] = []  # those that are not quiet yet
+        self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not requested yet
+        self._resident_movers: list[ResidentMover] = []  # those that are not quiesced yet
         self._unwatched_movers: list[ResidentMover] = []
 
     def begin(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
-        """Take what the session is to be; `launch` starts resident movers.
+        """Set the session's role; `launch` starts resident movers.
 
-        Raises EngineError: out-of-place if it is something already, region-invalid for memory that
-        needs a resident mover where nothing can start one.
+        Raises EngineError: out-of-place if the session has a role already, region-invalid for memory that
+        needs a resident mover where `launch` is None.
         """
         if self.role is not None:
             raise EngineError(
@@ -73,16 +73,16 @@ class Registration:
             )
 
     def give_up(self) -> None:
-        """The first answer did not come in time."""
+        """Drop the role: the reply to the first request did not come in time."""
         self._close_exports()
         self.role, self._unwatched_offer = None, False
 
     @property
     def should_register(self) -> bool:
-        """Whether to ask a daemon that has just welcomed the session.
+        """Whether to register with a daemon that has just welcomed the session.
 
-        Memory that was offered without an answer may be mapped by a mover that nobody here can
-        watch: only a daemon's `Suspended` proves that it is not, so it is asked once more.
+        Memory that was offered without a reply may be mapped by a mover that this process cannot
+        watch. Only a daemon's `Suspended` proves that it is not, so the session registers once more.
         """
         if self.role is None:
             return False
@@ -91,7 +91,10 @@ class Registration:
         )
 
     def build_request(self, delivery_fd: int) -> Outgoing:
-        """Return `Register` or `Attach`. Only when `wanted`. `notices`: the descriptor of their far end."""
+        """Return `Register` or `Attach`. Only when `should_register`.
+
+        `delivery_fd`: the far end of the socket for deliveries.
+        """
         self._request += 1
         self.expects_fence_page = True
         role = self.role
@@ -100,7 +103,7 @@ class Registration:
             return Outgoing(
                 worker.Attach(request=self._request, engine_id=role.engine_id, generation=role.generation)
             )
-        assert role.exports is not None, "memory that is held is exported"
+        assert role.exports is not None, "memory that is shared is exported"
         register = _register_message(self._request, role, role.exports)
         offered = self._fds_to_offer(role.exports)
         if self.version < worker.FIRST_WITH_LATE_FDS:
@@ -128,9 +131,9 @@ class Registration:
         ]
 
     def _fds_to_offer(self, exports: MemoryExport) -> tuple[int, ...]:
-        """Return what goes along with the memory's description."""
+        """Return the descriptors that are sent with the memory's description."""
         if exports.placement != "resident":
-            # From then on no mover gets the memory before its pidfd is watched here.
+            # From that version on no mover gets the memory before its pidfd is watched here.
             self._unwatched_offer = self.version < worker.FIRST_WITH_MOVER_OFFERS
             return exports.fds
         return (*exports.fds, self._start_mover(exports))
@@ -144,7 +147,7 @@ class Registration:
         return mover.daemon_end
 
     def handle_accepted(self, request: int, epoch: int) -> None:
-        """The daemon said yes."""
+        """Record that the daemon has accepted the request."""
         self._check_request_number(request)
         self.close_daemon_ends()
         self.was_registered, self.caller_waits, self._registered_epoch = True, False, epoch
@@ -153,13 +156,13 @@ class Registration:
             self._mapped_epochs.add(epoch)
 
     def mark_mapped(self, epoch: int) -> None:
-        """A mover of this connection may have the memory, and is watched."""
+        """Record that a mover of this connection, which is watched, may map the memory."""
         self._mapped_epochs.add(epoch)
 
     def handle_refused(self, message: worker.Refused, epoch: int) -> bool:
-        """The daemon said no: nothing is mapped. Returns whether a caller waits to hear it.
+        """Record that the daemon has refused: nothing is mapped. Return whether a caller waits for the reply.
 
-        If one does, the member that never was is forgotten, or the memory stays out.
+        If one does, a first registration drops its role, and a later one leaves the memory suspended.
         """
         self._check_request_number(message.request)
         self._unwatched_offer = False
@@ -177,7 +180,7 @@ class Registration:
         return True
 
     def is_registered(self, epoch: int) -> bool:
-        """Whether the daemon of this connection has said yes."""
+        """Return whether the daemon of this connection has accepted."""
         return self._registered_epoch == epoch
 
     @property
@@ -187,7 +190,7 @@ class Registration:
 
     @property
     def expects_mover_offers(self) -> bool:
-        """Whether the daemon offers movers of its own, and waits until they are watched."""
+        """Whether the daemon offers movers of its own and waits until they are watched."""
         return self.version >= worker.FIRST_WITH_MOVER_OFFERS and self.is_rank and not self.is_resident
 
     @property
@@ -201,7 +204,7 @@ class Registration:
     # --- movers of this process
 
     def build_new_mover(self) -> Outgoing | None:
-        """Return `NewMover`, for a daemon that wants one; None where the memory is not to be used."""
+        """Return `NewMover`, the reply to `MoverWanted`; None where the memory must not be used."""
         if not self.is_resident or self.memory_state is not MemoryState.SHARED:
             return None
         assert isinstance(self.role, RankRole)
@@ -214,25 +217,25 @@ class Registration:
         return unwatched
 
     def close_daemon_ends(self) -> None:
-        """The daemon has all that was sent, and nothing waits to be."""
+        """Close the daemon's ends of the movers' sockets: the daemon has its copies, and none waits."""
         for mover in self._resident_movers:
             mover.close_daemon_end()
 
     def stop_movers(self) -> list[ResidentMover]:
-        """Have the movers of this process end; return those that have not yet."""
+        """Request the end of this process's movers; return those that have not ended yet."""
         for mover in self._resident_movers:
             mover.stop()
         return [mover for mover in self._resident_movers if not mover.is_quiesced]
 
     def close_and_stop_movers(self) -> None:
-        """Have the movers of this process end, when nothing waits to be sent any more."""
+        """Request the end of this process's movers, when nothing waits to be sent any more."""
         self.close_daemon_ends()
         self.stop_movers()
 
     # --- memory
 
     def begin_suspend(self) -> None:
-        """The engine wants its memory back."""
+        """Record that the engine has called suspend."""
         self.memory_state = MemoryState.SUSPENDING
 
     @property
@@ -246,16 +249,16 @@ class Registration:
         return all(mover.is_quiesced for mover in self._resident_movers)
 
     def mark_unmapped(self, epoch: int) -> None:
-        """The movers of that connection are dead, or have let go."""
+        """Record that the movers of that connection are dead or have unmapped the memory."""
         self._mapped_epochs.discard(epoch)
 
     def finish_suspend(self) -> None:
-        """It is told that the memory may go: keep nothing of it alive."""
+        """Close the exports: the engine may free its memory from here on."""
         self.memory_state = MemoryState.SUSPENDED
         self._close_exports()
 
     def begin_resume(self, exports: MemoryExport) -> None:
-        """The memory is here again, in a new mapping."""
+        """Set the memory's new mapping. Raises EngineError as `begin` does."""
         assert isinstance(self.role, RankRole)
         self._check_reachable(exports)
         _check_sendable(self.role, exports)
@@ -263,7 +266,7 @@ class Registration:
         self.memory_state, self.reply_refusal, self.caller_waits = MemoryState.SHARED, None, True
 
     def build_resume(self) -> Outgoing:
-        """Return `Resume`, for a daemon that knows the rank already."""
+        """Return `Resume`, for a daemon with which the rank is registered."""
         assert isinstance(self.role, RankRole)
         assert self.role.exports is not None
         self._request += 1
@@ -278,7 +281,7 @@ class Registration:
         return Outgoing(resume, self._fds_to_offer(exports))
 
     def close(self) -> None:
-        """Keep no memory alive."""
+        """End the movers, and keep no memory alive."""
         self.close_and_stop_movers()
         self._close_exports()
 
@@ -307,7 +310,7 @@ def _register_message(request: int, role: RankRole, exports: MemoryExport) -> wo
 
 
 def _check_sendable(role: RankRole, exports: MemoryExport) -> None:
-    """Raise EngineError(region-invalid) for what no frame carries: here, in the caller's thread."""
+    """Raise EngineError(region-invalid), in the caller's thread, for a registration that no frame carries."""
     try:
         num_bytes = len(encode(_register_message(0, role, exports)))
     except (TypeError, ValueError, OverflowError) as error:

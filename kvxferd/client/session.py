@@ -1,7 +1,7 @@
-"""One session as data: what its engine asked, what its daemon said, what to send next.
+"""One session as data: its engine's requests, its daemon's messages, and the messages to send.
 
-No socket and no thread: `Connection` feeds it and sends what `next_outgoing` gives. The caller
-holds the session's lock around every call; time is an argument.
+It has no socket and no thread: `Connection` passes messages to `handle` and sends what `pop_outgoing`
+returns. The caller holds the session's lock around every call; time is an argument.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvxferd.wire.common import Message, Refusal
 
 CancelPull = Callable[[Ticket], None]
 
-HANDSHAKE_TIMEOUT_S = 10.0  # a daemon answers Hello at once; one that does not is stuck
+HANDSHAKE_TIMEOUT_S = 10.0  # a daemon replies to Hello at once; one that does not is stuck
 REREGISTER_TIMEOUT_S = 30.0  # a registration may wait for a mover to be made, and for an old one to die
 
 
 class ClientSession:
-    """Everything a client knows. Its methods return at once."""
+    """The whole state of a client. Its methods return at once."""
 
     def __init__(self, name: str, fence: FenceSlots, hello_fds: tuple[int, ...], emit: Emit) -> None:
         self.state = SessionState.DISCONNECTED
@@ -51,16 +51,16 @@ class ClientSession:
         self._pending_completions = PendingCompletions()
         self._emit = emit
         self._name = name
-        self._hello_fds = hello_fds  # of the fence page, and of the notices
+        self._hello_fds = hello_fds  # the fence page, and the socket for deliveries
         self._delivery_fd = hello_fds[-1]
         self._lease_s = 0.0
         self._endpoint = Endpoint("")
-        self._reply_deadline: float | None = None  # when the daemon must have answered
+        self._reply_deadline: float | None = None  # when the daemon must have replied
 
     # --- the connection's life
 
     def connection_made(self, now: float) -> None:
-        """A socket to a daemon is there: greet it."""
+        """Queue Hello: a socket to a daemon is connected."""
         self.epoch += 1
         self.state = SessionState.HANDSHAKING
         self._reply_deadline = now + HANDSHAKE_TIMEOUT_S
@@ -68,7 +68,7 @@ class ClientSession:
         self._outbox.queue_first(hello, self._hello_fds)
 
     def connection_lost(self, now: float, code: Code, why: str) -> None:
-        """The connection has ended. What it carried is judged; what can wait waits for the next."""
+        """Handle the connection's end: what was sent is decided, what was not waits for the next."""
         if self.state is not SessionState.CLOSED:
             self.state = SessionState.DISCONNECTED
         self._reply_deadline = None
@@ -80,13 +80,13 @@ class ClientSession:
             self._publishes.release_all_locally(Code.SUSPENDED)
 
     def movers_exited(self, epoch: int) -> None:
-        """Every mover of an ended connection is dead."""
+        """Handle the death of every mover of a connection that has ended."""
         self._pulls.movers_exited(epoch)
         self.registration.mark_unmapped(epoch)
         self._finish_suspend_if_unmapped()
 
     def fail_permanently(self, code: Code, message: str) -> None:
-        """No daemon will take this session any more. After `lose`."""
+        """End the session: no daemon will accept it any more. After `connection_lost`."""
         if self.state is SessionState.CLOSED:
             return
         self.state = SessionState.CLOSED
@@ -97,18 +97,18 @@ class ClientSession:
         self._emit(Disconnected(code, message))
 
     def resident_movers_exited(self, now: float, code: Code, why: str) -> None:
-        """Every mover of the present connection was this process's, and is gone: pulls end safely."""
+        """End the pulls safely: every mover of the present connection ran in this process and is gone."""
         self._pulls.connection_lost(self.epoch, now, code, why)
         self.movers_exited(self.epoch)
 
     def close(self, code: Code, why: str) -> None:
-        """The engine closes it, or the client is broken: end everything, fence words first."""
+        """End everything, fence words first: the engine closes the client, or the client failed."""
         self._publishes.release_all_locally(Code.PUBLISHER_GONE)
         self._pulls.close(code, why)
         self._pending_completions.clear()
         self._outbox.clear()
         if self.registration.is_resident:
-            self.registration.mark_unmapped(self.epoch)  # from here on its mover's own word counts alone
+            self.registration.mark_unmapped(self.epoch)  # from here on only the mover's own state counts
         self.registration.close()
         self.state = SessionState.CLOSED
         if self.close_reason is None:
@@ -117,7 +117,7 @@ class ClientSession:
                 self._emit(Disconnected(code, why))
 
     def tick(self, now: float) -> None:
-        """Do what is due. Raises KvxferdError when the daemon has kept the session waiting too long."""
+        """Handle everything that is due. Raises KvxferdError when the daemon has not replied in time."""
         self._finish_suspend_if_unmapped()
         self._pending_completions.poll(now)
         for ticket in self._pulls.expire(now):
@@ -131,7 +131,7 @@ class ClientSession:
             raise KvxferdError("the daemon did not answer in time", Code.DAEMON_LOST)
 
     def next_deadline(self) -> float | None:
-        """When `tick` wants to be called."""
+        """Return when `tick` is due next, None when nothing is timed."""
         times = [self._pulls.next_deadline(), self._publishes.next_retry(), self._reply_deadline]
         times.append(self._pending_completions.next_poll())
         if self.state is not SessionState.READY:
@@ -139,7 +139,7 @@ class ClientSession:
         return min((t for t in times if t is not None), default=None)
 
     def has_one_short_request(self, most_bytes: int) -> bool:
-        """Whether what waits for a daemon that is ready is one request, with few block ids."""
+        """Return whether the session is READY and one request waits, with at most `most_bytes` of ids."""
         return self.state is SessionState.READY and self._outbox.has_one_short_item(most_bytes)
 
     def pop_outgoing(self, now: float) -> Outgoing | None:
@@ -149,7 +149,7 @@ class ClientSession:
     # --- being a rank or a publisher
 
     def register(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
-        """Ask to be a rank or a publisher. Raises EngineError as `Registration.begin` does."""
+        """Register as a rank or a publisher. Raises EngineError as `Registration.begin` does."""
         self._check_open()
         self.registration.begin(role, launch)
         self._incarnations = KnownIncarnations()
@@ -158,7 +158,7 @@ class ClientSession:
         self._register_if_needed(None)
 
     def suspend(self) -> None:
-        """Ask for the memory back; `Suspended` is told once no mover maps it."""
+        """Request that the memory is unmapped; `Suspended` is emitted once no mover maps it."""
         self._check_open()
         if self.registration.memory_state is not MemoryState.SHARED:
             return
@@ -198,7 +198,7 @@ class ClientSession:
             self.registration.memory_state is MemoryState.SUSPENDING
             and self.registration.is_unmapped_elsewhere
         ):
-            self._publishes.release_all_locally(Code.SUSPENDED)  # whichever way led here: its bytes go
+            self._publishes.release_all_locally(Code.SUSPENDED)  # on every path to here the bytes go
             self.registration.finish_suspend()
             self._emit(Suspended())
 
@@ -215,7 +215,7 @@ class ClientSession:
         now: float,
         after: Completion | None = None,
     ) -> TransferRef:
-        """Take a transfer to publish, which the daemon hears of `after`. Raises EngineError, BusyError."""
+        """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError."""
         what = f"publish {transfer_id}"
         self._check_not_suspended(what)
         if not self._incarnations.all and self.version > 1:
@@ -234,14 +234,14 @@ class ClientSession:
                 lambda: self._publish_written(publish),
                 lambda w: self._publishes.gpu_failed(publish, w),
             )
-        elif self.state is SessionState.READY:  # else it goes with the replay
+        elif self.state is SessionState.READY:  # else it is sent with the replay
             self._outbox.queue(SendPublish(transfer_id))
         role = self.registration.role
         assert role is not None
         return TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
 
     def _publish_written(self, publish: ClientPublish) -> None:
-        """What a held publish waited for is done."""
+        """Queue a publish whose blocks are now written."""
         if self._publishes.gpu_done(publish) and self._takes_requests:
             self._outbox.queue(SendPublish(publish.transfer_id))
 
@@ -250,7 +250,7 @@ class ClientSession:
         return self.state is SessionState.READY and self.registration.memory_state is MemoryState.SHARED
 
     def ready(self, transfer_id: TransferId, now: float, after: Completion | None = None) -> None:
-        """This rank has finished writing a transfer, or will have `after`."""
+        """Send that this rank has finished writing a transfer, once `after` is done."""
         self._check_not_suspended(f"say that {transfer_id} is ready")
         written = self._incarnations.own
         if after is not None:
@@ -265,7 +265,7 @@ class ClientSession:
         if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
             return  # the rank has slept since, and the bytes are gone
         self._publishes.remember_ready(transfer_id, now, written)
-        if self.state is SessionState.READY:  # else it goes with the replay
+        if self.state is SessionState.READY:  # else it is sent with the replay
             self._outbox.queue(self._ready_message(transfer_id, written))
 
     def _ready_message(self, transfer_id: TransferId, written: Incarnation) -> worker.Ready:
@@ -273,7 +273,7 @@ class ClientSession:
         return worker.Ready(transfer_id=transfer_id, incarnation=incarnation)
 
     def unpublish(self, transfer_id: TransferId) -> None:
-        """Give a transfer up. One that is over already says nothing new."""
+        """Withdraw a transfer. One that is over already is not withdrawn again."""
         self._check_open()
         if self.state is not SessionState.READY:
             self._publishes.release_locally(transfer_id, Code.UNPUBLISHED)
@@ -281,7 +281,7 @@ class ClientSession:
             self._outbox.queue(worker.Unpublish(transfer_id=transfer_id))
 
     def queue_one_way(self, message: worker.Prepare | worker.Abandon) -> None:
-        """Pass on what has no answer, to the next daemon if there is none now."""
+        """Queue a message that has no reply, for the next daemon if there is none now."""
         self._check_open()
         self._outbox.check_room("tell the daemon")
         self._outbox.queue(message)
@@ -295,7 +295,7 @@ class ClientSession:
         cancel: CancelPull,
         after: Completion | None = None,
     ) -> PullTicket:
-        """Take a pull, which the daemon hears of `after`. Raises EngineError, BusyError."""
+        """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
         ticket = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
         send = SendPull(ticket.number)
@@ -323,19 +323,19 @@ class ClientSession:
         if self.close_reason is not None:
             raise KvxferdError(f"the session is over: {self.close_reason.message}", self.close_reason.code)
 
-    # --- what the daemon says
+    # --- messages of the daemon
 
     def carries_fence_page(self, message: worker.DaemonMessage) -> bool:
-        """Whether the session's new fence page comes with the message; it is offered before `feed`."""
+        """Return whether the message carries the session's fence page, which is offered before `handle`."""
         makes_pages = self.version >= worker.FIRST_WITH_FENCE_PAGES
         return makes_pages and isinstance(message, worker.Registered) and self.registration.expects_fence_page
 
     def offer_fence_page(self, page: FencePageLike) -> None:
-        """Take the page that came with the message that is fed next."""
+        """Keep the page that came with the message that is handled next."""
         self._fence.offer_page(page)
 
     def handle(self, message: worker.DaemonMessage, now: float) -> None:
-        """Take a message. Raises KvxferdError when the connection must end; its code says why."""
+        """Handle a message. Raises KvxferdError when the connection must end; its code tells why."""
         match message:
             case worker.Welcome():
                 self._handle_welcome(message, now)
@@ -377,7 +377,7 @@ class ClientSession:
 
     def _handle_farewell(self, message: worker.Farewell) -> NoReturn:
         if self.state is SessionState.HANDSHAKING and message.code is Code.BAD_FRAME:
-            # So answers a daemon that is too old to read on in a hello that it does not know.
+            # A daemon that is too old to ignore a hello's unknown fields replies like this.
             raise KvxferdError(
                 f"cannot speak with the daemon: it does not understand hello ({message.message}); "
                 "upgrade the older",
@@ -390,15 +390,15 @@ class ClientSession:
 
     @property
     def has_live_pulls(self) -> bool:
-        """Whether a mover may have something to say."""
+        """Whether a mover may report a delivery."""
         return len(self._pulls) > 0
 
     def handle_delivered_by_mover(self, delivered: worker.Delivered) -> None:
-        """A mover's word. Raises KvxferdError as `feed` does."""
+        """Handle a mover's own Delivered. Raises KvxferdError as `handle` does."""
         self._pulls.handle_delivered_by_mover(delivered)
 
     def pop_final_deliveries(self) -> worker.DeliveredByMover | None:
-        """What the daemon must know before the rank's mover ends; None where there is nothing."""
+        """Return the deliveries to report before the rank's mover ends; None where there are none."""
         if self.state is not SessionState.READY or not (tickets := self._pulls.pop_delivered_by_mover()):
             return None
         return worker.DeliveredByMover(tickets=tickets)
@@ -417,7 +417,7 @@ class ClientSession:
         self._register_if_needed(now + REREGISTER_TIMEOUT_S if self.registration.was_registered else None)
 
     def _handle_mover_offered(self, message: worker.MoverOffered) -> None:
-        """The connection watches the mover already: it may have the memory."""
+        """Acknowledge the mover: the connection watches it already, so it may have the memory."""
         can_be = self.state in (SessionState.REGISTERING, SessionState.READY)
         if (
             not can_be
@@ -448,7 +448,7 @@ class ClientSession:
 
     @property
     def _is_sole_writer(self) -> bool:
-        """Whether what this session publishes is this rank's word for this rank's memory."""
+        """Whether a publish of this session reports only this rank's memory as written."""
         role = self.registration.role
         if not isinstance(role, RankRole):
             return False

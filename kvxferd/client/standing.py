@@ -1,4 +1,4 @@
-"""How a session stands with its daemon."""
+"""The states of a session, and which refusals end it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class SessionState(Enum):
 
     DISCONNECTED = auto()  # no connection
     HANDSHAKING = auto()  # Hello is sent
-    CONNECTED = auto()  # welcomed, and nothing more is wanted now
+    CONNECTED = auto()  # welcomed, and not registered
     REGISTERING = auto()  # Register, Attach or Resume is sent
     READY = auto()  # the daemon takes requests
-    CLOSED = auto()  # for good
+    CLOSED = auto()  # the session has ended
 
 
-# A rank or publisher that was taken before asks again: whoever has its engine id or its rank now, or a rank
-# of another shape or with other layers beside it, may go, or an operator gives the id back. To end for good
-# would let one second of squatting end a live engine.
+# A rank or publisher that was registered before tries again: the session that has its engine id or its rank
+# now, or a rank of another shape or with other layers beside it, may leave, or an operator returns the id.
+# To end the session instead would let one second of squatting end a live engine.
 RETRIED_ON_REREGISTER = frozenset(
     {Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING}
 )
 
-# Refusals that asking again does not change. On any other the client keeps trying.
+# Refusals that do not change by another attempt. After any other the client keeps trying.
 PERMANENT_REFUSALS = frozenset(
     {
         Code.BAD_VERSION,

@@ -1,1 +1,1 @@
-"""The three protocols: messages, frames and their limits. No I/O."""
+"""The messages, frames and limits of the three protocols: worker, peer and mover. No I/O."""

@@ -25,9 +25,9 @@ BUSY_RETRY_S = 1.0
 def split_block_ids(
     blocks: Mapping[GroupName, PackedBlocks], stream: int
 ) -> tuple[list[BlockIds], BlocksByGroup]:
-    """Return the parts to send first and the blocks that the request itself carries.
+    """Return the parts to send first, and the blocks that the request itself carries.
 
-    All lists that fit in one part together travel in the request, which is nearly every request.
+    Lists that fit in one part together are sent in the request: nearly always all of them.
     """
     if sum(len(b.ids) for b in blocks.values()) <= IDS_PART_BYTES:
         return [], dict(blocks)
@@ -50,9 +50,10 @@ def _reserve_any(num_bytes: int) -> bool:
 class BlockIdAssembly:
     """Collects `BlockIds` parts of one connection until the request that names them arrives.
 
-    `reserve` is asked for room for so many bytes more, and given back what they took (a negative number).
-    Where there is no room the request's ids are dropped, and the request is refused when it comes. The same
-    where a part is missing and `may_lose_parts`: the inbox of peers drops what has no room behind a manifest.
+    `reserve` is called with the number of bytes to reserve, and with a negative number to release them.
+    Where it returns False the request's ids are dropped, and the request is refused when it comes. The same
+    happens where a part is missing and `may_lose_parts`: the inbox of peers drops parts that have no room
+    behind a manifest.
     """
 
     def __init__(self, reserve: ReserveBytes = _reserve_any, *, may_lose_parts: bool = False) -> None:
@@ -63,7 +64,7 @@ class BlockIdAssembly:
         self.num_bytes = 0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop every part."""
         self._streams.clear()
         self._dropped.clear()
         self._release(self.num_bytes)
@@ -80,7 +81,7 @@ class BlockIdAssembly:
             del self._dropped[next(iter(self._dropped))]
 
     def add(self, part: BlockIds) -> None:
-        """Keep a part. Raises ProtocolError where a limit is passed."""
+        """Keep a part. Raises ProtocolError where it exceeds a limit or does not fit what came before."""
         if part.stream in self._dropped:
             return
         if part.stream not in self._streams and len(self._streams) >= MAX_OPEN_ASSEMBLIES:
@@ -88,7 +89,7 @@ class BlockIdAssembly:
         groups = self._streams.setdefault(part.stream, {})
         if part.offset == 0 and part.group in groups:
             self._release(len(groups[part.group]))
-            groups[part.group].clear()  # sent anew: the first time counts no more
+            groups[part.group].clear()  # sent again: the earlier bytes no longer count
         if part.group not in groups and (
             len(groups) >= MAX_GROUPS_PER_REQUEST or len(part.group) > MAX_NAME_CHARS
         ):
@@ -129,7 +130,7 @@ class BlockIdAssembly:
             )
         fronts = self._streams.pop(stream, None)
         if fronts is None:
-            return blocks  # as nearly always: requests of thousands of blocks fit a frame
+            return blocks  # nearly always: requests of thousands of blocks fit a frame
         self._release(sum(map(len, fronts.values())))
         if unnamed := fronts.keys() - blocks.keys():
             raise ProtocolError(f"cannot place ids of groups {sorted(unnamed)}: the request names none such")

@@ -1,4 +1,4 @@
-"""Limits of what a field holds, said at the field: what is longer cannot be decoded, and nothing keeps it."""
+"""Length limits for annotations of fields: a longer value cannot be decoded, so none is kept."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
 REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
 METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)
 REGIONS = msgspec.Meta(max_length=MAX_REGIONS)
-PIECES = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # or the stretches that lie in them
+PIECES = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # also of the address ranges inside them

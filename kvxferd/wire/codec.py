@@ -22,7 +22,7 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder(Generic[M]):
-    """Decodes one closed union; anything else is a ProtocolError that says what was wrong."""
+    """Decodes one closed union; anything else is a ProtocolError that names the fault."""
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
@@ -31,7 +31,7 @@ class Decoder(Generic[M]):
         """Return the message. Raises ProtocolError(bad-frame)."""
         try:
             return self._decoder.decode(payload)
-        # RecursionError: nested arrays as deep as the frame is long.
+        # RecursionError: arrays that are nested as deep as the frame is long.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise ProtocolError(f"cannot decode a message of {len(payload)} bytes: {error}") from error
 
@@ -45,13 +45,13 @@ PEER_MESSAGES: Decoder[peer.PeerMessage] = Decoder(peer.PeerMessage)
 
 
 class _HelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
-    """As much of any version's hello as this one must understand."""
+    """The fields of any version's hello that this version reads."""
 
     versions: Versions
 
 
 class _PeerHelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
-    """As much of any version's greet as this one must understand."""
+    """The fields of any version's greet that this version reads."""
 
     request: int
     versions: Versions
@@ -62,10 +62,10 @@ _PEER_HELLO = Decoder[_PeerHelloVersions](_PeerHelloVersions)
 
 
 def decode_first_frame(payload: bytes) -> tuple[worker.ClientMessage, int]:
-    """Return a session's first message and the version agreed on; 0 where it is no hello.
+    """Return a session's first message and the negotiated version; 0 where it is no hello.
 
-    The versions are read before the rest: a later version's hello may look otherwise. Raises
-    ProtocolError: bad-version where both sides have none in common.
+    The versions are decoded before the rest, because a later version's hello may have other fields.
+    Raises ProtocolError, with the code bad-version where the sides have none in common.
     """
     if len(payload) > MAX_HELLO_BYTES:
         raise ProtocolError(
@@ -81,9 +81,9 @@ def decode_first_frame(payload: bytes) -> tuple[worker.ClientMessage, int]:
 
 
 def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
-    """Return the answer to a peer's message that could not be decoded.
+    """Return the reply to a peer's message that could not be decoded.
 
-    A greet of a later version may look otherwise; it is answered by the versions that are spoken here.
+    A greet of a later version may have other fields; the reply to it names the versions of this side.
     """
     request = 0
     try:
@@ -96,7 +96,7 @@ def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRef
 
 
 def negotiate_version(ours: Versions, theirs: Versions) -> int:
-    """Return the newest version that both sides speak. Raises ProtocolError(bad-version)."""
+    """Return the newest version that both sides support. Raises ProtocolError(bad-version)."""
     version = min(ours.newest, theirs.newest)
     if version < max(ours.oldest, theirs.oldest):
         raise ProtocolError(

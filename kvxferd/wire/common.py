@@ -1,4 +1,4 @@
-"""Structs that more than one of the three protocols carries."""
+"""Structs that more than one of the three protocols uses."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ class Message(
     """Base of everything that is sent: a msgpack map whose key ``t`` names the type."""
 
 
-# Which mapping of its memory each rank of an engine has: what a publish is bound to.
+# The incarnation of each rank's memory in an engine: a publish is bound to them.
 RankIncarnations = tuple[tuple[Rank, Incarnation], ...]
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True):
-    """The protocol versions a side can speak, both ends included."""
+    """The protocol versions that a side supports, both ends included."""
 
     oldest: int
     newest: int
 
 
 class TransferRef(msgspec.Struct, frozen=True, gc=False):
-    """What the router carries from the prefill engine to the decode engine: plain JSON.
+    """The reference that the router carries from the prefill engine to the decode engine: plain JSON.
 
-    The engine that made it may be newer than the one that reads it: fields that are not known here
-    are ignored, within `MAX_REF_BYTES`.
+    The engine that made it may be newer than the one that reads it: unknown fields are ignored, within
+    `MAX_REF_BYTES`.
     """
 
     endpoint: Endpoint  # the home's peer socket
     engine_id: EngineId
     generation: Generation
     transfer_id: TransferId
-    nonce: str  # 32 hex digits; whoever holds it may read the transfer
-    ready_tokens: int = -1  # kept for progressive pulls; -1: all of them
+    nonce: str  # 32 hex digits; any process that has it may read the transfer
+    ready_tokens: int = -1  # reserved for progressive pulls; -1: all tokens
 
     @property
     def engine(self) -> EngineKey:
@@ -61,21 +61,21 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class RegionAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a region lies in its mover's address space, which is what NIXL descriptors name."""
+    """Where a region lies in its mover's address space, in the terms of a NIXL descriptor."""
 
     region: Annotated[RegionId, NAME]
     address: int
     size_bytes: int
     device: int = 0  # NIXL's device id in that process
     mem_type: Annotated[str, NAME] = "DRAM"
-    # (count, size) of the stretches that are registered each by itself: no read may cross from one
-    # into the next. Empty: the region is one.
+    # (count, size) of the address ranges that are each registered alone: no read may cross from one
+    # into the next. Empty: the region is registered as one.
     pieces: Annotated[tuple[tuple[int, int], ...], PIECES] = ()
-    staged: bool = False  # NIXL cannot read it: its mover copies what is asked of it
+    staged: bool = False  # NIXL cannot read it: its mover copies the bytes that a reader requests
 
 
 class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What makes a layout readable: addresses, the agent, and the mapping's incarnation."""
+    """The part of a manifest that makes a layout readable: addresses, agent and incarnation."""
 
     agent: Annotated[AgentName, NAME]
     metadata: Annotated[bytes, METADATA]  # NIXL agent metadata of the registered regions
@@ -97,26 +97,26 @@ class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a rank's mover reaches the rank's memory, as its probe found."""
+    """How a rank's mover reaches the rank's memory, as its probe measured."""
 
     kind: Annotated[str, NAME] = "direct"  # direct, resident or staged
     why: Annotated[str, REASON] = ""  # not direct
-    lanes: Annotated[str, REASON] = ""  # the transports that the library chose
+    lanes: Annotated[str, REASON] = ""  # the transports that the transfer library chose
     gigabytes_per_s: float = 0.0  # of the probe's read; 0: not measured
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why something was not done: a code for machines, a sentence for people."""
+    """Why a request was refused: a code for machines, a sentence for people."""
 
     code: Code
     message: str
-    retry_after_s: float = 0.0  # with the code `busy`: when asking again may help
+    retry_after_s: float = 0.0  # with the code `busy`: when another attempt may succeed
 
 
 class FdBatch(Message, frozen=True, tag="descriptors"):
     """The first descriptors of a registration that has more than a frame carries.
 
-    `first` says how many came before: 0 starts anew. The message that needs them carries the rest.
+    `first` is the number that came before: 0 starts over. The message that needs them carries the rest.
     """
 
     first: int
@@ -125,7 +125,7 @@ class FdBatch(Message, frozen=True, tag="descriptors"):
 class BlockIds(Message, frozen=True, tag="block-ids"):
     """The front part of a long block list; the message that names `stream` carries the rest.
 
-    `offset` says how many bytes of the group's list came before: 0 starts the list anew, and any
+    `offset` is the number of bytes of the group's list that came before: 0 starts the list over, and any
     other value must be where the last part ended.
     """
 

@@ -1,8 +1,8 @@
-"""Peer endpoints: parsed and rebuilt, never handed through.
+"""Peer endpoints: parsed and rebuilt, never passed through unchecked.
 
-An endpoint is ``tcp://HOST:PORT``, or ``tcp://HOST:PORT#KEY`` for a daemon that is spoken with by
-CURVE only; KEY is its public key in 64 hex digits. So whoever learns where a daemon is, from a
-reference or from an engine's `home`, learns with it who must answer there.
+An endpoint is ``tcp://HOST:PORT``, or ``tcp://HOST:PORT#KEY`` for a daemon that accepts CURVE only;
+KEY is its public key in 64 hex digits. So a process that reads a daemon's address, in a reference or
+in an engine's `home`, also reads the key that the daemon must prove.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvxferd.ids import Endpoint
 KEY_DIGITS = 64  # a Curve25519 public key of 32 bytes
 
 # A host name, an IPv4 address, or an IPv6 address in brackets. libzmq understands much more
-# (ipc://, wildcards, source addresses): none of it comes from outside.
+# (ipc://, wildcards, source addresses): none of that is accepted from outside.
 _ENDPOINT = re.compile(
     r"tcp://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
     rf"(?:#(?P<key>[0-9A-Fa-f]{{{KEY_DIGITS}}}))?"
@@ -23,7 +23,7 @@ _ENDPOINT = re.compile(
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Return the endpoint in its one spelling. Raises EngineError(endpoint-invalid)."""
+    """Return the endpoint in its canonical spelling. Raises EngineError(endpoint-invalid)."""
     match = _ENDPOINT.fullmatch(text)
     port = int(match["port"]) if match else 0
     if match is None or not 1 <= port <= 65535:
@@ -40,12 +40,12 @@ def with_key(address: Endpoint, key: str) -> Endpoint:
 
 
 def address_of(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint without its key: what a socket connects to."""
+    """Return the endpoint without its key: the address that a socket connects to."""
     return Endpoint(endpoint.partition("#")[0])
 
 
 def key_of(endpoint: Endpoint) -> str:
-    """Return the public key that must answer there; "" where none is named."""
+    """Return the public key that the daemon there must prove; "" where none is named."""
     return endpoint.partition("#")[2]
 
 

@@ -1,4 +1,4 @@
-"""More file descriptors than a frame carries: sent ahead in parts, put together under a limit."""
+"""File descriptors beyond a frame's limit: sent ahead in batches, and collected under a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 
 def leading_fd_batches(fds: Sequence[int]) -> Iterator[tuple[FdBatch, tuple[int, ...]]]:
-    """Yield what to send before the message that the descriptors belong to; nothing, nearly always."""
+    """Yield the batches to send before the message that needs the descriptors; nearly always none."""
     for first in range(0, start_of_last_batch(len(fds)), MAX_FDS_PER_FRAME):
         yield FdBatch(first=first), tuple(fds[first : first + MAX_FDS_PER_FRAME])
 
@@ -21,7 +21,7 @@ def start_of_last_batch(num_fds: int) -> int:
 
 
 class FdBatchAssembly:
-    """Keeps the parts of one connection until the message that needs them. Closes nothing."""
+    """Keeps the batches of one connection until the message that needs them. It closes nothing."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
@@ -30,9 +30,9 @@ class FdBatchAssembly:
         return len(self._fds)
 
     def add(self, first: int, fds: Sequence[int]) -> tuple[int, ...]:
-        """Keep a part. Returns those of an earlier start, to be closed.
+        """Keep a batch. Return the descriptors of an earlier start, which the caller closes.
 
-        Raises ProtocolError, and then keeps what it had: the part is still the caller's.
+        If it raises ProtocolError it keeps what it had, and the caller still owns the batch.
         """
         num_before = 0 if first == 0 else len(self._fds)
         if first != num_before or not fds:
@@ -41,12 +41,12 @@ class FdBatchAssembly:
             )
         if first + len(fds) > MAX_DESCRIPTORS_PER_RANK:
             raise ProtocolError(f"cannot take more than {MAX_DESCRIPTORS_PER_RANK} descriptors for one rank")
-        # After every check: whoever gets an error does not get what an earlier start left.
+        # After every check: with an error the caller does not get the descriptors of an earlier start.
         replaced = self.pop_all() if first == 0 else ()
         self._fds.extend(fds)
         return replaced
 
     def pop_all(self) -> tuple[int, ...]:
-        """Return what was kept; it is the caller's now."""
+        """Return and remove the descriptors; the caller owns them from here on."""
         taken, self._fds = tuple(self._fds), []
         return taken

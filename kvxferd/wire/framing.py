@@ -19,19 +19,19 @@ HEADER = struct.Struct("<IHH")
 
 
 class Frame(NamedTuple):
-    """One decoded frame. Whoever takes it owns its descriptors."""
+    """One decoded frame. The receiver owns its descriptors."""
 
     payload: bytes
     fds: tuple[int, ...]
 
 
 def encode_frame(payload: bytes, num_fds: int = 0) -> bytes:
-    """Return header and payload as one buffer. Raises ProtocolError where a limit is passed."""
+    """Return header and payload as one buffer. Raises ProtocolError where a limit is exceeded."""
     return encode_header(len(payload), num_fds) + payload
 
 
 def encode_header(num_bytes: int, num_fds: int) -> bytes:
-    """Return the header of a payload of that many bytes. Raises ProtocolError where a limit is passed."""
+    """Return the header of a payload of that many bytes. Raises ProtocolError where a limit is exceeded."""
     if num_bytes > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"cannot send a frame of {num_bytes} bytes: the limit is {MAX_FRAME_BYTES}",
@@ -45,36 +45,35 @@ def encode_header(num_bytes: int, num_fds: int) -> bytes:
 class FrameDecoder:
     """Bytes and descriptors in, frames out. After it raised, the connection must be closed.
 
-    Whoever feeds it descriptors closes those of frames that it did not return: also of complete ones,
-    where what follows them in the same chunk cannot be read.
+    The caller closes the descriptors of frames that were not returned: also those of complete frames,
+    where the bytes behind them in the same chunk cannot be decoded.
     """
 
     def __init__(self, max_payload_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.max_payload_bytes = max_payload_bytes  # of frames that begin from here on, as the next
+        self.max_payload_bytes = max_payload_bytes  # of the frames that begin from now on
         self.max_fds = MAX_FDS_PER_FRAME
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
-        self.has_more_frames = False  # whole frames may be left: `feed` nothing to have them
+        self.has_more_frames = False  # whole frames may be left: `feed(b"")` returns them
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Bytes of frames that were not returned."""
+        """The bytes of frames that were not returned yet."""
         return len(self._buffer)
 
     def feed(
         self, chunk: bytes | memoryview, fds: Iterable[int] = (), max_frames: int = 1 << 30
     ) -> list[Frame]:
-        """Return the frames that `chunk` completes. Of the chunk nothing is kept but copies.
+        """Return the frames that `chunk` completes. Only copies of the chunk are kept.
 
-        Not more than `max_frames`: 256 KiB of the smallest are 32,768, which take 130 ms and, as objects,
-        4 MB.
+        At most `max_frames` are returned: 256 KiB of the smallest are 32,768, which take 130 ms and, as
+        objects, 4 MB.
         """
         self._fds.extend(fds)
         if self._buffer:
             self._buffer += chunk
-        data: bytes | bytearray | memoryview = (
-            self._buffer or chunk
-        )  # nearly always whole frames: nothing is kept
+        # Nearly always whole frames arrive, and nothing is buffered.
+        data: bytes | bytearray | memoryview = self._buffer or chunk
         frames: list[Frame] = []
         consumed = 0
         self.has_more_frames = False
@@ -116,6 +115,6 @@ class FrameDecoder:
             )
 
     def check_complete(self) -> None:
-        """Say that the stream is over. Raises ProtocolError if it was cut inside a frame."""
+        """Check, at the stream's end, that it ended between frames. Raises ProtocolError if it did not."""
         if self._buffer:
             raise ProtocolError(f"the connection ended inside a frame: {len(self._buffer)} bytes of it came")

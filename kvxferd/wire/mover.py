@@ -1,7 +1,7 @@
-"""Messages between the daemon and a mover, over a socketpair. They travel in the order sent.
+"""Messages between the daemon and a mover, over a socketpair, in the order sent.
 
-`LoadPlan`, `LoadRemote` and `DropRemote` are not answered: what went wrong with them is the
-outcome of the pull that needs them.
+`LoadPlan`, `LoadRemote` and `DropRemote` have no reply: their errors are the outcome of the pull that
+needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Bind(Message, frozen=True, tag="bind"):
     """Map and register a rank's regions. Carries the regions' descriptors, then the worker's pidfd.
 
     The mover exits when the worker dies. With `notices`, the socket of the worker's `Hello` comes
-    before the pidfd. Answered by `Bound` or `BindRefused`.
+    before the pidfd. The reply is `Bound` or `BindRefused`.
     """
 
     regions: tuple[RegionExport, ...]
@@ -34,7 +34,7 @@ class Bind(Message, frozen=True, tag="bind"):
 class MapFence(Message, frozen=True, tag="map-fence"):
     """Map and register a session's fence page. Carries its descriptor.
 
-    Answered by `FenceMapped` or `FenceRefused`.
+    The reply is `FenceMapped` or `FenceRefused`.
     """
 
     session: SessionId
@@ -42,27 +42,27 @@ class MapFence(Message, frozen=True, tag="map-fence"):
 
 
 class UnmapFence(Message, frozen=True, tag="unmap-fence"):
-    """The session is gone."""
+    """Unmap the fence page of a session that has ended."""
 
     session: SessionId
 
 
 class SetPolling(Message, frozen=True, tag="attend"):
-    """Poll while `on`: somebody reads from this mover. Answered by `Attending` once it polls."""
+    """Poll while `on`: a reader reads from this mover. The reply is `Polling`, once the mover polls."""
 
     on: bool
     token: int = 0
 
 
 class LoadPlan(Message, frozen=True, tag="load-plan"):
-    """A plan that pulls will name by digest."""
+    """Keep a plan that later pulls name by its digest."""
 
     digest: Digest
     encoded: bytes  # kvxferd.plan.encode_plan
 
 
 class LoadRemote(Message, frozen=True, tag="load-remote"):
-    """Load a remote agent's metadata (again: more regions of the same agent).
+    """Load a remote agent's metadata. Sent again when the same agent has more regions.
 
     `word` is an address in host memory that this makes readable: 16 bytes of it may be read, so
     that the agents are connected before a pull comes.
@@ -74,13 +74,13 @@ class LoadRemote(Message, frozen=True, tag="load-remote"):
 
 
 class DropRemote(Message, frozen=True, tag="drop-remote"):
-    """The remote agent is gone; everything prepared for it goes too."""
+    """Drop a remote agent that is gone, with everything prepared for it."""
 
     agent: AgentName
 
 
 class SourceRank(msgspec.Struct, frozen=True, array_like=True):
-    """One remote rank that a pull reads."""
+    """One remote rank that a pull reads from."""
 
     rank: Rank
     agent: AgentName
@@ -88,7 +88,7 @@ class SourceRank(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FenceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the transfer's fence word lies, and what it holds while the blocks are held."""
+    """Where the transfer's fence word lies, and its value until the blocks are released."""
 
     agent: AgentName
     address: int
@@ -96,7 +96,7 @@ class FenceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StartPull(Message, frozen=True, tag="start-pull"):
-    """Expand the plan over these blocks, read, then read the fence word. Answered by `PullDone`.
+    """Expand the plan over these blocks, read, then read the fence word. The reply is `PullDone`.
 
     Parts of long lists came before: `local`'s under `stream`, `remote`'s under `stream + 1`.
     """
@@ -109,7 +109,7 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     num_tokens: int
     fence: FenceLocation
     stream: int = 0
-    ticket: Ticket | None = None  # by which the worker knows the pull; None: it is not told by the mover
+    ticket: Ticket | None = None  # the worker's number of the pull; None: the mover sends it no Delivered
 
 
 class AbortPull(Message, frozen=True, tag="abort-pull"):
@@ -119,7 +119,7 @@ class AbortPull(Message, frozen=True, tag="abort-pull"):
 
 
 class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
-    """Answers `DisconnectSeen`: whether nothing lands any more of what was read over that connection."""
+    """The reply to `DisconnectSeen`: `over` means that no read over that connection writes any more."""
 
     number: int
     over: bool
@@ -129,7 +129,7 @@ class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
 
 
 class MoverUp(Message, frozen=True, tag="up"):
-    """The mover's agent is made. First message."""
+    """The mover has created its agent. The mover's first message."""
 
     agent: Annotated[AgentName, NAME]
     library: Annotated[str, NAME]  # "nixl 1.5.1", "rixl ...", "memory"
@@ -152,7 +152,7 @@ class BindRefused(Message, frozen=True, tag="bind-refused"):
 
 
 class ProbeResult(Message, frozen=True, tag="proved"):
-    """What a read of the bound regions showed. Follows a `Bound` that did not wait for it."""
+    """The result of the probe's read of the bound regions, after a `Bound` that did not wait for it."""
 
     placement: Placement
 
@@ -180,11 +180,11 @@ class Polling(Message, frozen=True, tag="attending"):
 
 
 class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """What a mover knows of a pull that has ended for it."""
+    """How a pull ended, and its times, as the mover measured them."""
 
     delivered: bool
-    started: bool = True  # False: no handle was ever posted; the mover's word
-    finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiet` follows
+    started: bool = True  # False: no handle was ever posted
+    finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiesced` follows
     quiet_follows: bool = True  # False: it never will, only the mover's death ends the doubt
     code: Code | None = None
     message: Annotated[str, REASON] = ""
@@ -196,7 +196,7 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     post_s: float = 0.0  # time inside the transport's post call
     wire_s: float = 0.0  # first post to the last data read terminal
     fence_s: float = 0.0
-    told: bool = False  # the worker has been told Delivered by the mover itself
+    told: bool = False  # the mover has sent Delivered to the worker itself
 
 
 class PullDone(Message, frozen=True, tag="pull-done"):
@@ -213,13 +213,13 @@ class PullQuiesced(Message, frozen=True, tag="pull-quiet"):
 
 
 class DisconnectSeen(Message, frozen=True, tag="disconnect-seen"):
-    """A connection was lost under a read. Whether that read is over depends on the transports."""
+    """A connection was lost during a read. Whether that read is over depends on the transports."""
 
     number: int
 
 
 class MoverLeaving(Message, frozen=True, tag="leaving"):
-    """A resident mover ends by itself and takes nothing more. When the stream ends, its agent is gone."""
+    """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
     code: Code
     message: Annotated[str, REASON]

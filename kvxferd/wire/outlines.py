@@ -1,8 +1,8 @@
-"""Peer messages with their manifests left encoded, so that who sent them is looked at first.
+"""Peer messages with their manifests still encoded, so that the sender is checked first.
 
 A message of 16 MiB can be five million tuples of two numbers: decoding it in one go takes 1.1 s, and
-skipping it 0.1 s. So manifests are decoded tensor by tensor and region by region, where that keeps
-nobody waiting, and only of senders that may send them.
+skipping it 0.1 s. So manifests are decoded tensor by tensor and region by region, off the daemon's event
+loop, and only from senders that may send them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvxferd.wire.codec import Decoder
 from kvxferd.wire.common import Binding, BlockIds, Message, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS, MAX_REGIONS
 
-# One tensor, or one region's address, is decoded in one go. The unit ranges of a tensor whose units are
-# listed one by one are 4 bytes each, a region's pieces 10; dense ones take 70 ns a byte: 9 ms.
+# One tensor, or one region's address, is decoded in one go. Unit ranges of a tensor whose units are
+# listed one by one are 4 bytes each, pieces of a region 10. Dense ones take 70 ns a byte: 9 ms.
 MAX_ENTRY_BYTES = 128 << 10
 
 Entries = tuple[msgspec.Raw, ...]
@@ -48,7 +48,7 @@ class LayoutOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ManifestOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `RankManifest` of which no more is decoded than tells whose it is."""
+    """A `RankManifest` of which only the fields that name its rank are decoded."""
 
     spec: EngineSpec
     layout: msgspec.Raw
@@ -56,7 +56,7 @@ class ManifestOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JoinRankOutline(Message, frozen=True, tag="join-rank"):
-    """A `JoinRank`."""
+    """A `JoinRank` whose manifest is still encoded."""
 
     request: int
     boot: Annotated[BootId, NAME]
@@ -65,7 +65,7 @@ class JoinRankOutline(Message, frozen=True, tag="join-rank"):
 
 
 class EngineManifestOutline(Message, frozen=True, tag="engine-manifest"):
-    """An `EngineManifest`."""
+    """An `EngineManifest` whose manifests are still encoded."""
 
     request: int
     boot: Annotated[BootId, NAME]

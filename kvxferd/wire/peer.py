@@ -1,7 +1,7 @@
-"""Messages between daemons, over ZMQ: a DEALER of the asking side to a ROUTER of the other.
+"""Messages between daemons, over ZMQ: from a DEALER of the requesting side to a ROUTER of the other.
 
-Every question carries `request`; its answer carries the same number. A question may be sent
-again with the same number: answering twice changes nothing. Times are seconds from now, never
+Every request carries the number `request`, and its reply the same number. A request may be sent
+again with the same number: a second reply changes nothing. Times are seconds from now, never
 times of day.
 """
 
@@ -31,12 +31,12 @@ from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, 
 
 PEER_VERSIONS = Versions(1, 2)
 
-# Lists have a limit beside that of their message: 16 MiB of the shortest names took 0.5 s to decode.
+# Lists have a limit besides that of their message: 16 MiB of the shortest names took 0.5 s to decode.
 GrantIds = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
 
 
 class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rank that reads, and how many ranks of its engine will acknowledge."""
+    """The reading rank, and the number of its engine's ranks that will acknowledge."""
 
     engine_id: Annotated[EngineId, NAME]
     generation: Annotated[Generation, NAME]
@@ -57,7 +57,7 @@ class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
 
 
 class PeerWelcome(Message, frozen=True, tag="greeting"):
-    """The version both sides speak, and who answers."""
+    """The negotiated version, and the boot id of the daemon that replies."""
 
     request: int
     version: int
@@ -65,7 +65,7 @@ class PeerWelcome(Message, frozen=True, tag="greeting"):
 
 
 class FetchEngine(Message, frozen=True, tag="fetch-engine"):
-    """Every rank of one engine. An incomplete engine is waited for, at most `wait_s`."""
+    """Request every rank of one engine. The reply waits at most `wait_s` for an incomplete engine."""
 
     request: int
     engine_id: Annotated[EngineId, NAME]
@@ -75,7 +75,7 @@ class FetchEngine(Message, frozen=True, tag="fetch-engine"):
 
 
 class EngineManifest(Message, frozen=True, tag="engine-manifest"):
-    """The answer: one entry per `(pp_rank, tp_rank)`."""
+    """The reply to `FetchEngine`: one entry per `(pp_rank, tp_rank)`."""
 
     request: int
     boot: Annotated[BootId, NAME]
@@ -86,11 +86,11 @@ class EngineManifest(Message, frozen=True, tag="engine-manifest"):
 
 
 class AskGrant(Message, frozen=True, tag="ask-grant"):
-    """Let this consumer rank read a transfer. `reads` names the agents that its plan reads.
+    """Request that this consumer rank may read a transfer. `reads` names the agents that its plan reads.
 
-    Asking again with the same `grant` returns the same grant. An unknown transfer of a live
-    generation is waited for (the reference may outrun its publish), and so are ranks that are
-    not ready, at most `wait_s`.
+    Another request with the same `grant` returns the same grant. The reply waits at most `wait_s` for an
+    unknown transfer of a live generation (the reference may arrive before its publish), and for ranks
+    that are not ready.
     """
 
     request: int
@@ -102,7 +102,7 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
 
 
 class Granted(Message, frozen=True, tag="granted"):
-    """The blocks stay while the grant is renewed. Every source mover concerned polls."""
+    """The reply to `AskGrant`: the blocks stay while the grant is renewed, and the source movers poll."""
 
     request: int
     grant: Annotated[GrantId, NAME]
@@ -119,28 +119,28 @@ class Granted(Message, frozen=True, tag="granted"):
 
 
 class RenewGrants(Message, frozen=True, tag="renew-grants"):
-    """The grants that one user holds at this peer, in one message."""
+    """Renew all grants that one user holds at this peer, in one message."""
 
     request: int
     grants: GrantIds
 
 
 class GrantsRenewed(Message, frozen=True, tag="grants-renewed"):
-    """Those among the renewed that have ended: they cannot be renewed."""
+    """The reply to `RenewGrants`: `ended` lists the grants that could not be renewed."""
 
     request: int
     ended: GrantIds
 
 
 class ReturnGrant(Message, frozen=True, tag="return-grant"):
-    """The pull failed or was cancelled: its grant ends, and it is no acknowledgement."""
+    """End the grant of a pull that failed or was cancelled. It does not count as an acknowledgement."""
 
     request: int
     grant: Annotated[GrantId, NAME]
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
-    """This consumer rank holds the bytes. Repeated until answered; a duplicate counts once."""
+    """This consumer rank has the bytes. Repeated until the reply comes; a duplicate counts once."""
 
     request: int
     grant: Annotated[GrantId, NAME]
@@ -149,7 +149,7 @@ class Acknowledge(Message, frozen=True, tag="acknowledge"):
 
 
 class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
-    """No rank of the consumer's engine reads the transfer any more."""
+    """No rank of the consumer's engine will read the transfer any more."""
 
     request: int
     ref: TransferRef
@@ -157,13 +157,13 @@ class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """Return, acknowledgement, abandonment or a member's statement was taken note of."""
+    """The reply to a returned grant, an acknowledgement, an abandonment or a member's report."""
 
     request: int
 
 
 class PeerRefused(Message, frozen=True, tag="peer-refused"):
-    """The question's answer is no; `code` says whether asking again can help."""
+    """The request is refused; `code` tells whether another attempt can help."""
 
     request: int
     code: Code
@@ -175,18 +175,17 @@ class PeerRefused(Message, frozen=True, tag="peer-refused"):
 
 
 class JoinRank(Message, frozen=True, tag="join-rank"):
-    """A rank that registered with a member of the engine's home. Repeated as a heartbeat."""
+    """Member to home: a rank that has registered with the member. Repeated as a heartbeat."""
 
     request: int
     boot: Annotated[BootId, NAME]
     manifest: RankManifest
-    secret: Annotated[str, NAME] = (
-        ""  # the member's own, random; without CURVE it says who may speak for the rank
-    )
+    # The member's own, random. Without CURVE it proves the right to send messages about the rank.
+    secret: Annotated[str, NAME] = ""
 
 
 class LeaveRank(Message, frozen=True, tag="leave-rank"):
-    """That rank is gone, or has another mover or mapping now."""
+    """Member to home: the rank is gone, or has another mover or mapping now."""
 
     request: int
     boot: Annotated[BootId, NAME]
@@ -198,7 +197,7 @@ class LeaveRank(Message, frozen=True, tag="leave-rank"):
 
 
 class RankReady(Message, frozen=True, tag="rank-ready"):
-    """A member's rank has finished writing a transfer's blocks."""
+    """Member to home: a rank has finished writing a transfer's blocks."""
 
     request: int
     engine_id: Annotated[EngineId, NAME]
@@ -210,7 +209,7 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
 
 
 class SetRankPolling(Message, frozen=True, tag="attend-rank"):
-    """Home to member: the rank's mover must poll (or need not any more). Answered by `Done`."""
+    """Home to member: the rank's mover must poll, or need not any more. The reply is `Done`."""
 
     request: int
     agent: Annotated[AgentName, NAME]
@@ -218,7 +217,7 @@ class SetRankPolling(Message, frozen=True, tag="attend-rank"):
 
 
 class TransferReleased(Message, frozen=True, tag="transfer-released"):
-    """Home to member: the ranks of the engine on this node get `Released`. Answered by `Done`."""
+    """Home to member: send `Released` to the engine's ranks on this node. The reply is `Done`."""
 
     request: int
     engine_id: Annotated[EngineId, NAME]
@@ -266,7 +265,7 @@ PeerMessage = (
 
 
 def refusal_of(request: int, error: KvxferdError) -> PeerRefused:
-    """Return the answer that says no because of the error."""
+    """Return the refusal that carries the error."""
     return PeerRefused(
         request=request, code=error.code, message=error.message, retry_after_s=error.retry_after_s
     )

@@ -1,7 +1,7 @@
-"""What movers tell each other through the transfer library: memory that it cannot reach is lent in chunks.
+"""Messages between movers, through the transfer library, for memory that the library cannot reach.
 
-The reader asks for a chunk, the source copies it to where it can be read, the reader reads it and gives
-it back. A note from anybody may be anything: it is checked, and refused or dropped.
+The reader requests a chunk, the source copies it into a staging buffer, the reader reads that and
+releases it. Any agent may send such a message with any content, so it is checked, and refused or dropped.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import msgspec
 from kvxferd.errors import ProtocolError
 from kvxferd.wire.common import Message
 
-# 512 stretches, 12 bytes each, and the asker's metadata.
+# 512 address ranges of 12 bytes each, and the reader's metadata.
 MAX_STAGING_MESSAGE_BYTES = 16 << 10
 MAX_CHUNK_RUNS = 512
 STAMP_BYTES = 16
 
 
 class ChunkRequest(Message, frozen=True, tag="ask"):
-    """Lend me these bytes, one after the other."""
+    """Copy these address ranges, one behind the other, into a staging buffer."""
 
-    number: int  # of the asker's choice; never used twice
+    number: int  # chosen by the reader; never used twice
     addresses: bytes  # little-endian u64 each
     lengths: bytes  # little-endian u32 each
-    metadata: bytes  # by which the answer finds its way
+    metadata: bytes  # of the reader's agent, for the reply
 
 
 class ChunkReady(Message, frozen=True, tag="lent"):
-    """The bytes of an `Ask`; theirs for as long as the stamp is what it is."""
+    """The reply to `ChunkRequest`: the bytes are valid while the stamp is unchanged."""
 
     number: int
     address: int
@@ -36,14 +36,14 @@ class ChunkReady(Message, frozen=True, tag="lent"):
 
 
 class ChunkRefused(Message, frozen=True, tag="denied"):
-    """An `Ask` that is not done, and why."""
+    """The refusal of a `ChunkRequest`, and why."""
 
     number: int
     message: str
 
 
 class ChunkRelease(Message, frozen=True, tag="returned"):
-    """What was lent has been read, or is not wanted any more."""
+    """The chunk has been read, or is not needed any more."""
 
     number: int
 
@@ -54,7 +54,7 @@ _DECODER: msgspec.msgpack.Decoder[StagingMessage] = msgspec.msgpack.Decoder(Stag
 
 
 def decode_staging_message(payload: bytes) -> StagingMessage:
-    """Return what was told. Raises ProtocolError."""
+    """Return the message. Raises ProtocolError."""
     if len(payload) > MAX_STAGING_MESSAGE_BYTES:
         raise ProtocolError(
             f"cannot take a note of {len(payload)} bytes: the limit is {MAX_STAGING_MESSAGE_BYTES}"

@@ -1,4 +1,4 @@
-"""What a side that speaks version 1 of a protocol gets in place of what it does not know."""
+"""Codes and fields of version 2, and what a side of version 1 receives in their place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from kvxferd.wire.peer import RankReady
 
 M = TypeVar("M", bound=Message)
 
-# A side decodes only the codes that it knows. Each code that came with version 2, and which of
-# version 1 says most of the same.
+# A side cannot decode a code of a later version. Each code that came with version 2, and the closest
+# one of version 1.
 VERSION_1_CODES: dict[Code, Code] = {Code.SOURCE_STALLED: Code.BUSY}
-
 
 # Fields that came with version 2, at the default that is not sent.
 FIELDS_SINCE_VERSION_2: dict[type[Message], dict[str, object]] = {RankReady: {"incarnation": ""}}
 
 
 def for_version_1(message: M) -> M:
-    """Return the message with the codes and fields that version 1 knows; itself, nearly always."""
+    """Return the message with the codes and fields of version 1; nearly always unchanged."""
     if (older_fields := FIELDS_SINCE_VERSION_2.get(type(message))) is not None:
         message = msgspec.structs.replace(message, **older_fields)
     older_code = VERSION_1_CODES.get(getattr(message, "code", None) or getattr(message, "why", None))  # type: ignore[arg-type]

@@ -15,11 +15,11 @@ from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
 WORKER_VERSIONS = Versions(1, 2)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
-FIRST_WITH_LATE_FDS = 2  # the first version in which none come before the registration, notices too
+FIRST_WITH_LATE_FDS = 2  # the first version in which no descriptors come before the registration
 FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
-# A frame of 1 MiB has room for more than these lists may have: 209,000 incarnations took 230 ms to decode,
-# and 95,000 groups 68 ms.
+# A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
+# decode, and 95,000 groups 68 ms.
 LimitedBlocks = Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
 LimitedIncarnations = Annotated[RankIncarnations, msgspec.Meta(max_length=MAX_RANKS)]
 
@@ -37,9 +37,8 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     fd_offset: int = 0  # where the region starts in that descriptor; memfd: a multiple of the page size
     kind: Annotated[str, NAME] = "memfd"
     device: Annotated[str, NAME] = ""  # vmm, resident: UUID of the GPU; "": host memory
-    pieces: Annotated[
-        tuple[int, ...], PIECES
-    ] = ()  # vmm: size of each allocation under the region, in order of address
+    # vmm: the size of each allocation under the region, in order of address
+    pieces: Annotated[tuple[int, ...], PIECES] = ()
     address: int = 0  # resident
 
 
@@ -47,15 +46,15 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
-    """First frame. Carries a fence page, a sealed memfd; with `notices`, a socket behind it.
+    """The first frame. Carries a fence page, a sealed memfd, and with `notices` a socket behind it.
 
-    The page is the session's in version 1. From version 2 on the daemon makes the session's, and closes
-    this one: it comes for daemons of version 1.
+    In version 1 the session uses this page. From version 2 on the daemon makes the session's page and
+    closes this one, which the client sends because the daemon may be of version 1.
 
-    Into that socket the rank's mover writes each `Delivered` itself, a packet each, and the daemon
-    does not send it. Without, or while the socket takes no more, the daemon does.
+    The rank's mover writes each `Delivered` into the socket itself, a packet each, and the daemon does
+    not send it. Without the socket, or while it is full, the daemon sends it.
 
-    Fields of a later version are ignored: what both sides speak is agreed on first.
+    Fields of a later version are ignored: the version is negotiated first.
     """
 
     versions: Versions
@@ -72,7 +71,7 @@ class Register(Message, frozen=True, tag="register"):
     regions: Annotated[tuple[RegionExport, ...], REGIONS]
     incarnation: Incarnation
     placement: Annotated[str, NAME] = "child"  # or "resident": the mover is a thread of this worker
-    # From version 2 on. Of the regions in all, where more come behind; 0: all are in this frame.
+    # From version 2 on. The regions' descriptors in all, where more follow; 0: all are in this frame.
     num_descriptors: int = 0
     notices: bool = False  # the frame's last descriptor is the socket for them
 
@@ -86,7 +85,7 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class Publish(Message, frozen=True, tag="publish"):
-    """A request's cache may be read. The fence word is already in the page when this is sent."""
+    """A request's blocks may be read. The fence word is in the page before this is sent."""
 
     transfer_id: TransferId
     nonce: Annotated[str, NAME]
@@ -96,7 +95,7 @@ class Publish(Message, frozen=True, tag="publish"):
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
-    # Version 2: of the ranks that the session knew when `publish` was called, not when this is sent.
+    # Version 2: of the ranks reported to the session when `publish` was called, not when this is sent.
     incarnations: LimitedIncarnations = ()
 
 
@@ -108,13 +107,13 @@ class Ready(Message, frozen=True, tag="ready"):
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
-    """The publisher wants its blocks back. `Released` says when it may reuse them."""
+    """The publisher withdraws a transfer. It may use the blocks again at `Released`."""
 
     transfer_id: TransferId
 
 
 class Prepare(Message, frozen=True, tag="prepare"):
-    """A pull of this reference will follow: shake hands, plan and connect now."""
+    """A pull of this reference will follow: do the handshake, plan and connect now."""
 
     ref: TransferRef
 
@@ -137,19 +136,19 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class DeliveredByMover(Message, frozen=True, tag="noticed"):
-    """Pulls that a mover has said Delivered of, the latest ones: before `Suspend` and before the end.
+    """The latest pulls that a mover has reported as delivered. Sent before `Suspend` and before the end.
 
-    The mover's own word may still be on its way to the daemon, or be cut off by the mover's end; the
-    source hears by this that the bytes have arrived.
+    The mover's own report may still be on its way to the daemon, or be lost by the mover's end. By this
+    message the source still receives the acknowledgement.
     """
 
     tickets: tuple[Ticket, ...]
 
 
 class PullsResumed(Message, frozen=True, tag="pulls-resumed"):
-    """Answers `PullsInterrupted`: which of those pulls are to be read again, and which a mover delivered."""
+    """The reply to `PullsInterrupted`: the pulls to read again, and those that the mover delivered."""
 
-    number: int  # of the interruption that it answers
+    number: int  # of the interruption
     tickets: tuple[Ticket, ...]
     arrived: tuple[Ticket, ...] = ()
 
@@ -161,7 +160,7 @@ class Abandon(Message, frozen=True, tag="abandon"):
 
 
 class Suspend(Message, frozen=True, tag="suspend"):
-    """Let go of this rank's memory. It may go only after `Suspended`."""
+    """Unmap this rank's memory, which the engine frees only after `Suspended`."""
 
 
 class Resume(Message, frozen=True, tag="resume"):
@@ -187,35 +186,35 @@ class MoverAcknowledged(Message, frozen=True, tag="mover-acknowledged"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The version both sides speak, and who answers."""
+    """The negotiated version, and the boot id of the daemon."""
 
     version: int
     boot_id: str
-    lease_s: float  # what a publish gets that names none
+    lease_s: float  # of a publish that names none
 
 
 class Registered(Message, frozen=True, tag="registered"):
     """The rank is readable. In version 1 it carries one descriptor: a pidfd of the rank's mover.
 
-    An `Attach` or a `Resume` is answered by the same message; the former carries no mover. From version
-    2 on the answer to `Register` and to `Attach` carries one descriptor: the session's fence page.
+    It is also the reply to `Attach`, then without a mover, and to `Resume`. From version 2 on the reply to
+    `Register` and to `Attach` carries one descriptor: the session's fence page.
     """
 
     request: int
-    endpoint: str  # of the engine's home; goes into references
+    endpoint: str  # of the engine's home, for references
 
 
 class FdsWanted(Message, frozen=True, tag="descriptors-wanted"):
-    """The `Register` that announced more descriptors than it carried is right: send the rest. Version 2."""
+    """Send the rest of the descriptors: the `Register` that announced them is accepted so far. Version 2."""
 
     request: int
 
 
 class EngineRanks(Message, frozen=True, tag="engine-ranks"):
-    """Ranks of the session's engine and their incarnations, as far as they are new. Version 2.
+    """The new ranks, or new incarnations of ranks, of the session's engine. Version 2.
 
-    Sent before `registered`, and whenever a rank comes or is mapped anew. A rank that leaves is not
-    reported: what was published of its memory stays bound to that memory.
+    Sent before `registered`, and whenever a rank registers or is mapped again. A rank that leaves is not
+    reported: transfers of its memory stay bound to that memory.
     """
 
     ranks: RankIncarnations
@@ -228,18 +227,18 @@ class MoverChanged(Message, frozen=True, tag="mover-changed"):
 class MoverOffered(Message, frozen=True, tag="mover-offered"):
     """From version 2 on: a mover for the rank. Carries its pidfd, which is readable once it is dead.
 
-    The mover gets neither memory nor pulls before `MoverAcknowledged` of this number.
+    The daemon sends the mover neither memory nor pulls before `MoverAcknowledged` of this number.
     """
 
     number: int  # of the session's offers, from 1 on
 
 
 class MoverWanted(Message, frozen=True, tag="mover-wanted"):
-    """The rank's resident mover has ended, or was told to: `NewMover` brings another."""
+    """The rank's resident mover has ended or is ending: start another and send `NewMover`."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """A `Register`, `Attach` or `Resume` was not done; the connection lives."""
+    """A `Register`, `Attach` or `Resume` is refused; the connection stays open."""
 
     request: int
     code: Code
@@ -273,7 +272,7 @@ class Quiesced(Message, frozen=True, tag="quiesced"):
 
 
 class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
-    """From version 2 on: the mover of these pulls is dead. It may have said Delivered, and nobody else knows.
+    """From version 2 on: the mover of these pulls is dead. It may have sent Delivered to the worker alone.
 
     None is read again before `PullsResumed` names it: the engine may use delivered blocks already.
     """
@@ -283,14 +282,14 @@ class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
 
 
 class Released(Message, frozen=True, tag="released"):
-    """The transfer is over: its blocks are the engine's again. Sent once to the publisher and each rank."""
+    """The transfer is over: its engine may use the blocks again. Sent once to the publisher and each rank."""
 
     transfer_id: TransferId
     why: Code
 
 
 class PublishRefused(Message, frozen=True, tag="publish-refused"):
-    """The transfer was never readable; its blocks are the engine's."""
+    """The publish is refused: the transfer was never readable, and the engine may use the blocks again."""
 
     transfer_id: TransferId
     code: Code
@@ -303,7 +302,7 @@ class Suspended(Message, frozen=True, tag="suspended"):
 
 
 class Farewell(Message, frozen=True, tag="farewell"):
-    """The daemon closes this connection, and why. The last frame."""
+    """The daemon's last frame: it closes this connection, and why."""
 
     code: Code
     message: str
