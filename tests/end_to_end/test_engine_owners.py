@@ -13,7 +13,7 @@ SQUATTER = """
 page = os.memfd_create("page", os.MFD_ALLOW_SEALING)
 connected = socket.socket(socket.AF_UNIX)
 connected.connect(sys.argv[1])
-link = Link(connected)
+link = FrameSocket(connected)
 def ask(message, *fds):
     link.send(encode(message), tuple(fds))
     link.flush()

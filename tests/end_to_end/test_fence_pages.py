@@ -26,7 +26,7 @@ connected = socket.socket(socket.AF_UNIX)
 connected.connect(sys.argv[1])
 hello = encode(worker.Hello(versions=Versions(1, 1), client="squatter"))
 socket.send_fds(connected, [encode_frame(hello, 1)], [page])
-link = Link(connected)
+link = FrameSocket(connected)
 while not (frames := link.receive()):
     select.select([link], [], [], 10)
 print(DAEMON_MESSAGES.decode(frames[0].payload).code)
