@@ -19,7 +19,7 @@ FROM python:3.12-slim
 # Run it as the user that the engines run as, where that is known: only processes of one user read
 # each other's memory by the fast same-node path.
 ARG UID=10001
-# NIXL wants a home directory that it can look into.
+# NIXL looks into the home directory.
 RUN useradd --uid "${UID}" --create-home kvxferd \
  && install -d -o kvxferd -g kvxferd -m 0755 /run/kvxferd /run/kvxferd/worker
 COPY --from=build /opt/kvxferd /opt/kvxferd
@@ -29,7 +29,7 @@ ENV KVXFERD_HTTP_BIND=0.0.0.0:9440
 # Other nodes need KVXFERD_PEER_BIND and KVXFERD_PEER_ADVERTISE too: see docs/how-to/configure.md.
 EXPOSE 9440 9441
 USER kvxferd
-# What engines' containers mount; locks and the control socket are none of theirs.
+# Engines' containers mount this, without the locks and the control socket.
 VOLUME /run/kvxferd/worker
 ENTRYPOINT ["kvxferd"]
 CMD ["serve"]

@@ -1,4 +1,4 @@
-"""The daemon: composes the core with its shells, runs them, and takes them down in order."""
+"""The daemon: connects the core with its sockets and movers, runs them, and closes them in order."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ from kvxferd.wire.worker import Farewell
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
-PREDECESSOR_WAIT_S = 10.0  # a dead daemon's movers are killed by the kernel; this is for a slow unmap
-MOVER_RETRY_AFTER_S = 1.0  # descriptors are given back when sessions end
+PREDECESSOR_WAIT_S = 10.0  # the kernel kills a dead daemon's movers; the unmap may be slow
+MOVER_RETRY_AFTER_S = 1.0  # sessions that end release their descriptors
 
 
 class Daemon:
-    """One node. `run` returns the exit code."""
+    """The daemon of one node. `run` returns the exit code."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Daemon:
         read_config: Callable[[], Config] | None = None,
         early_hangups: Sequence[int] = (),
     ) -> None:
-        """`read_config` reads the same sources again, for a reload. `early_hangups`: SIGHUPs before `run`."""
+        """`read_config` reads the same sources again for a reload. `early_hangups`: SIGHUPs before `run`."""
         self._config = config
         self._read_config = read_config or (lambda: config)
         self._early_hangups = early_hangups
-        self._is_reload_pending = False  # before it was serving
+        self._is_reload_pending = False  # a SIGHUP arrived before the daemon served
         self._has_node = False
         self._is_serving = False
         self._boot = BootId(secrets.token_hex(4))
@@ -114,7 +114,7 @@ class Daemon:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._mover_handles: dict[MoverId, MoverHandle] = {}
-        self._exited_early: set[MoverId] = set()  # gone before the core heard that they were taken
+        self._exited_early: set[MoverId] = set()  # exited before the core handled MoverAssigned
         self._tasks: set[asyncio.Task[None]] = set()
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
@@ -133,10 +133,10 @@ class Daemon:
             config.peer.bind, self._on_event, self._allowlist, key, lambda: self._node
         )
 
-    # --- life
+    # --- start and stop
 
     async def run(self) -> int:
-        """Serve until told to stop, then drain. Raises ConfigError where it cannot start."""
+        """Serve until a signal or a request, then drain. Raises ConfigError if the daemon cannot start."""
         self._watch_signals()
         async with AsyncExitStack() as closing:
             run_directory = RunDirectory(Path(self._config.node.run_dir), self._config.worker.socket)
@@ -174,7 +174,7 @@ class Daemon:
             http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(descriptors))
             closing.push_async_callback(http.stop)
             await http.start()
-            # Before the first session: whoever comes first must not have what is another's.
+            # Before the first session: the first to register must not get another user's engine id.
             self._on_event(OwnershipsLoaded(*self._ownership_file.read()))
             self._worker_socket.start()
             closing.push_async_callback(self._stop_workers)
@@ -188,7 +188,7 @@ class Daemon:
                 pid=os.getpid(),
             )
             self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")
-            # The first steps of the end: a daemon that has no descriptor left ends in order too.
+            # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
             closing.callback(self._peer_socket.stop_listening)
             self._is_serving = True
@@ -235,7 +235,7 @@ class Daemon:
             loop.add_signal_handler(name, self._on_signal)
         loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-        # Their default is to end the process; a log rotation may send them.
+        # Their default action ends the process, and a log rotation may send them.
         for name in (signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(name, _log_ignored_signal, name)
 
@@ -262,7 +262,7 @@ class Daemon:
         self.drain()
 
     async def _wait_drained(self) -> None:
-        """Wait until nothing runs, or as long as a drain may take."""
+        """Wait until no pull or transfer is left, for at most `drain.limit_s`."""
         operator_log.info(
             "draining", pulls=len(self._node.pulls), transfers=len(self._node.published.table.live)
         )
@@ -281,7 +281,7 @@ class Daemon:
         for session in list(self._node.sessions):
             self._worker_socket.send(session, farewell)
         self._worker_socket.stop()
-        # Sessions are released on the loop's next turn.
+        # The worker socket releases sessions on the loop's next turn.
         await asyncio.sleep(0)
 
     async def _stop_movers(self) -> None:
@@ -296,7 +296,7 @@ class Daemon:
     # --- events in
 
     def _on_event(self, event: Event) -> None:
-        """Feed the core, one event at a time, and do what it says before the next."""
+        """Feed the core one event at a time, and apply its effects before the next event."""
         self._events.append(event)
         if self._is_processing:
             return
@@ -308,23 +308,23 @@ class Daemon:
         self._after_events()
 
     def _feed(self, event: Event) -> list[Effect]:
-        """What the core raises is our own bug. It is neither the sender's fault nor the other events'."""
+        """Return the core's effects. An exception there is our bug: log it, and go on with other events."""
         try:
-            # Not the loop's clock: uvloop's has steps of a millisecond, a small pull takes less.
+            # Not the loop's clock: uvloop's has steps of a millisecond, and a small pull takes less.
             return self._node.feed(event, time.monotonic())
         except Exception:
             log.exception("cannot deal with an event", kind=type(event).__name__)
             return self._node.context.pop_effects()
 
     def _try_effect(self, effect: Effect) -> None:
-        """One effect that cannot be done keeps no other from being done, least of all a fence's."""
+        """Apply one effect. If it fails, the others are still applied, above all a fence's."""
         try:
             self._apply_effect(effect)
         except Exception:
             log.exception("cannot do what was decided", kind=type(effect).__name__)
 
     def _after_events(self) -> None:
-        # A timer that comes too early costs a tick; to set one anew for each event costs more.
+        # A timer that fires too early costs a tick; setting a new one for each event costs more.
         deadline = self._node.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer_at):
             if self._timer is not None:
@@ -352,7 +352,7 @@ class Daemon:
         self._on_event(MoverDied(mover))
 
     def _log_mover_death(self, handle: MoverHandle) -> None:
-        """Log a mover that nobody had end. It exits with its worker too, so a dead worker's is not logged."""
+        """Log a mover that died unexpectedly; not one that exited because its worker is dead."""
         mover = self._node.movers.get(handle.mover_id)
         if (
             mover is None
@@ -371,7 +371,7 @@ class Daemon:
             log.warning("no mover", session=session, code=error.code, reason=error.message)
             self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
             return
-        except OSError as error:  # no descriptors left, most likely: the rank must not wait for ever
+        except OSError as error:  # most likely no descriptors are left: the rank must not wait for ever
             log.exception("no mover", session=session)
             self._on_event(
                 MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
@@ -461,7 +461,7 @@ class Daemon:
             handle.send(message, fds)
 
     def _bind_mover(self, effect: BindMover) -> None:
-        """A mover that cannot have the regions is killed: its rank is bound again when it is dead."""
+        """Send the regions to the mover. If that fails, kill it: its rank is bound again once it is dead."""
         try:
             self._send_to_mover(effect.mover, effect.message, self._worker_socket.bind_fds(effect.session))
         except OSError as error:
@@ -487,12 +487,12 @@ class Daemon:
         log_record(record)
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything, at this moment."""
+        """Return the node's current state."""
         self._on_event(Tick())
         return self._node.snapshot()
 
     def reload(self) -> ReloadResult:
-        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""
         self._sd_notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             merged = merge_reloaded(self._config, self._read_config())
@@ -505,7 +505,7 @@ class Daemon:
     def _apply_config(self, merged: MergedConfig) -> ReloadResult:
         config = merged.config
         trust = allowlist_of(config.peer, self._key)
-        # Each part compares with what it holds itself: where one raises, the next reload does the rest.
+        # Each part compares with its own state: if one raises, the next reload applies the rest.
         closed = self._worker_socket.set_allowed(config.worker)
         dropped: list[Endpoint] = []
         anew = False
@@ -529,10 +529,10 @@ class Daemon:
         )
 
     def drain(self) -> None:
-        """Take nothing new, and stop when what runs has ended."""
+        """Refuse new work, and stop once running pulls and published transfers have ended."""
         self._stopping.set()
         if not self._has_node:
-            return  # it waits for its predecessor's movers, and nothing is open yet
+            return  # still waiting for the predecessor's movers: nothing is open yet
         self._on_event(DrainRequested())
         self._after_events()
 
@@ -542,9 +542,9 @@ def _log_ignored_signal(number: signal.Signals) -> None:
 
 
 def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequence[int] = ()) -> int:
-    """Run the daemon of this node until it is told to stop. Raises ConfigError where it cannot start.
+    """Run the daemon of this node until it is stopped. Raises ConfigError if it cannot start.
 
-    `early_hangups` grows while SIGHUP comes before the daemon has handlers of its own.
+    `early_hangups` grows with each SIGHUP that arrives before the daemon has its own handlers.
     """
     raise_fd_limit()
 
@@ -552,6 +552,6 @@ def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequ
         try:
             return await Daemon(config, read_config, early_hangups).run()
         finally:
-            release_reserved_fds()  # the loop opens a pair of sockets to close itself
+            release_reserved_fds()  # the loop opens a socket pair when it closes
 
     return uvloop.run(run())

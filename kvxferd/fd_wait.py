@@ -1,7 +1,7 @@
-"""Waiting for descriptors of any number.
+"""Waits until file descriptors are readable or writable.
 
-`select.select` refuses those above 1,023, and an engine has many files open; `select.poll` counts in
-milliseconds, and a mover pauses for 50 us.
+`select.select` refuses descriptors above 1,023, and an engine has many files open. `select.poll` counts
+in milliseconds, and a mover pauses for 50 us.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _LIBC.ppoll.argtypes = [
 
 
 class PreciseWait:
-    """Waits for one descriptor, to the microsecond: `ppoll`, for which Python has no name."""
+    """Waits for one descriptor with microsecond precision, by `ppoll`, which Python does not expose."""
 
     def __init__(self, fd: int) -> None:
         self._pollfd = _PollFd(fd, 0, 0)
         self._timeout = _TimeSpec()
 
     def wait(self, timeout_s: float | None, *, writable: bool = False) -> bool:
-        """Return whether there is something to read, or the end; `writable`: room to write ends the wait too.
+        """Return whether the descriptor is readable or at its end. `writable`: also wait for room to write.
 
-        May return early, with False.
+        May return False early.
         """
         entry, limit = self._pollfd, None
         entry.events = select.POLLIN | (select.POLLOUT if writable else 0)
@@ -60,7 +60,7 @@ class PreciseWait:
 
 
 def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Return the descriptors that can be read, or have ended; none after the time."""
+    """Return the descriptors that are readable or at their end; an empty list after `timeout_s`."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -68,7 +68,7 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> list[in
 
 
 def wait_writable(fd: int, timeout_s: float | None = None) -> bool:
-    """Return whether the descriptor can be written, or has ended, within the time."""
+    """Return whether the descriptor becomes writable, or ends, within `timeout_s`."""
     poller = select.poll()
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(_milliseconds(timeout_s)))

@@ -1,6 +1,6 @@
-"""One connected Unix socket as frames with descriptors. Never blocks.
+"""Sends and receives frames with file descriptors over one connected Unix socket. Never blocks.
 
-Used on both ends of the worker socket and of the socketpair between the daemon and a mover.
+Both ends of the worker socket, and of the socketpair between the daemon and a mover, use it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvxferd.wire.framing import Frame, FrameDecoder, encode_header
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 READ_BUFFER_BYTES = 256 << 10
-# Below, a copy behind the header costs less than a second call of the kernel.
+# Up to this size, copying the payload behind the header costs less than a second system call.
 MAX_COALESCED_BYTES = 16 << 10
-# What a frame has instead of a descriptor for which there was no room. Closing it does nothing.
+# Stands in a frame for a descriptor that this process had no room for. Closing it does nothing.
 LOST_FD = -1
-# One `receive` reads this often at most, so that a talkative peer does not starve the caller.
+# Reads in one `receive` at most, so that a busy sender does not starve the caller.
 MAX_READS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
 
@@ -31,34 +31,34 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsi
 @dataclass(slots=True)
 class _UnsentChunk:
     view: memoryview
-    fds: tuple[int, ...]  # go with the first byte
+    fds: tuple[int, ...]  # sent with the first byte
 
 
 def new_read_buffer() -> memoryview:
-    """Return what a link reads into."""
+    """Return a buffer for `FrameSocket` to read into."""
     return memoryview(bytearray(READ_BUFFER_BYTES))
 
 
 class FrameSocket:
-    """Frames out, frames in. After anything raised, only `close` is left."""
+    """Sends and receives frames. After any method has raised, only `close` may be called."""
 
     def __init__(self, connected: socket.socket, read_buffer: memoryview | None = None) -> None:
-        """Take over a connected stream socket; it must not share its flags with anybody's.
+        """Take ownership of a connected stream socket, whose file status flags no other process shares.
 
-        `room`: what is read into, and empty between two calls: links of one thread may share it.
+        `read_buffer` is empty between two calls, so the frame sockets of one thread may share it.
         """
         connected.setblocking(False)
         self._socket = connected
         self._decoder = FrameDecoder()
         self._read_buffer = (
             new_read_buffer() if read_buffer is None else read_buffer
-        )  # a new one for each read costs more than the read
+        )  # allocating one for each read costs more than the read
         self._unsent: deque[_UnsentChunk] = deque()
-        self._unclaimed_fds: set[int] = set()  # descriptors that no frame has handed on yet
+        self._unclaimed_fds: set[int] = set()  # received, and not yet part of a returned frame
         self._accepts_lost_fds = False
         self._is_write_shut = False
         self._is_eof = False
-        self.queued_bytes = 0  # given to `send` and not yet with the kernel
+        self.queued_bytes = 0  # given to `send`, not yet to the kernel
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for a selector; -1 once closed."""
@@ -66,29 +66,29 @@ class FrameSocket:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether everything given to `send` is with the kernel."""
+        """Whether the kernel has everything that was given to `send`."""
         return not self._unsent
 
     def limit_frames(self, max_bytes: int, max_fds: int) -> None:
-        """Take no larger frames from here on."""
+        """Refuse larger frames from now on."""
         self._decoder.max_payload_bytes, self._decoder.max_fds = max_bytes, max_fds
 
     def accept_lost_fds(self) -> None:
-        """Take also a frame whose descriptor was lost because this process has too many open: NO_DESCRIPTOR.
+        """Accept a frame whose descriptor was lost because this process has too many open: it has LOST_FD.
 
-        For two that trust each other and send no more than one with a frame.
+        For two processes that trust each other and send at most one descriptor with a frame.
         """
         self._accepts_lost_fds = True
 
     @property
     def buffered(self) -> tuple[int, int]:
-        """Bytes of frames that were not handed on, and their descriptors."""
+        """Return how many bytes of incomplete or unreturned frames are kept, and how many descriptors."""
         return self._decoder.num_buffered_bytes, len(self._unclaimed_fds)
 
     def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Queue a frame. The link owns `fds` from here on and closes them when they are sent.
+        """Queue a frame. The frame socket owns `fds` from now on, and closes them once they are sent.
 
-        Raises ProtocolError for a frame beyond the limits; then they are closed too.
+        Raises ProtocolError for a frame beyond the limits; then `fds` are closed too.
         """
         if self._is_write_shut:
             close_fds(fds)
@@ -105,7 +105,7 @@ class FrameSocket:
         self.queued_bytes += len(header) + len(payload)
 
     def flush(self) -> None:
-        """Hand the kernel what it takes. A socket that takes no more is found out by `receive`."""
+        """Write what the kernel takes without waiting. `receive` reports a socket that has ended."""
         while self._unsent:
             first = self._unsent[0]
             try:
@@ -114,8 +114,8 @@ class FrameSocket:
                 return
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:
-                    return  # as many descriptors are under way as the kernel allows: some must be taken first
-                # What the other side said before it closed is still to be read, then the end.
+                    return  # the kernel's limit of descriptors in flight: the receiver must take some first
+                # Frames that the other side sent before it closed are still to be read, then the end.
                 self.shutdown_write()
                 return
             close_fds(first.fds)
@@ -126,14 +126,14 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def shutdown_write(self) -> None:
-        """Send nothing more, what is queued included; the other side reads the end, and is still heard."""
+        """Send nothing more, and drop what is queued. The other side reads the end and may still send."""
         self._is_write_shut = True
         self._drop_unsent()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_received(self) -> bool:
-        """Throw away what has arrived, whatever it is; return whether that was the end."""
+        """Discard what has arrived; return whether the end was reached."""
         for _ in range(MAX_READS):
             try:
                 chunk, ancillary, _, _ = self._socket.recvmsg(
@@ -150,14 +150,14 @@ class FrameSocket:
 
     @property
     def has_buffered_frames(self) -> bool:
-        """Whether frames may be left that were read and not returned: the socket does not tell of them."""
+        """Whether frames may be left that were read but not returned; polling does not show them."""
         return self._decoder.has_more_frames
 
     def receive(self, max_reads: int = MAX_READS, max_frames: int = 1 << 30) -> list[Frame] | None:
-        """Return the frames that have arrived, None at the end. Raises ProtocolError.
+        """Return the frames that have arrived; None at the end. Raises ProtocolError.
 
-        Whoever takes the frames owns their descriptors. `max_frames`: what is left is returned first by
-        the next call.
+        The caller owns the frames' descriptors. Frames beyond `max_frames` are returned first by the next
+        call.
         """
         frames: list[Frame] = []
         if self._decoder.has_more_frames:
@@ -175,7 +175,7 @@ class FrameSocket:
         return frames
 
     def _read_once(self, frames: list[Frame], max_frames: int) -> bool:
-        """Add what one read completes; return whether there may be more."""
+        """Add the frames that one read completes; return whether there may be more to read."""
         try:
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
                 [self._read_buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -198,13 +198,13 @@ class FrameSocket:
             self._is_eof = True
             return False
         frames += self._decoder.feed(self._read_buffer[:num_bytes], fds, max_frames)
-        # Less than was asked for is all there was, unless the kernel stopped behind descriptors.
+        # A short read took all there was, unless the kernel stopped behind descriptors.
         return num_bytes == len(self._read_buffer) or bool(fds)
 
     def close(self) -> None:
-        """Close the socket, and every descriptor that was not handed on. Idempotent.
+        """Close the socket and every descriptor that was not returned. Idempotent.
 
-        The other side reads the end also where a forked process holds a copy of the socket.
+        The other side reads the end even if a forked process holds a copy of the socket.
         """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -233,7 +233,7 @@ def _fds_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def dup_fds(fds: Iterable[int]) -> tuple[int, ...]:
-    """Return copies of descriptors, for `Link.send` to own. Raises OSError, and then keeps none."""
+    """Return copies of descriptors, for `FrameSocket.send` to own. Raises OSError, and then keeps no copy."""
     copies: list[int] = []
     try:
         for fd in fds:
@@ -245,13 +245,13 @@ def dup_fds(fds: Iterable[int]) -> tuple[int, ...]:
 
 
 def close_frame_fds(frames: Iterable[Frame]) -> None:
-    """Close the descriptors of frames that nobody takes."""
+    """Close the descriptors of frames that are not used."""
     for frame in frames:
         close_fds(frame.fds)
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Close descriptors; one that is gone already does not keep the others open."""
+    """Close descriptors; one that is already closed does not keep the others open."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

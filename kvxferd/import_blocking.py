@@ -1,4 +1,4 @@
-"""Imports without what they would drag in."""
+"""Makes an optional import fail, so that importing a library does not load it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def block_import(name: str) -> Iterator[None]:
-    """Have `import name` fail inside. A module that is loaded already stays visible."""
+    """Make `import name` fail within the context. A module that is already loaded stays visible."""
     if name in sys.modules:
         yield
         return

@@ -1,7 +1,7 @@
-"""The places of version 0.1 in a run directory, kept for one release: its locks and its worker socket.
+"""The locks and the worker socket of version 0.1 in a run directory, kept for one release.
 
-Its lock files are open to everybody (mode 0644), and reading is enough for `flock`: any local user
-could hold one, and block every start.
+Every user can open its lock files (mode 0644), and reading is enough for `flock`: any local user
+could hold one and block every start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class OldLock:
-    """One lock file. `fd` changes with `take` and `replace`."""
+    """One lock file of version 0.1. `fd` changes with `acquire` and `replace`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,38 +26,39 @@ class OldLock:
         self._former_fd = -1
 
     def acquire(self) -> bool:
-        """Return whether the lock is held here now; then nobody else can open its file any more.
+        """Return whether the lock was acquired; then no other user can open its file any more.
 
-        The file is a new one by then: who had opened the old one cannot lock what the next start meets.
+        The lock is then on a new file: a process that has the old one open cannot lock the file that the
+        next start opens.
         """
         if not try_lock(self.fd):
             return False
         try:
-            # Both are held: an older daemon may have opened the old one, and not asked for its lock yet.
+            # Hold both: an older daemon may have opened the old file and not locked it yet.
             self.fd, self._former_fd = self._install_new_file(), self.fd
-        except PermissionError:  # a directory of root's, where a daemon of another user makes no files
+        except PermissionError:  # root's directory, where a daemon of another user creates no files
             with suppress(PermissionError):
                 os.fchmod(self.fd, 0o600)
         return True
 
     def is_held_by_own_user(self) -> bool:
-        """Whether a process of this user, or of root, holds it, as far as this process may look."""
+        """Whether a process of this user or of root holds the lock, as far as /proc shows it."""
         status = os.fstat(self.fd)
         return any(_holds_lock(Path("/proc", name), status) for name in os.listdir("/proc") if name.isdigit())
 
     def replace(self) -> None:
-        """Put a file that nobody else can open in its place, and take that one."""
+        """Replace the file by one that no other user can open, and hold that lock."""
         former, self.fd = self.fd, self._install_new_file()
         os.close(former)
 
     def close(self) -> None:
-        """Let go of it. Movers that inherited it keep it."""
+        """Release the lock. Movers that inherited it keep it."""
         for fd in {self.fd, self._former_fd} - {-1}:
             os.close(fd)
         self.fd = self._former_fd = -1
 
     def _install_new_file(self) -> int:
-        """It is locked before it is in its place: whoever opens the path meets the lock, at any moment."""
+        """Create a file, lock it, then rename it: a process that opens the path always finds it locked."""
         fresh = self.path.with_name(f"{self.path.name}.new")
         fresh.unlink(missing_ok=True)
         fd = os.open(fresh, _FLAGS | os.O_EXCL, 0o600)
@@ -71,38 +72,38 @@ class OldLock:
 
 
 class OldSocketLink:
-    """Where version 0.1 had the worker socket: now a symbolic link."""
+    """The symbolic link at version 0.1's path of the worker socket."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_made_here = False
 
     def point_to(self, target: Path) -> None:
-        """Make the link. Raises ConfigError(already-running) where a daemon answers there."""
+        """Create the link. Raises ConfigError(already-running) if a daemon listens at its path."""
         if is_listening(self._path):
             raise ConfigError(
                 f"cannot start: another daemon answers at {self._path}; stop it", Code.ALREADY_RUNNING
             )
         if self._path.is_socket() or self._path.is_symlink():
             self._path.unlink()
-        with suppress(FileExistsError):  # whatever it is, it is not this daemon's to remove
+        with suppress(FileExistsError):  # another program's file: leave it
             self._path.symlink_to(target)
             self._is_made_here = True
 
     def remove_stale(self, target: Path) -> None:
-        """Remove the link of a daemon that was killed; since then the socket has another place."""
+        """Remove the link that a killed daemon left, if the socket now has another path."""
         if self._path.is_symlink() and self._path.readlink() == target and not is_listening(self._path):
             self._path.unlink()
 
     def remove(self) -> None:
-        """Remove the link that was made here."""
+        """Remove the link if this object created it."""
         if self._is_made_here and self._path.is_symlink():
             self._path.unlink()
         self._is_made_here = False
 
 
 def is_listening(path: Path) -> bool:
-    """Whether somebody listens there; a dead daemon's file is left behind and refuses."""
+    """Whether a process listens at the path. A dead daemon leaves its file, which refuses connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -118,7 +119,7 @@ def is_listening(path: Path) -> bool:
 
 
 def try_lock(fd: int) -> bool:
-    """Return whether the file is locked by this descriptor now; never waits."""
+    """Return whether this descriptor now holds the file's lock; never waits."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,13 +136,13 @@ def _holds_lock(process: Path, file: os.stat_result) -> bool:
                 status = fd.stat()
                 if (status.st_dev, status.st_ino) != (file.st_dev, file.st_ino):
                     continue
-                # Only the descriptor through which it is held, and those inherited from it, show the lock.
+                # Only the descriptor that acquired the lock, and its inherited copies, show it.
                 if "FLOCK" in (process / "fdinfo" / fd.name).read_text():
                     return True
     return False
 
 
 def _uids_of(process: Path) -> set[int]:
-    """Its real, effective, saved and file system users. A set-uid program keeps its caller's as real."""
+    """Return the real, effective, saved and file system uids: a set-uid program has its caller's as real."""
     lines = (process / "status").read_text().splitlines()
     return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}

@@ -1,6 +1,6 @@
-"""The run directory: whose it is, its locks, and the directory of the worker socket.
+"""The run directory: its owner and mode, its locks, and the directory of the worker socket.
 
-One daemon per directory, and none before its predecessor's movers are gone.
+A directory has one daemon, which starts only once its predecessor's movers have exited.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ log = structlog.get_logger()
 
 LOCK_POLL_S = 0.02
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-WORKER_DIRECTORY = "worker"  # pods mount this one, and neither locks nor control.sock
+WORKER_DIRECTORY = "worker"  # pods mount this one, without the locks and control.sock
 
 
 class RunDirectory:
-    """Holds the locks while open, in `private/`, which nobody else may enter.
+    """Holds the locks while open, in `private/`, which no other user may enter.
 
-    A lock on a file that others can open is theirs to take: reading it is enough for `flock`.
-    `daemon.lock` is the daemon's own. `movers.lock` is inherited by every mover: the kernel lets
-    go of it with the last of them, however they ended. The locks of version 0.1 beside `private/`
-    are taken too, so that two generations of daemons and movers never meet.
+    Another user who can open a lock file can take the lock: reading is enough for `flock`.
+    The daemon alone holds `daemon.lock`. Every mover inherits `movers.lock`: the kernel releases it when
+    the last of them exits, in whatever way. The locks of version 0.1 beside `private/` are taken too, so
+    that daemons and movers of both versions never run at the same time.
     """
 
     def __init__(self, path: Path, worker_socket: str = "") -> None:
-        """Make the directory and take the daemon's lock. Raises ConfigError(already-running)."""
+        """Create the directory and acquire the daemon's lock. Raises ConfigError(already-running)."""
         self._path = path
         private = path / "private"
-        self.ownership_path = private / "owners.json"  # whose engine ids are
+        self.ownership_path = private / "owners.json"  # which user owns each engine id
         self._old_socket = OldSocketLink(path / "worker.sock")
         self._lock_fds: list[int] = []
         self._old_locks: list[OldLock] = []
@@ -67,7 +67,7 @@ class RunDirectory:
             raise
 
     def _take_over_v0_1(self, worker_socket: str) -> None:
-        """Take the places of version 0.1, and make the worker socket's directory."""
+        """Acquire the locks of version 0.1, and create the worker socket's directory."""
         path = self._path
         self._old_daemon = OldLock(path / "daemon.lock")
         self._old_locks.append(self._old_daemon)
@@ -107,16 +107,16 @@ class RunDirectory:
 
     @property
     def mover_lock_fds(self) -> tuple[int, ...]:
-        """The locks that every mover inherits. After `wait_for_movers`."""
+        """The locks that every mover inherits. Valid after `wait_for_movers`."""
         return (self._movers_fd, self._old_movers.fd)
 
     async def wait_for_movers(self, limit_s: float, stopping: asyncio.Event | None = None) -> None:
         """Return once no mover of an earlier daemon is left. Raises ConfigError(already-running).
 
-        Return early where `stopping` is set.
+        Return early once `stopping` is set.
 
-        Who holds the old lock and is no process of this user is waited for as long, once: it may be a
-        mover in another PID namespace. Then that lock is replaced by one that nobody else can open.
+        If the old lock's holder is not a process of this user, wait for `limit_s` too: it may be a mover in
+        another PID namespace. After that, replace that lock by one that no other user can open.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
@@ -144,7 +144,7 @@ class RunDirectory:
         )
 
     def close(self) -> None:
-        """Let go of the locks, and of the old socket's link. Movers that still run keep their locks."""
+        """Release the locks, and remove the old socket's link. Movers that still run keep their locks."""
         self._old_socket.remove()
         while self._old_locks:
             self._old_locks.pop().close()
@@ -153,7 +153,7 @@ class RunDirectory:
 
 
 def _describe_os_error(path: Path, error: OSError) -> str:
-    """What is wrong with the directory, and what to do about it."""
+    """Return what is wrong with the directory, and what to do about it."""
     match error.errno:
         case errno.EACCES | errno.EPERM:
             todo = (
@@ -175,7 +175,7 @@ def _describe_os_error(path: Path, error: OSError) -> str:
 
 
 def _check_owner(path: Path, setting: str) -> None:
-    """Raise ConfigError where another user could put their own in the place of what lies there."""
+    """Raise ConfigError if another user could replace what is in the directory."""
     what = f"cannot use {setting} = {path}"
     own = (0, os.geteuid())
     if path.is_symlink() and path.lstat().st_uid not in own:
@@ -187,7 +187,7 @@ def _check_owner(path: Path, setting: str) -> None:
         raise ConfigError(
             f"{what}: it belongs to uid {status.st_uid}; remove it, or run the daemon as that user"
         )
-    # Who may write there may rename `private/`, unlink the locks and bind sockets of their own.
+    # A user who may write there may rename `private/`, unlink the locks and bind sockets.
     if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS_WRITE:
         whom = "anybody" if mode & stat.S_IWOTH else f"group {status.st_gid}"
         if status.st_uid != os.geteuid():
@@ -197,7 +197,7 @@ def _check_owner(path: Path, setting: str) -> None:
 
 
 def _make_directory(path: Path, mode: int) -> None:
-    """Make a directory of this user's, with that mode whatever the umask. Raises ConfigError, OSError."""
+    """Create a directory of this user with that mode, whatever the umask. Raises ConfigError, OSError."""
     path.mkdir(mode=mode, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):

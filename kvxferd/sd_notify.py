@@ -1,4 +1,4 @@
-"""Tells the service manager how far the daemon is: sd_notify(3), in a few lines."""
+"""Reports the daemon's state to the service manager: sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ SOCKET_VARIABLE = "NOTIFY_SOCKET"
 
 
 class SdNotifier:
-    """Speaks to whoever started the daemon with `Type=notify`; to nobody where there is no such."""
+    """Sends to the socket in NOTIFY_SOCKET, set by systemd for `Type=notify`; without it does nothing."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
-        """Take the socket's name out of the environment: movers are not to speak for the daemon."""
+        """Remove the socket's name from the environment: movers must not notify for the daemon."""
         name = environ.pop(SOCKET_VARIABLE, "")
-        # A leading @ stands for the zero byte of a name that is in no file system.
+        # A leading @ stands for the zero byte of an abstract socket's name.
         self._address = "\0" + name[1:] if name.startswith("@") else name
 
     def send(self, *lines: str) -> None:
-        """Send lines such as ``READY=1``. A manager that does not listen is no error of ours."""
+        """Send lines such as ``READY=1``. Errors are ignored: the daemon works without a manager."""
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:

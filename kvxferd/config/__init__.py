@@ -1,8 +1,8 @@
-"""What the operator may set: one frozen `Config`, read once from file, environment and flags.
+"""The operator's settings: one frozen `Config`, read once from file, environment and flags.
 
-A later source wins: defaults, then the TOML file, then `KVXFERD_SECTION_KEY` in the environment,
-then flags. Whatever is not known or not in range is refused with the name of the key, where it
-came from and what would be right; nothing is guessed and nothing is ignored.
+A later source wins: defaults, then the TOML file, then `KVXFERD_SECTION_KEY` in the environment, then
+flags. An unknown key or a value out of range is refused with the key's name, its source and a valid form;
+nothing is guessed and nothing is ignored.
 """
 
 from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config

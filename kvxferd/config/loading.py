@@ -1,4 +1,4 @@
-"""Reads the configuration once: defaults, then file, environment and flags, a later source winning."""
+"""Reads the configuration: defaults, then file, environment and flags. A later source wins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxferd.config.types import Environment, FileMode, Networks, NumericIds, Pu
 from kvxferd.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVXFERD_"
-# Names the file itself, for `kvxferd serve`; the only KVXFERD_ name that is no setting.
+# The path of the file, for `kvxferd serve`: the only KVXFERD_ name that is not a setting.
 CONFIG_PATH_VARIABLE = "KVXFERD_CONFIG"
 # Kubernetes puts these into every container beside a Service called kvxferd or kvxferd-something.
 _SERVICE_LINK = re.compile(
@@ -23,7 +23,7 @@ _SERVICE_LINK = re.compile(
     r"|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 
-# Kinds that are written otherwise in a flag or in the environment than in the file.
+# Types whose form in a flag or variable differs from that in the file.
 _TEXT_FORMS = (
     (NumericIds, "numeric ids, separated by commas"),
     (PublicKeys, "public keys of 64 hex digits, separated by commas, or any"),
@@ -42,22 +42,22 @@ class Setting(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As it is named in messages: ``transfer.lease_s``."""
+        """The key as messages name it: ``transfer.lease_s``."""
         return f"{self.section}.{self.field}"
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """The environment variable's name."""
         return f"{ENVIRONMENT_PREFIX}{self.section}_{self.field}".upper()
 
     @property
     def expected(self) -> str:
-        """What a right value looks like in the file."""
+        """The form of a valid value in the file."""
         return next(m.title for m in self.type.__metadata__ if isinstance(m, msgspec.Meta) and m.title)
 
     @property
     def expected_as_text(self) -> str:
-        """What a right value looks like in a flag, or in the environment."""
+        """The form of a valid value in a flag or variable."""
         return next((text for kind, text in _TEXT_FORMS if kind is self.type), self.expected)
 
 
@@ -74,9 +74,9 @@ SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _all_sett
 
 
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
-    """Return the configuration of file, environment and flags, the later winning.
+    """Return the configuration of file, environment and flags; a later source wins.
 
-    `flags` is keyed as in messages (``{"transfer.lease_s": "20"}``). Raises ConfigError.
+    The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError.
     """
     values: dict[str, dict[str, Any]] = {}
     given = [*_from_file(path)] if path is not None else []
@@ -136,7 +136,7 @@ def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _find_setting(key: str, source: str) -> Setting:
-    """Return the setting of that key. Raises ConfigError naming the section's real keys."""
+    """Return the setting of that key. Raises ConfigError, which lists the section's keys."""
     if key in SETTINGS:
         return SETTINGS[key]
     section = key.partition(".")[0]
@@ -167,7 +167,7 @@ def _parse_text(key: str, text: str, source: str) -> Any:
 
 
 def _convert(setting: Setting, value: Any, source: str, expected: str) -> Any:
-    """Return the value as the setting's type. Raises ConfigError naming key, source and a right value."""
+    """Return the value as the setting's type. Raises ConfigError with key, source and a valid form."""
     try:
         return msgspec.convert(value, setting.type)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""What of a configuration that was read again may take effect at once."""
+"""Decides which changed settings take effect on a reload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from kvxferd.config.loading import SETTINGS
 from kvxferd.config.schema import Config
 
-# Allow-lists and the log's level. All else is in what is open already: sockets, movers, the core's books.
+# Allow-lists and the log's level. All other settings are already used by open sockets, movers and the core.
 RELOADABLE = (
     "peer.curve_allowed_keys",
     "peer.allowed_addresses",
@@ -20,17 +20,17 @@ RELOADABLE = (
 
 
 class MergedConfig(NamedTuple):
-    """The configuration from now on."""
+    """The configuration after a reload."""
 
     config: Config
     changed: list[str]  # keys that take effect
-    ignored: list[str]  # keys that differ too, and need a restart
+    ignored: list[str]  # keys that differ too, but need a restart
 
 
 def merge_reloaded(running: Config, read: Config) -> MergedConfig:
-    """Return the running configuration with what may change of the one that was read.
+    """Return the running configuration with the reloadable settings of the one that was read.
 
-    Raises ConfigError where the two do not go together: then nothing may change.
+    Raises ConfigError if the merged settings contradict each other; then nothing may change.
     """
     differing = [key for key in SETTINGS if _value_of(running, key) != _value_of(read, key)]
     changed = [key for key in differing if key in RELOADABLE]
@@ -39,7 +39,7 @@ def merge_reloaded(running: Config, read: Config) -> MergedConfig:
         section, field = key.split(".")
         before = sections.get(section, getattr(running, section))
         sections[section] = msgspec.structs.replace(before, **{field: _value_of(read, key)})
-    # `replace` checks nothing: the constructor does.
+    # `replace` does not validate; the constructor does.
     fields = {name: sections.get(name, getattr(running, name)) for name in running.__struct_fields__}
     return MergedConfig(Config(**fields), changed, [key for key in differing if key not in RELOADABLE])
 

@@ -1,4 +1,4 @@
-"""The sections of the configuration: one frozen struct for each TOML table."""
+"""The configuration's sections: one frozen struct for each TOML table."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections: a TOML table each."""
+    """Base class of the sections."""
 
 
 class NodeConfig(Section, frozen=True):
-    """Where this daemon keeps what it puts into the file system."""
+    """The directory of the daemon's sockets, locks and state."""
 
     run_dir: Directory = "/run/kvxferd"
 
@@ -55,67 +55,67 @@ class WorkerConfig(Section, frozen=True):
     mode: FileMode = 0o660
     allowed_uids: NumericIds = ()  # both lists empty: the file's mode decides
     allowed_gids: NumericIds = ()
-    ownership_s: Seconds = 600.0  # an engine id stays its user's after its last rank has left
+    ownership_s: Seconds = 600.0  # an engine id stays reserved for its user after its last rank has left
 
 
 class ControlConfig(Section, frozen=True):
-    """The socket on which the operator's commands arrive: HTTP, mode 0660."""
+    """The socket for the operator's commands: HTTP, mode 0660."""
 
     socket: SocketPath = ""
 
 
 class HttpConfig(Section, frozen=True):
-    """Metrics, health and the status page over TCP; nothing there changes state."""
+    """Metrics, health and the status page over TCP; read-only."""
 
     bind: HostPort = "127.0.0.1:9440"
 
 
 class PeerConfig(Section, frozen=True):
-    """The socket on which other nodes' daemons ask."""
+    """The socket for requests of other nodes' daemons."""
 
     bind: TcpEndpoint = "tcp://127.0.0.1:9441"
-    advertise: AdvertisedEndpoint = ""  # "": what was bound
+    advertise: AdvertisedEndpoint = ""  # "": the bound address
     handshake_wait_s: Seconds = 10.0  # for an engine whose ranks are still registering
-    request_timeout_s: Seconds = 2.0  # an unanswered question is sent again after this
-    silent_after_s: Seconds = 10.0  # a peer that has not answered for this long is taken for gone
-    curve_secret_key_file: KeyFile = ""  # of `kvxferd keygen`; "": no CURVE
-    curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): whoever speaks CURVE
+    request_timeout_s: Seconds = 2.0  # an unanswered request is sent again after this
+    silent_after_s: Seconds = 10.0  # a peer that has not replied for this long counts as gone
+    curve_secret_key_file: KeyFile = ""  # written by `kvxferd keygen`; "": no CURVE
+    curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): every peer that uses CURVE
     allowed_addresses: Networks = ()  # peers' addresses; empty: any
 
 
 class TransferConfig(Section, frozen=True):
-    """How long a published request's blocks are held."""
+    """How long a published transfer's blocks are held."""
 
-    lease_s: Seconds = 30.0  # for a publish that names none
+    lease_s: Seconds = 30.0  # for a publish without a lease of its own
     max_hold_s: Seconds = 600.0  # a reader may renew its grant for this long in all
-    unknown_wait_s: SecondsOrZero = 1.0  # a reference may outrun its publish by this much
+    unknown_wait_s: SecondsOrZero = 1.0  # a pull may arrive this much before the publish it refers to
 
 
 class MoverConfig(Section, frozen=True):
-    """The child processes that own a NIXL agent each."""
+    """The mover processes, each with a NIXL agent."""
 
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
-    placement: MoverPlacement = "auto"  # staged: GPU memory always by copies
+    placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
     environment: Environment = {}
 
 
 class DrainConfig(Section, frozen=True):
-    """What a stop waits for."""
+    """How long a stop waits."""
 
     limit_s: SecondsOrZero = 30.0
 
 
 class LimitsConfig(Section, frozen=True):
-    """How much the node takes before it says `busy`, with a time to ask again."""
+    """Limits past which the node refuses with `busy` and a time after which to retry."""
 
     max_sessions: Count = 256  # connections on the worker socket
-    max_ranks: Count = 128  # registered here
+    max_ranks: Count = 128  # registered on this node
     max_transfers_per_engine: Count = 8192  # published and not released
     max_pulls_per_rank: Count = 1024  # that have not ended
     max_inflight_bytes: ByteCount = 1 << 40  # of those pulls, all ranks together
-    max_peers: Count = 512  # daemons that this one asks
-    max_waiting_per_peer: Count = 8192  # questions of one peer that wait for something
+    max_peers: Count = 512  # daemons that this one connects to
+    max_waiting_per_peer: Count = 8192  # one peer's requests that wait for a publish or for ranks
     max_waiting: Count = 32_768  # of all peers
 
 
@@ -127,7 +127,7 @@ class LogConfig(Section, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the operator may set. However it was made, its socket paths are filled in."""
+    """All settings. The constructor fills in the socket paths and checks that sections agree."""
 
     node: NodeConfig = NodeConfig()
     worker: WorkerConfig = WorkerConfig()
@@ -141,10 +141,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        """Fill in the paths that follow from `run_dir`. Raises ConfigError where two settings disagree."""
+        """Fill in the paths that follow from `run_dir`. Raises ConfigError if two settings contradict."""
         for name, section in (("worker", self.worker), ("control", self.control)):
             if not section.socket:
-                # A directory of its own: pods mount it, and not what is beside it.
+                # In a directory of its own, so that pods mount the socket without its neighbours.
                 own = "worker/worker.sock" if name == "worker" else f"{name}.sock"
                 path = str(Path(self.node.run_dir) / own)
                 msgspec.structs.force_setattr(self, name, msgspec.structs.replace(section, socket=path))

@@ -1,4 +1,4 @@
-"""The kinds of value that a setting may have, each with what a right one looks like."""
+"""The types of settings' values, each with the form of a valid one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
 _HOST_PORT = rf"(\[[0-9a-fA-F:.%]+\]|[^\s\[\]:/]+):{_PORT}"
 
-# `title` is what a right value looks like: it ends refusals and stands in `serve --help`.
+# `title` is the form of a valid value, shown in errors and in `serve --help`.
 Seconds = Annotated[float, msgspec.Meta(ge=0.01, le=86_400, title="seconds, 0.01 to 86400")]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=86_400, title="seconds, 0 to 86400")]
 Directory = Annotated[str, msgspec.Meta(pattern="^/", title="an absolute path")]

@@ -1,4 +1,4 @@
-"""What an operator can do to a running node. Each takes its names as JSON, or in the query."""
+"""Handlers of the routes that change state. Each takes its arguments as JSON or in the query."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ RequestBody = TypeVar("RequestBody", bound=msgspec.Struct)
 
 
 class ReloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing to say."""
+    """No arguments."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`wait`: answer when the drain is over, not at once."""
+    """`wait`: reply when the drain is over, not at once."""
 
     wait: bool = False
 
 
 class DropPeerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As `kvxferd peers` shows it; its key may be left out."""
+    """A peer's endpoint as `kvxferd peers` shows it; its key may be left out."""
 
     endpoint: str
 
 
 class DisownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine id that no rank here has."""
+    """An engine id without a rank registered here."""
 
     engine_id: EngineId
 
 
 class CancelTransferRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transfer published here. Without `engine_id`: of every engine that has one of that name."""
+    """A transfer published here. Without `engine_id`, that transfer of every engine."""
 
     transfer_id: TransferId
     engine_id: EngineId | None = None
@@ -56,7 +56,7 @@ async def reload(request: web.Request) -> web.StreamResponse:
 
 
 async def drain(request: web.Request) -> web.StreamResponse:
-    """Start to drain. The daemon ends when it is drained; with `wait` it says before what was left."""
+    """Start to drain. The daemon exits once drained; with `wait` the reply first reports what was left."""
     body = await _read_request(request, DrainRequest)
     view = request.app[NODE_API]
     view.drain()
@@ -68,7 +68,7 @@ async def drain(request: web.Request) -> web.StreamResponse:
 
 
 async def drop_peer(request: web.Request) -> web.StreamResponse:
-    """Forget a peer, what it told and what it was asked."""
+    """Forget a peer, the engines learnt from it, and the requests to it."""
     body = await _read_request(request, DropPeerRequest)
     if dropped := request.app[NODE_API].drop_peer(body.endpoint):
         return json_response({"dropped": dropped})
@@ -77,7 +77,7 @@ async def drop_peer(request: web.Request) -> web.StreamResponse:
 
 
 async def disown(request: web.Request) -> web.StreamResponse:
-    """Forget whose an engine id and its absent ranks were: whoever registers them next has them."""
+    """Forget the owner of an engine id and of its absent ranks: the next to register owns them."""
     body = await _read_request(request, DisownRequest)
     if found := request.app[NODE_API].disown(body.engine_id):
         return json_response({"disowned": body.engine_id, "uid": found.uid, "ranks": found.num_ranks})
@@ -89,7 +89,7 @@ async def disown(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel_transfer(request: web.Request) -> web.StreamResponse:
-    """Release a published transfer: its readers fail, its blocks are the engine's."""
+    """Release a published transfer: its readers fail, and the engine may reuse its blocks."""
     body = await _read_request(request, CancelTransferRequest)
     engines = request.app[NODE_API].cancel_transfer(body.transfer_id, body.engine_id)
     if engines:
@@ -102,7 +102,7 @@ async def cancel_transfer(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel_pull(request: web.Request) -> web.StreamResponse:
-    """End a running pull: its engine gets its one terminal event."""
+    """End a running pull: its engine gets one terminal event."""
     body = await _read_request(request, CancelPullRequest)
     if request.app[NODE_API].cancel_pull(body.pull):
         return json_response({"cancelled": body.pull})
@@ -111,7 +111,7 @@ async def cancel_pull(request: web.Request) -> web.StreamResponse:
 
 
 async def _read_request(request: web.Request, kind: type[RequestBody]) -> RequestBody:
-    """Return what the query or else the body asks. Raises EngineError(bad-request) naming the field."""
+    """Decode the query, or else the body. Raises EngineError(bad-request), which names the field."""
     try:
         if request.query:
             return msgspec.convert(dict(request.query), kind, strict=False)

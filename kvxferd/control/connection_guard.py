@@ -1,8 +1,8 @@
-"""How many connections to the peer socket there may be, and what each may send before it is admitted.
+"""Limits connections to the peer socket: how many, and how much each may send before its handshake is done.
 
-libzmq accepts whoever connects, and reads a first message as long as any other before it knows who
-sends it: 40 connections that had proved nothing made a daemon hold 641 MiB. It has no setting against
-that, so a thread watches its monitor and shuts such connections down.
+libzmq accepts every connection, and reads a first message of full length before it has authenticated the
+sender: 40 unauthenticated connections made a daemon hold 641 MiB. libzmq has no setting against that, so a
+thread watches its monitor and shuts such connections down.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = structlog.get_logger()
 # several daemons (one for each engine), or many nodes behind a gateway.
 MAX_CONNECTIONS = 2048
 MAX_PER_ADDRESS = 256
-# Connections whose handshake is not over. An honest one takes three round trips; where more come the
-# oldest goes, of the address that has most, so that a newcomer is let in while somebody holds hundreds.
+# Connections whose handshake is not done. An honest one takes three round trips. Past the limit the oldest
+# is closed, of the address that has most, so that one client with hundreds does not keep others out.
 MAX_UNFINISHED = 64
 # A handshake by CURVE sends 64 + 202 + about 400 bytes.
 MAX_HANDSHAKE_BYTES = 8192
-# How often the unfinished ones are looked at. At 1 GB/s, all that one I/O thread reads, 10 MB come meanwhile.
+# How often unfinished ones are checked. At 1 GB/s, all that one I/O thread reads, 10 MB arrive meanwhile.
 CHECK_INTERVAL_MS = 10
 STOP_S = 2.0
 
-# The monitor tells which connection came and went, but not whose handshake is over. What libzmq has sent
-# does: a greeting of 64 bytes, by CURVE a WELCOME of 170, and at last a READY of at least 40, where a
-# refusal has 12.
+# The monitor reports which connection opened and closed, but not whose handshake is done. The number of
+# bytes that libzmq has sent shows it: a greeting of 64 bytes, with CURVE a WELCOME of 170, and at last a
+# READY of at least 40; a refusal has 12.
 FINISHED_CURVE_BYTES = 64 + 170 + 40
 FINISHED_NULL_BYTES = 64 + 40
 
@@ -50,11 +50,11 @@ MONITOR_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR
 
 @dataclass(slots=True)
 class _Connection:
-    """One that libzmq has accepted. `ours` is a duplicate of its descriptor, until the handshake is over."""
+    """A connection that libzmq accepted. `duplicate` is a copy of its fd until the handshake is done."""
 
     address: str
     duplicate: socket.socket | None
-    is_suspect: bool = False  # it had sent too much when it was looked at last
+    is_suspect: bool = False  # it had sent too much at the last check
 
 
 class ConnectionGuard:
@@ -82,19 +82,19 @@ class ConnectionGuard:
         self._thread = threading.Thread(target=self._run, name="peer-connections", daemon=True)
 
     def start(self) -> None:
-        """Before the socket is bound, so that no connection is missed."""
+        """Start the thread. Call it before the socket is bound, so that no connection is missed."""
         self._thread.start()
 
     def set_port(self, port: int) -> None:
-        """Connections to this port are meant. Those that came just before are looked at no more."""
+        """Watch connections to this port. Those that were accepted before are not checked."""
         self._port = port
 
     def join(self) -> None:
         """Wait for the thread to end, which it does once the socket is closed and reaped.
 
-        The monitor ends with its socket. Not by `disable_monitor`: pyzmq calls libzmq with the interpreter's
-        lock held, and libzmq waits there for its I/O thread, which waits for room in the monitor's queue: for
-        this thread, which waits for the lock. A flood of connections made every stop hang so.
+        The monitor ends with its socket, not by `disable_monitor`: pyzmq calls libzmq while it holds the GIL,
+        libzmq waits for its I/O thread, that one for room in the monitor's queue, so for this thread, and
+        this thread for the GIL. A flood of connections made every stop hang this way.
         """
         self._thread.join(STOP_S)
 
@@ -105,7 +105,7 @@ class ConnectionGuard:
             while True:
                 if poller.poll(CHECK_INTERVAL_MS if self._unfinished else None):
                     if time.monotonic() - self._checked_at > CHECK_INTERVAL_MS / 1000:
-                        self._check_unfinished()  # also while connections come all the time
+                        self._check_unfinished()  # also under a steady flow of new connections
                     message = parse_monitor_message(self._monitor.recv_multipart())
                     if message["event"] == zmq.EVENT_MONITOR_STOPPED:
                         return
@@ -125,7 +125,7 @@ class ConnectionGuard:
             self._on_disconnected(fd)
 
     def _on_accepted(self, fd: int) -> None:
-        self._on_disconnected(fd)  # its former holder, where libzmq did not report the end
+        self._on_disconnected(fd)  # the former connection of that number, if libzmq did not report its end
         ours = self._duplicate(fd)
         if ours is None:
             return
@@ -148,14 +148,14 @@ class ConnectionGuard:
             )
 
     def _duplicate(self, fd: int) -> socket.socket | None:
-        """The connection itself. Its number may be another's by now: then it must be one to this port."""
+        """Return a copy of the fd. Its number may be reused by now: it must be a connection to this port."""
         try:
             copy = os.dup(fd)
         except OSError:
             return None
         try:
             ours = socket.socket(fileno=copy)
-        except OSError:  # the number is no socket's by now
+        except OSError:  # the number no longer belongs to a socket
             os.close(copy)
             return None
         with suppress(OSError, IndexError, TypeError):
@@ -165,7 +165,7 @@ class ConnectionGuard:
         return None
 
     def _most_suspect(self) -> int:
-        """The oldest unfinished connection of the address that has most of them."""
+        """Return the oldest unfinished connection of the address that has most of them."""
         counts = Counter(self._connections[fd].address for fd in self._unfinished)
         address, _ = counts.most_common(1)[0]
         return next(fd for fd in self._unfinished if self._connections[fd].address == address)
@@ -199,11 +199,11 @@ class ConnectionGuard:
             elif received > MAX_HANDSHAKE_BYTES and connection.is_suspect:
                 self._shut_down(fd, f"it sent over {MAX_HANDSHAKE_BYTES} bytes before its handshake was over")
             else:
-                # Once may be an honest peer's first message, behind a handshake that libzmq has yet to read.
+                # Once may be an honest peer's first message behind a handshake that libzmq has not read yet.
                 connection.is_suspect = received > MAX_HANDSHAKE_BYTES
 
     def _shut_down(self, fd: int, reason: str) -> None:
-        """libzmq finds the connection ended, and closes it."""
+        """Shut the connection; libzmq notices its end and closes it."""
         connection = self._connections[fd]
         self._unfinished.pop(fd, None)
         if connection.duplicate is not None:
@@ -216,7 +216,7 @@ class ConnectionGuard:
 
 
 def _tcp_byte_counts(connection: socket.socket) -> tuple[int, int]:
-    """Return how many bytes libzmq has sent (and the other end has taken), and how many came."""
+    """Return how many bytes the other end has acknowledged, and how many arrived from it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except OSError:

@@ -1,4 +1,4 @@
-"""Ends connections that libzmq holds: it has no call for that."""
+"""Shuts TCP connections that libzmq holds; libzmq has no call for that."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Address = tuple[str, int]  # address and port
 
 
 def shut_accepted_connections(port: int) -> int:
-    """Shut every TCP connection that was accepted at that port; return how many others had made.
+    """Shut every TCP connection that was accepted at that port; return how many came from other processes.
 
     libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in a
-    tenth of a second, and what it asked meanwhile it asks again. This process's own connection to itself is
+    tenth of a second, and sends its unanswered requests again. This process's own connection to itself is
     shut and not counted.
 
-    Raises OSError where no descriptor is left to look with.
+    Raises OSError if no descriptor is free to look with.
     """
     # Before any is shut: libzmq's thread closes the other end at once.
     own = _map_tcp_sockets(lambda found: _own_address(found, port))
@@ -29,9 +29,9 @@ def shut_accepted_connections(port: int) -> int:
 
 
 def _map_tcp_sockets(visit: Callable[[socket.socket], T | None]) -> list[T]:
-    """Return what `look` finds at the TCP connections of this process.
+    """Return what `visit` returns for this process's TCP connections, without None.
 
-    A duplicate is looked at, never the descriptor itself: libzmq's thread may close that at any moment.
+    `visit` gets a duplicate, never the descriptor itself: libzmq's thread may close that at any time.
     """
     all_found: list[T] = []
     for name in os.listdir("/proc/self/fd"):
@@ -62,7 +62,7 @@ def _shut_if_accepted_at(found: socket.socket, port: int) -> _Address | None:
 
 
 def _normalized(address: tuple[str, int, int, int] | _Address) -> _Address:
-    """A socket for both families names an IPv4 peer in IPv6."""
+    """Return the address with an IPv4-mapped IPv6 address as IPv4, which a dual-stack socket reports."""
     found = ipaddress.ip_address(address[0].partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found), address[1]

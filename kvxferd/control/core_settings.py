@@ -1,4 +1,4 @@
-"""From the configuration, which people write, to the settings that the core decides by."""
+"""Converts the configuration to the core's settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.core.settings import Settings
 
 
 def settings_of(config: Config, trust: PeerAllowlist) -> Settings:
-    """What the core needs of the configuration."""
+    """Return the settings that the core takes from the configuration."""
     return Settings(
         allowlist=trust,
         limits=Limits(

@@ -1,4 +1,4 @@
-"""A daemon's CURVE key: made once by `kvxferd keygen`, kept in a file that its owner alone may read."""
+"""The daemon's CURVE key: created once by `kvxferd keygen`, in a file that only its owner may read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CurveKeyPair:
 
 
 def make_key(path: Path) -> CurveKeyPair:
-    """Write a new secret key to the file and return the pair. Raises ConfigError where one is there."""
+    """Write a new secret key to the file and return the pair. Raises ConfigError if the file exists."""
     _check_curve_support()
     _, text = zmq.curve_keypair()
     secret = z85.decode(text)
@@ -52,11 +52,11 @@ def make_key(path: Path) -> CurveKeyPair:
 
 
 def read_key(path: Path) -> CurveKeyPair:
-    """Return the key pair of a file that `make_key` wrote. Raises ConfigError, also where others read it."""
+    """Return the key pair of a file that `make_key` wrote. Raises ConfigError, also if others may read it."""
     _check_curve_support()
     what = f"cannot use peer.curve_secret_key_file = {str(path)!r}"
     try:
-        # Not to wait for whoever writes where it is a FIFO.
+        # O_NONBLOCK, so that opening a FIFO does not wait for a writer.
         with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             text = file.read(4096) if stat.S_ISREG(status.st_mode) else ""
@@ -79,7 +79,7 @@ def read_key(path: Path) -> CurveKeyPair:
 
 
 def allowlist_of(config: PeerConfig, key: CurveKeyPair | None) -> PeerAllowlist:
-    """Return the allow-lists of the configuration. This node's own numeric address is always among them."""
+    """Return the allow-lists of the configuration. They always include this node's own numeric address."""
     networks = [ipaddress.ip_network(text) for text in config.allowed_addresses]
     own = host_of(Endpoint(config.advertise or config.bind))
     with suppress(ValueError):
@@ -94,7 +94,7 @@ def allowlist_of(config: PeerConfig, key: CurveKeyPair | None) -> PeerAllowlist:
 
 
 def exposure_warnings(config: PeerConfig) -> list[str]:
-    """Return what is open to whoever reaches the peer socket."""
+    """Return a warning if any host that reaches the peer socket may act as a peer."""
     host, _ = split_endpoint(config.bind)
     with suppress(ValueError):
         if host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback:

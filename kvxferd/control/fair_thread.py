@@ -1,4 +1,4 @@
-"""One thread for work that would keep the event loop waiting, fair between those it is done for."""
+"""One thread for work that would block the event loop, scheduled fairly between clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# The thread shares the interpreter with the loop, which then waits up to 5 ms for each of its turns. So it
-# rests as long as it has worked; work that took less need not count.
+# The thread shares the GIL with the loop, which then waits up to 5 ms for each of its turns. So it pauses as
+# long as it has worked; shorter work does not count.
 MIN_COUNTED_S = 0.005
 MAX_PAUSE_S = 0.25
 STOP_S = 2.0
@@ -21,7 +21,7 @@ _Job = tuple[Callable[[], object], Callable[[object], None]]
 
 
 class FairThread:
-    """Does one piece of work of each client in turn. Call everything on the loop's thread."""
+    """Runs one job of each client in turn. Call every method on the loop's thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class FairThread:
         self._stopping = False
 
     def submit(self, client: str, work: Callable[[], T], on_done: Callable[[T | Exception], None]) -> None:
-        """Call `work` on the thread, and `on_done` on the loop with what it returned or raised."""
+        """Call `work` on the thread, then `on_done` on the loop with its result or exception."""
         loop = asyncio.get_running_loop()
 
         def done(outcome: object) -> None:
@@ -45,7 +45,7 @@ class FairThread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the system gives no thread now; the next work asks it again
+            except RuntimeError as error:  # the system has no thread now; the next job tries again
                 loop.call_soon(done, error)
                 return
             self._thread = thread
@@ -54,7 +54,7 @@ class FairThread:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; what has not begun is not done."""
+        """End the thread; jobs that have not started are dropped."""
         with self._changed:
             self._stopping = True
             self._jobs.clear()
@@ -68,7 +68,7 @@ class FairThread:
             started = time.thread_time()
             try:
                 outcome = work()
-            except Exception as error:  # handed to whoever submitted it
+            except Exception as error:  # passed to `on_done`
                 outcome = error
             try:
                 hand_over(outcome)

@@ -1,4 +1,4 @@
-"""How many descriptors the daemon needs, how many of them HTTP may have, and how many workers' memory."""
+"""The daemon's budget of file descriptors: its own, HTTP's, and those of workers' memory."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import resource
 
 from kvxferd.config import LimitsConfig
 
-# The event loop, listeners, locks, ZMQ's own, the movers' parent, the log (44 with one rank and two warm
-# movers), what Python opens meanwhile, and RESERVED.
+# The event loop, listeners, locks, ZMQ's own, the forkserver, the log (44 with one rank and two warm
+# movers), files that Python opens for a short time, and RESERVED_FDS.
 BASE_FDS = 64
-FDS_PER_SESSION = 5  # socket, process descriptor, fence page, notices, a resident mover's socket
-FDS_PER_RANK = 4  # a mover's socket and process descriptor, and both again while its successor starts
+FDS_PER_SESSION = 5  # socket, pidfd, fence page, delivery socket, a resident mover's socket
+FDS_PER_RANK = 4  # a mover's socket and pidfd, and both again while its successor starts
 FDS_PER_PEER = (
-    8  # four for the connection to it, and as many connections of its own: 2,048 may be to the peer port
+    8  # four for the connection to it, and up to four connections from it: 2,048 may reach the peer port
 )
-# HTTP has an eighth and at most this: a scraper, probes, browsers and the command line need ten.
+# HTTP has an eighth of the limit, and at most this: a scraper, probes, browsers and the CLI need ten.
 MAX_HTTP_CONNECTIONS = 128
 MIN_HTTP_CONNECTIONS = 12
-# Kept between the soft limit and the hard one, for the end. To end in order takes five: the ownership file,
-# its directory, a copy of a descriptor, and a pair of sockets for the event loop that closes itself.
+# Kept between the soft limit and the hard one for shutdown. An orderly shutdown takes five: the ownership
+# file, its directory, a copy of a descriptor, and a socket pair for the event loop that closes.
 RESERVED_FDS = 16
 
 
 def fds_needed(limits: LimitsConfig) -> int:
-    """What a full node has open, apart from the descriptors that GPU ranks bring."""
+    """Return how many descriptors a full node has open, without those of GPU ranks' memory."""
     workers = limits.max_sessions * FDS_PER_SESSION + limits.max_ranks * FDS_PER_RANK
     return BASE_FDS + workers + limits.max_peers * FDS_PER_PEER + MAX_HTTP_CONNECTIONS
 
 
 def max_memory_fds_of(limits: LimitsConfig, limit: int | None = None) -> int:
-    """Return how many descriptors the memory of all workers may have: what a full node leaves of the limit.
+    """Return how many descriptors the memory of all workers may have: the rest of the limit on a full node.
 
-    A node with few has a quarter of them for it. Each is counted once and takes two: one for the session, and
-    a copy while it is handed to the mover.
+    A node with a low limit has a quarter of it. Each is counted once and takes two: one for the session, and
+    a copy while it is sent to the mover.
     """
     if limit is None:
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -42,7 +42,7 @@ def max_memory_fds_of(limits: LimitsConfig, limit: int | None = None) -> int:
 
 
 def raise_fd_limit() -> int:
-    """Raise the soft limit close to the hard one, which is returned: `BASE` counts what is kept back too.
+    """Raise the soft limit to the hard one less RESERVED_FDS; return the hard one (BASE_FDS counts those).
 
     A rank may bring hundreds of descriptors; the usual soft limit of 1,024 is for programs that use select.
     """
@@ -57,20 +57,20 @@ def raise_fd_limit() -> int:
 
 
 def release_reserved_fds() -> None:
-    """Let this process open what is kept for its end."""
+    """Raise the soft limit to the hard one, for the shutdown."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def max_http_connections(limit: int) -> int:
-    """How many connections HTTP may hold under that limit; workers and movers have the rest."""
+    """Return how many connections HTTP may hold under that limit; workers and movers have the rest."""
     if limit == resource.RLIM_INFINITY:
         return MAX_HTTP_CONNECTIONS
     return max(MIN_HTTP_CONNECTIONS, min(MAX_HTTP_CONNECTIONS, limit // 8))
 
 
 def fd_warnings(limits: LimitsConfig, limit: int) -> list[str]:
-    """Return what an operator should know of the limit before the node is full."""
+    """Return warnings if a full node would run out of descriptors."""
     needed = fds_needed(limits)
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return []

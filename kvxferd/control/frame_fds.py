@@ -1,4 +1,4 @@
-"""The descriptors of one frame, until somebody keeps them."""
+"""The file descriptors that came with one frame, until their owner is decided."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kvxferd.frame_socket import close_fds
 
 
 class FrameFds:
-    """Owns what came with a frame. Whoever keeps a descriptor takes it out; `close` closes what is left.
+    """Owns the descriptors of a frame. A new owner detaches a descriptor; `close` closes the rest.
 
-    So each has one owner at any moment. A number that two close is by the second time somebody else's:
-    a file, or a socket of libzmq, which ends the process by abort where it finds it closed.
+    So each has one owner at any time. A descriptor closed twice may by then be another file, or a socket of
+    libzmq, which aborts the process when it finds its socket closed.
     """
 
     def __init__(self, fds: tuple[int, ...]) -> None:
@@ -20,25 +20,25 @@ class FrameFds:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Those that nobody has taken: to be looked at, not kept."""
+        """The descriptors that are still owned here: to be inspected, not kept."""
         return self._fds
 
     def prepend(self, fds: tuple[int, ...]) -> None:
-        """Own these too, ahead of the others."""
+        """Own these too, in front of the others."""
         self._fds = (*fds, *self._fds)
 
     def detach_all(self) -> tuple[int, ...]:
-        """Return all that are left; they are the caller's now."""
+        """Return all that are left; the caller owns them now."""
         taken, self._fds = self._fds, ()
         return taken
 
     def detach_last(self) -> int:
-        """Return the last one; it is the caller's now."""
+        """Return the last one; the caller owns it now."""
         *rest, last = self._fds
         self._fds = tuple(rest)
         return last
 
     def close(self) -> None:
-        """Close what nobody has taken. Idempotent."""
+        """Close those that were not detached. Idempotent."""
         if self._fds:
             close_fds(self.detach_all())

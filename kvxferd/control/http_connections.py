@@ -1,9 +1,9 @@
-"""Connections to HTTP: how many, from whom, and for how long. What is too many or too slow is closed.
+"""Limits HTTP connections: their number, their sources and their time.
 
 aiohttp accepts without limit and waits without limit for a slow reader, so connections are accepted here.
-There are three shares: TCP; users on control.sock; root and the daemon's own user there. Who fills one keeps
-nobody out of another. In a full share a new connection takes the place of the oldest idle one of the source
-that has the most, so that who holds connections open keeps nobody out of their own share either.
+There are three shares: TCP; users on control.sock; root and the daemon's own user there. A full share does
+not affect the others. In a full share a new connection replaces the oldest idle one of the source that has
+the most, so that a client that holds connections open does not keep others out of its share either.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvxferd.unix_socket import credentials_of
 
 log = structlog.get_logger()
 
-HEADER_S = 10.0  # from the connection to its first whole request
-IDLE_S = 60.0  # between requests; Prometheus asks every 15 to 60 s, and connects anew where it must
-ANSWER_S = 30.0  # of a stranger's request; reading the body is in it
-WRITE_S = 10.0  # for taking an answer: 8 MiB take 1 s on a slow link
-LINGER_S = 1.0  # aiohttp's, for a body that nobody wanted
+HEADER_S = 10.0  # from the accept to the first whole request
+IDLE_S = 60.0  # between requests; Prometheus scrapes every 15 to 60 s, and connects again if it must
+ANSWER_S = 30.0  # for an unprivileged request, reading its body included
+WRITE_S = 10.0  # for the client to read a response: 8 MiB take 1 s on a slow link
+LINGER_S = 1.0  # aiohttp's, for a body that no handler read
 SWEEP_S = 1.0
 ACCEPT_RETRY_S = 0.2
 ACCEPTS_PER_TURN = 16
 BACKLOG = 128
-# Request line, headers and body of what may wait on one connection: no route takes more than a few names,
-# and a browser's cookies for this host have 4 KiB. 128 connections have 8 MiB of it, and five times that as
-# Python objects.
+# Request line, headers and body that may wait on one connection: no route takes more than a few names, and
+# a browser's cookies for this host have 4 KiB. 128 connections have 8 MiB, and five times that as Python
+# objects.
 MAX_REQUEST_BYTES = 64 << 10
 MAX_LINE_BYTES = 4 << 10
 MAX_HEADERS = 64
-# Answers that wait to be taken, on all connections of strangers together: four of the largest (8,192
-# transfers with names of 256 characters), or 16 of what a full node has.
+# Unread responses on all unprivileged connections together: four of the largest (8,192 transfers with names
+# of 256 characters), or 16 of a full node.
 MAX_UNSENT_BYTES = 32 << 20
 
 _RESPONSE_503 = (
@@ -57,24 +57,24 @@ class ConnectionShare:
         self.connections: dict[HttpConnection, None] = {}  # oldest first
 
     def make_room(self) -> bool:
-        """Close an idle connection where the share is full. False: every one of them is being answered."""
+        """Close an idle connection if the share is full. False: all of them are handling requests."""
         if len(self.connections) < self.max_connections:
             return True
         return self.close_idle()
 
     def close_idle(self) -> bool:
-        """Close an idle connection, full or not. False: there is none."""
+        """Close an idle connection, even if the share is not full. False: there is none."""
         num_of = Counter(connection.source for connection in self.connections)
         idle = [connection for connection in self.connections if not connection.is_handling]
         if not idle:
             return False
-        # The first of the largest: connections stand in the order in which they came.
+        # The first of the source with the most: connections are in the order of their arrival.
         max(idle, key=lambda connection: num_of[connection.source]).abort()
         return True
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's protocol of one connection, with limits of its own."""
+    """aiohttp's protocol of one connection, with limits added."""
 
     def __init__(
         self, server: web.Server, listeners: HttpListeners, share: ConnectionShare, source: str
@@ -101,24 +101,24 @@ class HttpConnection(web.RequestHandler):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes of answers that its client has not taken."""
+        """Bytes of responses that the client has not read."""
         transport = self.transport
         return 0 if transport is None else transport.get_write_buffer_size()
 
     def request_started(self) -> None:
-        """A request is complete and is being answered."""
+        """Record that a request is complete and is being handled."""
         self.is_handling = True
         self._num_requests += 1
         self._state_since = self._loop.time()
 
     def request_finished(self) -> None:
-        """Its answer is ready to be sent."""
+        """Record that the response is ready to be sent."""
         self.is_handling = False
         self._num_received_bytes = 0
         self._state_since = self._loop.time()
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its client has had its time."""
+        """Whether the client has used up its time."""
         waited_s = now - self._state_since
         if self.is_handling:
             return not self.share.is_operator and waited_s > ANSWER_S
@@ -127,20 +127,20 @@ class HttpConnection(web.RequestHandler):
         return waited_s > (IDLE_S if self._num_requests else HEADER_S)
 
     def abort(self) -> None:
-        """Close it at once, whatever waits to be sent."""
+        """Close the connection at once; unsent data is lost."""
         self._is_aborted = True
         self.share.connections.pop(self, None)
         if self.transport is not None:
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless it has lost its place while it was being accepted."""
+        """Start, unless the connection was closed while it was being accepted."""
         super().connection_made(transport)
         if self._is_aborted:
             self.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, up to the limit of a request."""
+        """Parse bytes, up to the limit of a request."""
         self._num_received_bytes += len(data)
         if self._num_received_bytes > MAX_REQUEST_BYTES:
             self.abort()
@@ -153,11 +153,11 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Nothing: what is no HTTP is a stranger's nonsense, and handlers' own errors are logged by them."""
+        """Log nothing: malformed HTTP is the client's fault, and handlers log their own errors."""
 
 
 class HttpListeners:
-    """Accepts connections for one aiohttp server and watches their time."""
+    """Accepts connections for one aiohttp server and enforces their time limits."""
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
@@ -168,21 +168,21 @@ class HttpListeners:
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
-        self._spare_fd = -1  # a descriptor with which to accept and judge a caller where no other is left
+        self._spare_fd = -1  # reserve, to accept and check a client when no other descriptor is left
         self._open_spare_fd()
 
     @property
     def shares(self) -> tuple[ConnectionShare, ConnectionShare, ConnectionShare]:
-        """TCP, users on control.sock, operators on control.sock."""
+        """The shares: TCP, users on control.sock, operators on control.sock."""
         return self._tcp, self._users, self._operators
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes of answers that strangers have not taken."""
+        """Bytes of responses that unprivileged clients have not read."""
         return sum(c.num_unsent_bytes for share in (self._tcp, self._users) for c in share.connections)
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept from that socket, which is closed by `stop`."""
+        """Accept connections from that socket, which `close` closes."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listeners.append(listener)
@@ -226,18 +226,20 @@ class HttpListeners:
                 try:
                     accepted, address = self._accept_with_spare(listener)
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                    return  # without descriptors the kernel does not look whether somebody waits
+                    return  # without descriptors the kernel does not check whether a client waits
                 except OSError:
                     self._retry_accept_later(listener, error)
                     return
                 if self._is_operator(accepted):
                     self._close_idle_stranger()
                     self._add_connection(accepted, address)
-                    return  # what was given back is closed on the loop's next turn
-                # The spare one is no stranger's to keep.
+                    return  # closed connections release their descriptors on the loop's next turn
+                # An unprivileged client may not keep the spare one.
                 _reject_full(accepted)
                 self._open_spare_fd()
-                if listener.family != socket.AF_UNIX:  # behind a stranger there an operator may wait
+                if (
+                    listener.family != socket.AF_UNIX
+                ):  # on control.sock an operator may wait behind this client
                     self._retry_accept_later(listener, error)
                     return
                 continue
@@ -253,14 +255,14 @@ class HttpListeners:
             raise
 
     def _retry_accept_later(self, listener: socket.socket, error: OSError) -> None:
-        """No descriptor left. An idle connection of HTTP gives its own back; who waits is asked again."""
+        """No descriptor is left: close an idle HTTP connection, and try to accept again later."""
         log.warning("http: cannot accept", reason=error.strerror)
         self._close_idle_stranger()
         self._loop.remove_reader(listener.fileno())
         self._loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
 
     def _close_idle_stranger(self) -> None:
-        """Close an idle connection of a stranger, of the larger share first; an operator's is kept."""
+        """Close an idle unprivileged connection, of the larger share first; operators' stay."""
         strangers = sorted(self.shares[:2], key=lambda share: len(share.connections), reverse=True)
         any(share.close_idle() for share in strangers)
 
@@ -311,11 +313,11 @@ def _reject_full(accepted: socket.socket) -> None:
 
 
 class RateLimiter:
-    """How often one source of strangers may ask: what comes faster waits for its turn.
+    """Limits the request rate of each unprivileged source; faster requests wait.
 
-    An answer that is kept costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B
-    as much: 20 a second are 1 % of it, and those of ten sources 10 %. What waits is bounded by the
-    connections; a client that goes away while it waits has asked nothing.
+    A cached response costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B as
+    much: 20 a second are 1 % of it, and those of ten sources 10 %. The number of connections bounds the
+    waiting requests; the request of a client that disconnects while it waits does not count.
     """
 
     PER_S = 20.0
@@ -325,20 +327,20 @@ class RateLimiter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._tokens: dict[str, tuple[float, float]] = {}  # requests that may come at once, as of when
+        self._tokens: dict[str, tuple[float, float]] = {}  # requests allowed at once, and since when
 
     def try_acquire(self, source: str) -> bool:
-        """Whether the source may ask now; that counts as a request."""
+        """Return whether the source may send a request now; True counts as one."""
         now = self._clock()
         left, then = self._tokens.pop(source, (self.BURST, now))
         left = min(self.BURST, left + (now - then) * self.PER_S)
         if len(self._tokens) >= self.MAX_SOURCES:
-            del self._tokens[next(iter(self._tokens))]  # it asked longest ago
+            del self._tokens[next(iter(self._tokens))]  # its last request is the oldest
         self._tokens[source] = (left - 1 if left >= 1 else left, now)
         return left >= 1
 
     async def acquire(self, source: str, is_gone: Callable[[], bool]) -> bool:
-        """Return once the source may ask; False: whoever asked has gone."""
+        """Wait until the source may send a request. False: the client has disconnected."""
         while not self.try_acquire(source):
             await asyncio.sleep(self.POLL_S)
             if is_gone():

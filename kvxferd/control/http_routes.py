@@ -1,4 +1,4 @@
-"""The table of what HTTP serves: method, path, who may, and what answers."""
+"""The table of HTTP routes: method, path, access and handler."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvxferd.telemetry.history import record_to_json
 
 
 class Access(Enum):
-    """Who may ask."""
+    """Who may send the request."""
 
     ANYONE = "anyone"
     ADMIN = "admin"  # root or the daemon's own user, on control.sock
 
 
 class Route(NamedTuple):
-    """One row of the table. `shared`: strangers who ask within a moment share one answer."""
+    """One row of the table. `is_cached`: unprivileged clients share one cached response."""
 
     method: str
     path: str
@@ -51,7 +51,7 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 
 async def healthz(request: web.Request) -> web.StreamResponse:
-    """200 while the daemon's event loop turns."""
+    """200 while the daemon's event loop runs."""
     return json_response({"healthy": True})
 
 
@@ -78,7 +78,7 @@ async def status(request: web.Request) -> web.StreamResponse:
 
 
 async def engines(request: web.Request) -> web.StreamResponse:
-    """Local engines and their ranks, movers that wait for their end, and whose engine ids are."""
+    """Local engines and their ranks, retired movers that have not exited, and engine ids' owners."""
     node = await snapshot_for(request)
     return json_response(
         {"engines": node.engines, "retired_movers": node.retired_movers, "ownerships": node.ownerships}
@@ -101,7 +101,7 @@ async def peers(request: web.Request) -> web.StreamResponse:
 
 
 async def transfers(request: web.Request) -> web.StreamResponse:
-    """Transfers published here and pulls that run here: the first of them, and how many there are."""
+    """Transfers published here and pulls that run here: the first of them, and their number."""
     node = await snapshot_for(request)
     return json_response(
         {
@@ -114,7 +114,7 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 
 async def history(request: web.Request) -> web.StreamResponse:
-    """What ended last, oldest first."""
+    """The last records, oldest first."""
     return json_response({"records": [record_to_json(record) for record in request.app[NODE_API].history()]})
 
 

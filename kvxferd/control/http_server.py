@@ -1,8 +1,7 @@
 """HTTP of one node: read-only over TCP, everything over `control.sock`.
 
-Both serve the one table of `kvxferd.control.http_routes`. What changes state is for root and the
-daemon's own user, proved by the kernel's word on who connected; TCP has no such word, so it
-never changes anything.
+Both serve the table of `kvxferd.control.http_routes`. Only root and the daemon's own user may change state,
+by the credentials that the kernel gives for a Unix socket. TCP has no credentials, so it is read-only.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from kvxferd.telemetry.metrics import Metrics
 __all__ = ["HttpServer"]
 
 CONTROL_SOCKET_MODE = 0o660
-# No route takes a body of more than a few names.
+# No route takes more than a few names.
 MAX_BODY_BYTES = 16 << 10
-# Answers are small and local: what has not been taken by then is not waited for.
+# Responses are small and local: do not wait longer for clients to read them.
 SHUTDOWN_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -42,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Serves a node on `control.socket` and, unless it is off, on `http.bind`."""
+    """Serves a node on `control.socket` and, if it is set, on `http.bind`."""
 
     def __init__(
         self, config: Config, view: NodeApi, metrics: Metrics, max_connections: int = MAX_HTTP_CONNECTIONS
@@ -55,11 +54,11 @@ class HttpServer:
 
     @property
     def tcp_address(self) -> tuple[str, int] | None:
-        """Host and port that TCP really listens on; None while stopped and where it is off."""
+        """The host and port that TCP is bound to; None while stopped, or if it is off."""
         return self._tcp_address
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError where an address cannot be had; then nothing listens."""
+        """Listen. Raises ConfigError if an address cannot be bound; then nothing listens."""
         async with AsyncExitStack() as closing:
             runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
@@ -69,7 +68,7 @@ class HttpServer:
             closing.push_async_callback(listeners.close)
             path = Path(self._config.control.socket)
             listener = _listen_unix(path)
-            # Called before the listeners are closed: nobody finds a socket that nobody answers.
+            # Runs before the listeners are closed, so that no client finds a socket without a listener.
             closing.callback(path.unlink, missing_ok=True)
             listeners.listen(listener)
             if self._config.http.bind:
@@ -80,13 +79,13 @@ class HttpServer:
             self._closing = closing.pop_all()
 
     async def stop(self) -> None:
-        """Remove the socket file and stop listening. Doing it again does nothing."""
+        """Remove the socket file and stop listening. Idempotent."""
         self._tcp_address = None
         await self._closing.aclose()
 
 
 def uid_of(request: web.Request) -> int | None:
-    """Return the user id that connected, by the kernel's word; None where there is no such word."""
+    """Return the uid of the process that connected; None over TCP, which has no credentials."""
     transport = request.transport
     connection = None if transport is None else transport.get_extra_info("socket")
     if connection is None or connection.family != socket.AF_UNIX:
@@ -97,13 +96,13 @@ def uid_of(request: web.Request) -> int | None:
 
 
 def _listening_pid(path: Path) -> int | None:
-    """Return the id of the process that listens there; None if nobody does."""
+    """Return the pid of the process that listens there; None if there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return None
-        except BlockingIOError:  # its backlog is full: somebody listens, the kernel does not say who
+        except BlockingIOError:  # its backlog is full: a process listens, but its pid is unknown
             return 0
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid: int = _PEER_CREDENTIALS.unpack(credentials)[0]
@@ -152,7 +151,7 @@ def _cached(route: Route) -> Handler:
 
 @web.middleware
 async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let strangers ask at a pace, and nobody pile up answers that are not read."""
+    """Limit unprivileged clients' request rate, and their unread responses."""
     connection = request.protocol
     assert isinstance(connection, HttpConnection)
     connection.request_started()
@@ -197,9 +196,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    """Return a socket bound to the path with the control socket's mode, from the first moment on.
+    """Return a socket bound to the path, with the control socket's mode from its creation on.
 
-    A socket file that nobody answers is a dead daemon's and is replaced. Raises ConfigError.
+    Replace the socket file of a dead daemon, where no process listens. Raises ConfigError.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)

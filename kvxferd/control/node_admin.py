@@ -1,4 +1,4 @@
-"""The operator's requests: what HTTP reads of the running node, and what it may do to it."""
+"""The node as HTTP sees it: reads its state, and feeds an operator's requests to the core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvxferd.telemetry.logs import operator_log
 
 
 class NodeAdmin:
-    """`kvxferd.control.node_api.NodeApi` of a real node. `feed` hands it an event, on the loop's thread."""
+    """The `NodeApi` of a real node. `on_event` feeds the core, on the loop's thread."""
 
     def __init__(
         self,
@@ -50,26 +50,26 @@ class NodeAdmin:
         self._reload = reload
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
-    # --- seeing
+    # --- reading
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything, at this moment."""
+        """Return the node's current state."""
         self._on_event(Tick())
         return self._node.snapshot()
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
-        """Everything; None before it, where the caller may let others run."""
+        """Yield None where the loop may run other work, and at last the node's state."""
         self._on_event(Tick())
         return self._node.snapshot_steps()
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
-        """The ranks of an engine's newest start that are registered here, else those that a peer told of."""
+        """Return the ranks of an engine's newest generation registered here, or else learnt from a peer."""
         newest = self._node.registry.newest(engine_id)
         engine = self._node.registry.get(newest) if newest else self._node.peers.find_engine(engine_id)
         return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
 
     def readiness(self) -> list[str]:
-        """Why the node cannot take registrations and pulls."""
+        """Return why the node cannot take registrations and pulls; empty if it can."""
         reasons = []
         if self._node.context.draining:
             reasons.append("draining: nothing new is taken")
@@ -81,17 +81,17 @@ class NodeAdmin:
         return reasons
 
     def warnings(self) -> list[str]:
-        """What an operator should mend although the node works."""
+        """Return what an operator should fix although the node works."""
         return [*exposure_warnings(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
 
     def history(self) -> list[Record]:
-        """What ended last, oldest first."""
+        """Return the last records, oldest first."""
         return self._history.records()
 
-    # --- doing
+    # --- changing
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
-        """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
+        """Forget the daemon of that endpoint, with or without its key. Return the forgotten endpoints."""
         known = self._node.peers.find(endpoint)
         for peer in known:
             operator_log.warning("peer dropped by an operator", endpoint=peer)
@@ -99,9 +99,9 @@ class NodeAdmin:
         return known
 
     def disown(self, engine_id: EngineId) -> Disownable:
-        """Forget whose an engine id and its absent ranks were. Return what that was; false where nothing.
+        """Forget the owner of an engine id and its absent ranks. Return what was forgotten; falsy if nothing.
 
-        Raises EngineError(rank-taken) while all that is recorded is registered here.
+        Raises EngineError(rank-taken) while every recorded rank is registered here.
         """
         found = self._node.disownable(engine_id)
         if not found and self._node.registry.has_local_rank(engine_id):
@@ -118,7 +118,7 @@ class NodeAdmin:
         return found
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
-        """Release a transfer published here. Return the engines whose it was; None: of any engine."""
+        """Release a transfer published here, of that engine or (None) of every one. Return those engines."""
         live = [engine for engine, name in self._node.published.table.live if name == transfer_id]
         matching = [engine for engine in live if engine_id in (None, engine.engine_id)]
         for engine in matching:
@@ -129,7 +129,7 @@ class NodeAdmin:
         return matching
 
     def cancel_pull(self, number: PullId) -> bool:
-        """End a pull of a local rank. False: there is none of that number that could be ended."""
+        """End a pull of a local rank. False: no pull of that number can be ended."""
         if not self._node.pulls.can_cancel(number):
             return False
         operator_log.warning("pull cancelled by an operator", pull=number)
@@ -137,21 +137,21 @@ class NodeAdmin:
         return True
 
     def set_config(self, config: Config) -> None:
-        """Warn of what is open by these settings."""
+        """Use these settings for warnings."""
         self._config = config
 
     def reload(self) -> ReloadResult:
-        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""
         return self._reload()
 
     def drain(self) -> None:
-        """Take nothing new, and stop when what runs has ended."""
+        """Refuse new work, and stop once running pulls and published transfers have ended."""
         self._start_drain()
 
     def set_drained(self) -> None:
-        """Who waits for the drain is told what it left behind."""
+        """Wake the callers of `wait_drained`, with the node's state at the end of the drain."""
         self._drain_result.set_result(self.snapshot())
 
     async def wait_drained(self) -> NodeSnapshot:
-        """Return, once a drain is over, what it left behind."""
+        """Return the node's state at the end of the drain."""
         return await asyncio.shield(self._drain_result)

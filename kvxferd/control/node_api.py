@@ -16,67 +16,67 @@ from kvxferd.telemetry.metrics import Metrics
 
 
 class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading the configuration again has changed."""
+    """What a reload of the configuration has changed."""
 
     changed: list[str]  # settings
-    ignored: list[str]  # settings that differ too, and need a restart
-    dropped_peers: list[Endpoint]  # that this node asked
+    ignored: list[str]  # settings that differ too, but need a restart
+    dropped_peers: list[Endpoint]  # peers that this node was connected to
     closed_sessions: int
-    closed_connections: int | None = 0  # of peers to this node; None: to be closed, no descriptor was left
+    closed_connections: int | None = 0  # from peers; None: closed later, as no descriptor was free
 
 
 class NodeApi(Protocol):
-    """What HTTP knows of the node it serves."""
+    """The node as HTTP uses it."""
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
-        """Yield everything; before it None, where the loop may turn."""
+        """Yield None where the loop may run other work, and at last the node's state."""
         ...
 
     def readiness(self) -> list[str]:
-        """Return why the node is not ready to take registrations and pulls; empty when it is."""
+        """Return why the node cannot take registrations and pulls; empty if it can."""
         ...
 
     def warnings(self) -> list[str]:
-        """Return what an operator should mend although the node works."""
+        """Return what an operator should fix although the node works."""
         ...
 
     def history(self) -> list[Record]:
-        """Return what ended last, oldest first."""
+        """Return the last records, oldest first."""
         ...
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
-        """Return the ranks known of an engine, registered here or learnt from a peer; none of a stranger."""
+        """Return an engine's ranks, registered here or learnt from a peer; none for an unknown engine."""
         ...
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
-        """Forget the daemon of that endpoint, with or without its key. Return who was forgotten."""
+        """Forget the daemon of that endpoint, with or without its key. Return the forgotten endpoints."""
         ...
 
     def disown(self, engine_id: EngineId) -> Disownable:
-        """Forget whose an engine id and its absent ranks were. Return what that was; false where nothing.
+        """Forget the owner of an engine id and its absent ranks. Return what was forgotten; falsy if nothing.
 
-        Raises EngineError(rank-taken) while all that is recorded is registered here.
+        Raises EngineError(rank-taken) while every recorded rank is registered here.
         """
         ...
 
     def cancel_transfer(self, transfer_id: TransferId, engine_id: EngineId | None) -> list[EngineKey]:
-        """Release a transfer published here. Return the engines whose it was; None: of any engine."""
+        """Release a transfer published here, of that engine or (None) of every one. Return those engines."""
         ...
 
     def cancel_pull(self, number: PullId) -> bool:
-        """End a pull of a local rank. False: there is none of that number that could be ended."""
+        """End a pull of a local rank. False: no pull of that number can be ended."""
         ...
 
     async def wait_drained(self) -> NodeSnapshot:
-        """Return, once a drain is over, what it left behind."""
+        """Return the node's state at the end of the drain."""
         ...
 
     def reload(self) -> ReloadResult:
-        """Read the configuration again. Raises ConfigError where it is wrong; then nothing changes."""
+        """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""
         ...
 
     def drain(self) -> None:
-        """Start to drain: take nothing new, end when what runs has ended. Doing it again does nothing."""
+        """Start to drain: refuse new work, and stop once running work has ended. Idempotent."""
         ...
 
 
@@ -85,10 +85,10 @@ METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
-    """Return the value, structs included, as a JSON answer."""
+    """Return the value, structs included, as a JSON response."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
 
 
 def error_response(status: int, code: str, message: str) -> web.Response:
-    """Return a refusal: a code for machines, a sentence for people."""
+    """Return an error response: a code for machines, a sentence for people."""
     return json_response({"error": {"code": code, "message": message}}, status)

@@ -1,4 +1,4 @@
-"""Whose engine ids and ranks are, kept across a daemon's restarts: one small file in the run directory."""
+"""Saves which user owns each engine id and rank across the daemon's restarts, in the run directory."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ log = structlog.get_logger()
 StoredOwnerships = tuple[tuple[tuple[EngineId, int], ...], tuple[SavedRank, ...]]
 NO_OWNERSHIPS: StoredOwnerships = ((), ())
 
-# Ranks of an engine come within moments of one another: one write for all of them.
+# Ranks of an engine register at nearly the same time: one write for all of them.
 WRITE_AFTER_S = 0.2
-# Peers that join and leave must not have it written without end: 8,192 ranks are written every two seconds.
+# Peers that join and leave must not cause endless writes: 8,192 ranks are written every two seconds.
 WRITE_AFTER_S_PER_RANK = 2.0 / 8192
-CLOSE_S = 5.0  # how long a write that runs may take when the daemon stops
-# 4096 ids and 8192 ranks of two names each, of 256 characters; a character takes 6 bytes at most: 31 MB.
+CLOSE_S = 5.0  # for a running write when the daemon stops
+# 4096 ids, and 8192 ranks of two names each, of 256 characters of at most 6 bytes: 31 MB.
 MAX_FILE_BYTES = 32 << 20
 
 _NEW_SUFFIX = ".new"
 
 
 class _Content(msgspec.Struct):
-    """What is in the file. Before there were ranks it was the users alone."""
+    """The file's content. Older files hold the users alone."""
 
     users: dict[EngineId, int]
     ranks: tuple[SavedRank, ...] = ()
 
 
 class OwnershipFile:
-    """Reads at start, writes a little after each change, in a thread: a slow disk stops nobody."""
+    """Reads the file at start, and writes it in a thread after changes: a slow disk blocks nothing."""
 
     def __init__(self, path: Path, current: Callable[[], StoredOwnerships]) -> None:
         self._path = path
         self._current = current
         self._save_task: asyncio.Task[None] | None = None
-        self._write_task: asyncio.Task[None] | None = None  # one write; nothing can stop it
+        self._write_task: asyncio.Task[None] | None = None  # one write, which cannot be cancelled
         self._written: StoredOwnerships | None = None
 
     def read(self) -> StoredOwnerships:
-        """Return what was written last. A file that is none is put aside, and nobody owns anything."""
+        """Return the saved owners. Rename a file that cannot be decoded, and return none."""
         with suppress(OSError):
             for left in self._path.parent.glob(f"{self._path.stem}*{_NEW_SUFFIX}"):
-                left.unlink()  # by a daemon that was killed while it wrote
+                left.unlink()  # of a daemon that was killed while it wrote
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
@@ -74,17 +74,17 @@ class OwnershipFile:
             return NO_OWNERSHIPS
 
     def save_soon(self) -> None:
-        """Have the present list written."""
+        """Schedule a write of the current owners."""
         if self._save_task is None or self._save_task.done():
             self._save_task = asyncio.get_running_loop().create_task(self._save())
 
     async def close(self) -> None:
-        """Write what is not written."""
+        """Write unsaved changes."""
         if self._save_task is not None:
             self._save_task.cancel()
             await asyncio.gather(self._save_task, return_exceptions=True)
             if self._write_task is not None:
-                # Side by side the older list could be the last in its place.
+                # Of two concurrent writes, the older content could end up in the file.
                 await asyncio.wait([self._write_task], timeout=CLOSE_S)
                 if not self._write_task.done():
                     log.error(
@@ -99,7 +99,7 @@ class OwnershipFile:
             listed = self._current()
             self._write_task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
             await asyncio.shield(self._write_task)
-            self._written = listed  # also where it failed: the next change tries again
+            self._written = listed  # also if the write fails: the next change tries again
 
     def _write(self, listed: StoredOwnerships) -> None:
         users, ranks = listed
@@ -119,7 +119,7 @@ class OwnershipFile:
 
 
 def _decode(content: bytes) -> StoredOwnerships:
-    """Raises ValueError for what is neither of both forms."""
+    """Decode either form. Raises ValueError for any other content."""
     try:
         kept = msgspec.json.decode(content, type=_Content)
     except msgspec.ValidationError:

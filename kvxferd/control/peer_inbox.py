@@ -1,7 +1,7 @@
-"""From peers' payloads to messages: in order for each connection, and never long on the loop.
+"""Decodes peers' payloads into messages: in order for each connection, without blocking the loop.
 
-Manifests are decoded and checked by a thread, once it is known that their sender may send them. What else
-comes on that connection meanwhile waits; what comes on others does not.
+A thread decodes and checks manifests, once their sender is known to be allowed to send them. Later messages
+of that connection wait meanwhile; those of other connections do not.
 """
 
 from __future__ import annotations
@@ -36,62 +36,62 @@ from kvxferd.wire.peer import EngineManifest, JoinRank, PeerMessage, PeerRefused
 
 log = structlog.get_logger()
 
-# What is decoded without its manifests takes 7 ns a byte at most: 7 ms.
+# Decoding without the manifests takes 7 ns a byte at most: 7 ms.
 MAX_INLINE_BYTES = 1 << 20
-# The encoder puts a message's type first. Whole engines are always the thread's: there is nothing in them
-# that could be refused before.
+# The encoder puts a message's type first. Whole engines always go to the thread: nothing in them can be
+# refused earlier.
 _ENGINE_PREFIX = b"\xa1t\xafengine-manifest"
-# Behind a manifest that is being checked. What does not fit is dropped, and asked again.
+# Waiting behind a manifest that is being checked. The rest is dropped, and sent again by the peer.
 MAX_DEFERRED_BYTES = 16 << 20
 MAX_TOTAL_DEFERRED_BYTES = 128 << 20
 # A heartbeat repeats its rank's manifest every three seconds: 8 MiB are 50 ranks of the largest models known.
-# As objects they take ten times that, which they share with the node's own records.
+# As objects they take ten times that, and share it with the node's own records.
 MAX_CACHED_BYTES = 8 << 20
 
 T = TypeVar("T")
 
 
 class EarlyChecks(Protocol):
-    """What the node knows about a message before its manifest is decoded."""
+    """Checks by the node before a manifest is decoded."""
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """Why the rank cannot be joined, whatever its layout."""
+        """Return why the rank may not join, whatever its layout; None if it may."""
         ...
 
     def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
-        """Whether a peer's answer to that question is waited for."""
+        """Whether a request to that peer still waits for its reply."""
         ...
 
 
 class NoChecks:
-    """Where there is no node, everything is taken."""
+    """Accepts everything, without a node."""
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """None."""
+        """Return None."""
         return None
 
     def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
 
 class Sender(NamedTuple):
-    """A connection and who is at its other end. One is made of each message: a dataclass takes 1 us more."""
+    """A connection and its peer. One is created for each message: a dataclass would take 1 us more."""
 
-    route: bytes = b""  # back to who connected to this node, or
-    endpoint: Endpoint | None = None  # where this node has connected to
-    key: str = ""  # the CURVE key that was proved on a route
+    route: bytes = b""  # ZMQ's routing id, of a peer that connected to this node, or
+    endpoint: Endpoint | None = None  # the peer that this node connected to
+    key: str = ""  # the CURVE key that was authenticated on a route
     address: str = ""
 
     @property
     def peer(self) -> str:
-        """For whom work is done: many connections of one peer have one share."""
+        """The peer for which work is counted: all connections of one peer have one share."""
         return self.key or self.address or self.endpoint or self.route.hex()
 
 
 @dataclass(slots=True)
 class _Deferred:
-    """What waits behind a connection's message that is being worked on."""
+    """Messages that wait behind a connection's manifest that is being checked."""
 
     is_busy: bool = False
     payloads: deque[bytes] = field(default_factory=deque)
@@ -99,9 +99,9 @@ class _Deferred:
 
 
 class PeerInbox:
-    """`on_event` gets every message, `answer` what is refused here.
+    """`on_event` gets every message; `reply` sends refusals.
 
-    `is_admitted` is asked again for what has waited: the allow-lists may have been reloaded meanwhile.
+    `is_admitted` is called again for a message that has waited: the allow-lists may have been reloaded.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class PeerInbox:
         self._reply = reply
         self._is_admitted = is_admitted
         self._thread = FairThread("manifests")
-        self._layouts = LayoutCache()  # the thread's own
+        self._layouts = LayoutCache()  # used by the thread alone
         self._deferred: dict[Sender, _Deferred] = {}
         self._num_deferred_bytes = 0
         self._manifest_cache: OrderedDict[bytes, tuple[RankManifest, int]] = OrderedDict()
         self._num_cached_bytes = 0
 
     def close(self) -> None:
-        """Drop what is being worked on."""
+        """Stop the thread; messages that wait for it are dropped."""
         self._deferred.clear()
         self._thread.close()
 
     def handle(self, sender: Sender, payload: bytes) -> None:
-        """One message of a connection."""
+        """Handle one message of a connection."""
         held = self._deferred.get(sender) if self._deferred else None
         if held is None:
             self._decode(sender, payload)
@@ -208,7 +208,7 @@ class PeerInbox:
         def work() -> tuple[JoinRank, tuple[CheckedLayout, ...]]:
             message = decode_join_rank(outline)
             checked = checked_layouts((message.manifest,), self._layouts)
-            # Equal layouts are one object.
+            # Equal layouts share one object.
             manifest = msgspec.structs.replace(message.manifest, layout=checked[0].layout)
             return msgspec.structs.replace(message, manifest=manifest), checked
 
@@ -241,7 +241,7 @@ class PeerInbox:
             )
             return
         if not self._checks().is_request_open(sender.endpoint, outline.request):
-            return  # answered before, or given up
+            return  # replied to already, or given up
 
         def work() -> tuple[EngineManifest, tuple[CheckedLayout, ...]]:
             message = decode_engine_manifest(outline)
@@ -266,15 +266,15 @@ class PeerInbox:
     def _run_on_thread(
         self, sender: Sender, work: Callable[[], T], done: Callable[[T | Exception], None]
     ) -> None:
-        """Have the thread do it. The connection's other messages wait."""
+        """Run the work on the thread. The connection's later messages wait."""
         held = self._deferred.get(sender) or _Deferred()
 
         def finished(outcome: T | Exception) -> None:
             held.is_busy = False
             try:
                 if self._is_admitted(sender):
-                    done(outcome)  # which may take the thread again
-            except Exception:  # else what waits behind it would wait for ever
+                    done(outcome)  # which may use the thread again
+            except Exception:  # else the messages behind it would wait for ever
                 self._log_failure(sender)
             self._handle_next(sender)
 
@@ -283,7 +283,7 @@ class PeerInbox:
         self._deferred[sender] = held
 
     def _handle_next(self, sender: Sender) -> None:
-        """Take the next message that waits on the connection, one in a turn of the loop."""
+        """Handle the connection's next waiting message, one in a turn of the loop."""
         held = self._deferred.get(sender)
         if held is None or held.is_busy:
             return
@@ -301,7 +301,7 @@ class PeerInbox:
         asyncio.get_running_loop().call_soon(self._handle_next, sender)
 
     def _log_failure(self, sender: Sender) -> None:
-        """Call it where an exception is being handled."""
+        """Log the exception that is being handled."""
         log.exception("cannot take a peer's message", limit_by=sender.peer, peer=sender.peer)
 
     def _log_refused(self, sender: Sender, code: Code, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The peer socket: one ROUTER that others ask at, one DEALER to each peer that this node asks.
+"""The peer socket: one ROUTER for peers' requests, and one DEALER to each peer that this node connects to.
 
 A thin shell: it owns ZMQ sockets and turns messages into events, nothing else.
 """
@@ -37,40 +37,40 @@ from kvxferd.wire.peer import PeerRefused
 
 log = structlog.get_logger()
 
-# Messages waiting for one peer. Questions are few (a handful per pull); one that is lost because
-# its peer takes none is asked again, or given up by its own deadline.
+# Messages queued to one peer. Requests are few (a handful per pull); one that is lost because its peer reads
+# none is sent again, or given up at its deadline.
 SEND_HIGH_WATER = 10_000
 # Messages of one connection that libzmq reads ahead: 16 x 4 MiB while the loop is busy, of an admitted peer.
 RECEIVE_HIGH_WATER = 16
-HANDSHAKE_MS = 10_000  # three round trips, and one turn of this loop
+HANDSHAKE_MS = 10_000  # a handshake takes three round trips and one turn of this loop
 SHUT_RETRY_S = 0.2
-BACKLOG = 512  # connections that wait to be accepted, in the kernel
-MAX_ZMQ_SOCKETS = 16_384  # connected at a time; libzmq would stop at 1,023
-# Then the loop's other sockets have theirs. One message takes a few ms at most (`wire/outlines.py`).
+BACKLOG = 512  # connections in the kernel that wait to be accepted
+MAX_ZMQ_SOCKETS = 16_384  # at a time; libzmq's default is 1,023
+# Then the loop's other sockets have their turn. One message takes a few ms at most (`wire/outlines.py`).
 MESSAGES_PER_TURN, TURN_S = 64, 0.01
-MAX_RESOLVING_MESSAGES = 1024  # for a peer whose name is being looked up; what is lost is asked again
-# A dead peer's TCP connection is noticed in about this time, also where nothing is sent: by the kernel.
-# Not by ZMQ's heartbeats: where a connection ends while its inbound queue is full, and the loop takes the
-# queue later than the next heartbeat, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp).
+MAX_RESOLVING_MESSAGES = 1024  # to a peer whose name is being resolved; lost ones are sent again
+# The kernel detects a dead peer's TCP connection in about this time, also if nothing is sent. Not ZMQ's
+# heartbeats: if a connection ends while its inbound queue is full, and the loop reads the queue later than
+# the next heartbeat, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp).
 KEEPALIVE_S, KEEPALIVE_PROBES = 2, 3
 UNACKNOWLEDGED_MS = 6_000
 RECONNECT_MAX_MS = 1_000
-# As plain numbers: `value & zmq.POLLIN` takes 1.8 us and `zmq.NOBLOCK | zmq.SNDMORE` as much, these 0.1 us.
-# `recv_multipart` and `send_multipart` compute with the others too, and take 4 and 3 us more.
+# Plain integers: `value & zmq.POLLIN` takes 1.8 us and `zmq.NOBLOCK | zmq.SNDMORE` as much, these 0.1 us.
+# `recv_multipart` and `send_multipart` use the enums too, and take 4 and 3 us more.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-# libzmq's own names of connections: a zero and a number. A peer that chooses one may begin with a zero too.
+# A routing id that libzmq generates: a zero and a number. One that a peer chooses may start with a zero too.
 ROUTE_BYTES, ROUTE_PREFIX = 5, b"\0"
 
 
 @dataclass(slots=True)
 class _WatchedSocket:
-    """A ZMQ socket and what it calls. Its descriptor is edge-triggered: see `_drain`."""
+    """A ZMQ socket and its callback. Its descriptor is edge-triggered: see `_read_ready`."""
 
     socket: zmq.Socket[bytes]
     on_message: Callable[[bytes, list[zmq.Frame]], None]  # the route ("" of a DEALER), and the parts
     has_routes: bool
-    is_due: bool = False  # `_drain` runs, or is to run on the loop's next turn
+    is_due: bool = False  # `_read_ready` runs, or is scheduled for the loop's next turn
 
 
 class PeerSocket:
@@ -88,7 +88,7 @@ class PeerSocket:
         self._bind = bind
         self._on_event = on_event
         self._allowlist = allowlist or PeerAllowlist()
-        self._is_allowlist_reloaded = False  # than when the connections there are were admitted
+        self._is_allowlist_reloaded = False  # since the present connections were admitted
         self._key = key
         self._authenticator: ZapAuthenticator | None = None
         self._zap_socket: _WatchedSocket | None = None
@@ -100,14 +100,14 @@ class PeerSocket:
         self._unread_replies = UnreadReplies()
         self._truncated_replies: dict[
             bytes, int
-        ] = {}  # routes on which a part of an answer was dropped, and which answer
+        ] = {}  # routes on which a part of a reply was dropped, and which reply
         self._resolver = resolver or Resolver()
         self._resolving: dict[Endpoint, list[Message]] = {}
         self._dealers: dict[Endpoint, _WatchedSocket] = {}
-        self.bound_endpoint = ""  # what was bound, with its real port
+        self.bound_endpoint = ""  # with the real port
 
     def start(self) -> None:
-        """Bind. Raises ConfigError where the address cannot be had."""
+        """Bind. Raises ConfigError if the address cannot be bound."""
         self._start_zap()
         router = self._make_socket(zmq.ROUTER, self._bind)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -141,7 +141,7 @@ class PeerSocket:
         self._router = self._watch(router, self._on_request, has_routes=True)
 
     def _start_zap(self) -> None:
-        """Have libzmq ask who may connect: also where all may, since the allow-lists can be reloaded."""
+        """Have libzmq send ZAP requests, even if all may connect: the allow-lists can be reloaded."""
         self._authenticator = ZapAuthenticator(self._allowlist)
         zap_socket = self._context.socket(zmq.ROUTER)
         zap_socket.bind(zap.ENDPOINT)
@@ -152,28 +152,28 @@ class PeerSocket:
         question = [route, *(part.bytes for part in parts)]
         reply = self._authenticator.reply(question, asyncio.get_running_loop().time())
         if reply is not None:
-            with suppress(zmq.ZMQError):  # who asked has gone meanwhile
+            with suppress(zmq.ZMQError):  # the connection has closed meanwhile
                 self._zap_socket.socket.send_multipart(reply, zmq.NOBLOCK)
         self._schedule_read(self._zap_socket)
 
     def set_allowlist(self, trust: PeerAllowlist) -> None:
-        """Admit by these allow-lists from now on. Every message is held against them too."""
+        """Admit by these allow-lists from now on. Every message is checked against them too."""
         self._allowlist = trust
         self._is_allowlist_reloaded = True
         if self._authenticator is not None:
             self._authenticator.trust = trust
 
     def shut_connections(self) -> int | None:
-        """Shut every connection to this node; who is still admitted connects again.
+        """Shut every connection to this node; peers that are still admitted connect again.
 
-        Return how many peers had made; None: it is tried again later.
+        Return how many came from peers; None: no descriptor was free, and it is tried again later.
         """
         if self._router is None:
             return 0  # stopped
         try:
             num_shut = shut_accepted_connections(int(self.bound_endpoint.rpartition(":")[2]))
         except OSError as error:
-            # Their messages are refused meanwhile.
+            # Messages of peers that are not admitted are refused meanwhile.
             log.warning("cannot shut peers' connections: tried again", reason=error.strerror)
             asyncio.get_running_loop().call_later(SHUT_RETRY_S, self.shut_connections)
             return None
@@ -181,9 +181,9 @@ class PeerSocket:
         return num_shut
 
     def _is_admitted(self, sender: Sender) -> bool:
-        """Whether what comes from there is taken by the allow-lists of now.
+        """Whether the current allow-lists admit the sender.
 
-        A connection that this node made is closed by the node, once its endpoint is not to be asked any more.
+        A connection that this node made is closed by the node, once its endpoint is no longer admitted.
         """
         if not self._is_allowlist_reloaded or sender.endpoint is not None:
             return True
@@ -192,14 +192,14 @@ class PeerSocket:
         return self._allowlist.allows_address(sender.address)
 
     def stop_listening(self) -> None:
-        """Take no more connections; those that are there stay."""
+        """Accept no more connections; open ones stay."""
         if self._router is not None:
             with suppress(zmq.ZMQError):
                 self._router.socket.unbind(self.bound_endpoint)
             self._schedule_read(self._router)
 
     def stop(self) -> None:
-        """Close everything; what is queued has a moment to go out."""
+        """Close everything; queued messages have a short time to be sent."""
         self._resolver.close()
         self._inbox.close()
         for watched in (*self._dealers.values(), self._router, self._zap_socket):
@@ -217,7 +217,7 @@ class PeerSocket:
         zmq_socket.setsockopt(zmq.LINGER, 0)
         zmq_socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         zmq_socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
-        zmq_socket.setsockopt(zmq.IPV6, "[" in address)  # else IPv4 peers would get IPv4-in-IPv6 names
+        zmq_socket.setsockopt(zmq.IPV6, "[" in address)  # else IPv4 peers would have IPv4-mapped addresses
         zmq_socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         zmq_socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
         zmq_socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
@@ -241,19 +241,19 @@ class PeerSocket:
         asyncio.get_running_loop().remove_reader(_int_option(watched.socket, zmq.FD))
         watched.socket.close(linger=linger_ms)
 
-    # --- hearing
+    # --- receiving
 
     def _schedule_read(self, watched: _WatchedSocket) -> None:
-        """Look again on the next turn. Once: each answer of a turn asks, and a look may take `TURN_S`.
+        """Read on the loop's next turn, once: each reply of a turn calls this, and reading may take `TURN_S`.
 
-        Not while `_drain` runs: it looks again itself.
+        Does nothing while `_read_ready` runs, which reads again itself.
         """
         if not watched.is_due:
             watched.is_due = True
             asyncio.get_running_loop().call_soon(self._read_ready, watched)
 
     def _read_ready(self, watched: _WatchedSocket) -> None:
-        """Take what is there. ZMQ's descriptor says "look again" once, so look until there is nothing."""
+        """Read what has arrived. ZMQ's descriptor signals only once, so read until nothing is left."""
         watched.is_due = True
         is_more = False
         try:
@@ -264,9 +264,9 @@ class PeerSocket:
             self._schedule_read(watched)
 
     def _read_turn(self, watched: _WatchedSocket) -> bool:
-        """Take the messages of one turn. Return whether more may be there.
+        """Read the messages of one turn. Return whether more may be left.
 
-        libzmq takes one message of each connection in turn.
+        libzmq returns one message of each connection in turn.
         """
         socket = watched.socket
         until = time.monotonic() + TURN_S
@@ -279,7 +279,7 @@ class PeerSocket:
                 return False
             try:
                 watched.on_message(route, parts)
-            except Exception:  # one sender's message must not keep the others' from being read
+            except Exception:  # one sender's message must not stop the reading of others'
                 log.exception("cannot take a message", limit_by="peer socket")
             if time.monotonic() > until:
                 break
@@ -287,13 +287,13 @@ class PeerSocket:
 
     def _on_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         last = parts[-1]
-        # Without CURVE it is what the peer itself has sent.
+        # Without CURVE this is unauthenticated: the peer itself has sent it.
         key = _zmq_metadata(last, b"User-Id") if self._key is not None else ""
         sender = Sender(route, None, key, _zmq_metadata(last, b"Peer-Address"))
         if not self._is_admitted(sender):
             return  # it was read before its connection was shut
-        # libzmq lets a peer choose its route. One that chooses a former peer's would have that one's answers.
-        # A name that looks like libzmq's own is seen by whose it was.
+        # libzmq lets a peer choose its route. With a former peer's route it would get that one's replies. A
+        # route that looks like libzmq's own is checked by its former owner.
         is_own = len(route) == ROUTE_BYTES and route.startswith(ROUTE_PREFIX)
         if not is_own or not self._unread_replies.claim_route(route, sender.peer):
             self._refuse(route, "it chose the name of its own connection")
@@ -315,10 +315,10 @@ class PeerSocket:
             return
         self._inbox.handle(Sender(endpoint=endpoint), parts[0].bytes)
 
-    # --- saying
+    # --- sending
 
     def reply(self, route: bytes, message: Message) -> None:
-        """Send back to whoever connected here. If they are gone, or do not read, so is the message."""
+        """Send to a peer that connected here. Drop the message if the peer is gone or does not read."""
         if self._router is None or self._is_truncated(route, message):
             return
         if not self._unread_replies.has_room(route) or not self._send_reply(
@@ -330,7 +330,7 @@ class PeerSocket:
         self._schedule_read(self._router)
 
     def _send_reply(self, router: _WatchedSocket, route: bytes, payload: bytes) -> bool:
-        """Whether libzmq took it, or nobody is there."""
+        """Send one payload. True: libzmq took it, or the peer is gone."""
         if not self._unread_replies.has_room(route, len(payload)):
             return False
         try:
@@ -346,15 +346,15 @@ class PeerSocket:
         return True
 
     def _is_truncated(self, route: bytes, message: Message) -> bool:
-        """Whether an earlier part of the same answer was dropped: half an answer breaks the protocol."""
+        """Whether an earlier part of the same reply was dropped: a partial reply breaks the protocol."""
         if (cut := self._truncated_replies.get(route)) is None or cut != getattr(message, "stream", 0):
             return False
         if not isinstance(message, BlockIds):
-            del self._truncated_replies[route]  # the end of that answer
+            del self._truncated_replies[route]  # the end of that reply
         return True
 
     def send(self, endpoint: Endpoint, message: Message, uid: int = NO_USER) -> None:
-        """Send to a peer for that user, connecting first where there is no connection."""
+        """Send to a peer for that user, and connect first if there is no connection."""
         watched = self._dealers.get(endpoint)
         if watched is not None:
             self._send_to(watched, endpoint, message)
@@ -371,7 +371,7 @@ class PeerSocket:
 
     def _on_resolved(self, endpoint: Endpoint, waiting: list[Message], address: str, reason: str) -> None:
         if self._resolving.get(endpoint) is not waiting:
-            return  # forgotten meanwhile
+            return  # disconnected meanwhile
         del self._resolving[endpoint]
         if address:
             self._connect_and_send(endpoint, address, waiting)
@@ -389,7 +389,7 @@ class PeerSocket:
             watched.socket.send(encode(message), _NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("peer message not sent", endpoint=endpoint, reason=error.strerror)
-        # Sending may have eaten the edge that announced an arrival.
+        # Sending may have consumed the edge that signals an arrival.
         self._schedule_read(watched)
 
     def _connect(self, endpoint: Endpoint, host: str) -> _WatchedSocket | None:
@@ -435,7 +435,7 @@ def _receive(socket: zmq.Socket[bytes], has_routes: bool) -> tuple[bytes, list[z
 
 
 def _zmq_metadata(frame: zmq.Frame, name: bytes) -> str:
-    """What libzmq knows about the connection on which the message came; "" where it knows nothing."""
+    """Return libzmq's metadata of the connection on which the message came; "" if it has none."""
     try:
         found = frame.get(name)
     except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""What an operator should know of how ranks' memory is reached: what is slow or not proved, and why."""
+"""Warnings about placements: ranks whose memory is read slowly or without proof, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
 
 
 def placement_warnings(engines: Iterable[EngineSnapshot]) -> list[str]:
-    """Return one sentence for each thing that is wrong, however many ranks it concerns."""
+    """Return one sentence for each problem, however many ranks have it."""
     ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]
     found: dict[str, list[str]] = {}
     for engine_id, rank in ranks:

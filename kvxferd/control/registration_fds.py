@@ -1,4 +1,4 @@
-"""What a registration brings besides its message: the memory's descriptors, a resident mover's socket."""
+"""Checks the descriptors of a registration: its memory's, its delivery socket, a resident mover's socket."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvxferd.wire.worker import Register, Resume
 
 
 class RegistrationCheck(NamedTuple):
-    """What a registration brought besides its regions."""
+    """The descriptors of a registration besides its regions', and why it is refused."""
 
     mover_socket: socket.socket | None  # to a resident mover
     refusal: Refusal | None
 
 
 def check_registration(message: Register | Resume, fds: FrameFds, is_whole: bool = True) -> RegistrationCheck:
-    """Take a resident mover's socket out of what came, and say what is wrong. The regions stay in `fds`.
+    """Detach a resident mover's socket, and return the refusal if there is one. The regions stay in `fds`.
 
-    Where they are not whole, `check_offer` says what is wrong with them when the rest has come.
+    If more descriptors are to come, `check_regions` checks the regions once all have arrived.
     """
     mover = None
     try:
@@ -45,7 +45,7 @@ def check_registration(message: Register | Resume, fds: FrameFds, is_whole: bool
 
 
 def check_regions(message: Register | Resume, fds: tuple[int, ...]) -> Refusal | None:
-    """Say what is wrong with the regions and their descriptors, which are all there."""
+    """Return why the regions and their descriptors, which all have arrived, are refused; None if valid."""
     try:
         check_exports(message.regions, fds)
     except EngineError as error:
@@ -54,9 +54,9 @@ def check_regions(message: Register | Resume, fds: tuple[int, ...]) -> Refusal |
 
 
 def detach_mover_socket(fds: FrameFds) -> socket.socket:
-    """Take the last descriptor as the socket of a resident mover.
+    """Detach the last descriptor as the socket of a resident mover.
 
-    Raises EngineError where it is none; then nothing is taken.
+    Raises EngineError if it is no such socket; then nothing is detached.
     """
     if fds:
         try:
@@ -67,7 +67,7 @@ def detach_mover_socket(fds: FrameFds) -> socket.socket:
             if (connected.family, connected.type) == (socket.AF_UNIX, socket.SOCK_STREAM):
                 fds.detach_last()
                 return connected
-            connected.detach()  # not closed: it is in `fds` yet
+            connected.detach()  # not closed: `fds` still owns it
     raise EngineError(
         "cannot use a resident mover: its socket, a Unix stream, is the last descriptor of its frame",
         Code.REGION_INVALID,

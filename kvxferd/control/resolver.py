@@ -1,8 +1,8 @@
-"""Host names to numeric addresses, on threads of their own.
+"""Resolves host names to numeric addresses, on threads of its own.
 
 libzmq resolves names in its only I/O thread: one DNS query without an answer stopped every peer for 10 s.
-So it is given numeric addresses alone. A query cannot be cancelled: its thread ends when the C library gives
-up (`timeout` and `attempts` of resolv.conf), even if nobody waits any more.
+So it gets numeric addresses only. A query cannot be cancelled: its thread ends when the C library gives up
+(`timeout` and `attempts` of resolv.conf), even if no caller waits any more.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from kvxferd.core.fair_share import FairShare
 
 log = structlog.get_logger()
 
-# An answer takes milliseconds, and a server that lost one packet is asked again after 5 s.
+# An answer takes milliseconds; the C library sends a lost query again after 5 s.
 GIVE_UP_S = 6.0
-# Queries that are under way, with those that nobody waits for any more. A query without an answer takes
-# 10 to 30 s, a thread 50 KiB: who names a host of that kind each second has at most 30 of them.
+# Running queries, including those that no caller waits for any more. A query without an answer takes 10 to
+# 30 s, a thread 50 KiB: a client that names such a host each second has at most 30 of them.
 MAX_QUERIES = 64
-# Names that wait for a query of their user to end: as many as there can be peers (`limits.max_peers`), twice.
+# Names that wait for a query of their user to end: twice as many as there can be peers (`limits.max_peers`).
 MAX_QUEUED = 1024
-# The last good address of a name, for when its server does not answer: 512 peers and their former names.
+# The last known address of a name, used if its server does not answer: 512 peers and their former names.
 MAX_CACHED = 4096
 
-# As `socket.getaddrinfo` is called: host in, numeric addresses out, in order of preference. Raises OSError.
+# Takes a host, returns its numeric addresses in order of preference. Raises OSError, as `getaddrinfo` does.
 Lookup = Callable[[str], list[str]]
-OnAddress = Callable[[str, str], None]  # the address, or "" and why there is none
+OnAddress = Callable[[str, str], None]  # the address, or "" and the reason
 
 
 def system_lookup(host: str) -> list[str]:
-    """Ask the system's resolver. IPv4 first: an advertised name with both was always reached by that."""
+    """Use the system's resolver. IPv4 first: an advertised name with both was always reached by that."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda e: e[0] != socket.AF_INET)]
     return list(dict.fromkeys(addresses))
 
 
 def is_numeric(host: str) -> bool:
-    """Whether the host is an address already, an IPv6 one without its brackets."""
+    """Whether the host is a numeric address (IPv6 without brackets)."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -56,19 +56,19 @@ def is_numeric(host: str) -> bool:
 
 @dataclass(slots=True)
 class _Query:
-    """A name that is being looked up, or is to be, and who waits."""
+    """A name whose lookup runs or is queued, with its callbacks."""
 
-    uid: int = NO_USER  # of whose share it is, once it runs
+    uid: int = NO_USER  # the user whose share it counts in, once it runs
     is_running: bool = False
-    queued_uids: set[int] = field(default_factory=set)  # those in whose queues it stands
+    queued_uids: set[int] = field(default_factory=set)  # users in whose queues it is
     callbacks: list[OnAddress] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
 
 class Resolver:
-    """Looks each name up once at a time, every time it is asked anew. Call it on the loop's thread.
+    """Runs at most one lookup of a name at a time. Call every method on the loop's thread.
 
-    Each user has a share of the queries that run, and a queue of its own; queues take turns.
+    Each user has a share of the running queries and a queue of its own; queues take turns.
     """
 
     def __init__(self, lookup: Lookup = system_lookup, give_up_s: float = GIVE_UP_S) -> None:
@@ -77,16 +77,16 @@ class Resolver:
         self._queries: dict[str, _Query] = {}
         self._running = FairShare(MAX_QUERIES)
         self._num_queued = FairShare(MAX_QUEUED)
-        self._queues: OrderedDict[int, deque[str]] = OrderedDict()  # whose turn is next first
+        self._queues: OrderedDict[int, deque[str]] = OrderedDict()  # the next in turn first
         self._last_addresses: OrderedDict[str, str] = OrderedDict()
         self._stopped = False
 
     def resolve(self, host: str, on_address: OnAddress, uid: int = NO_USER) -> None:
-        """Call `on_address` with a numeric address of the host, or with why it has none; later, always."""
+        """Call `on_address` with a numeric address of the host, or with "" and the reason; never at once."""
         loop = asyncio.get_running_loop()
         query = self._queries.get(host)
         if query is None or not (query.is_running or uid in query.queued_uids):
-            # Also where it stands in another user's queue: that one may be long.
+            # Even if it is in another user's queue: that one may be long.
             if not self._num_queued.acquire(uid):
                 reason = (
                     f"{self._num_queued.held} names wait for their name servers, "
@@ -103,7 +103,7 @@ class Resolver:
         self._start_queued(loop)
 
     def _start_queued(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start what has room, a name of each user in turn."""
+        """Start queued lookups while there is room, a name of each user in turn."""
         while not self._stopped:
             uid = next((uid for uid in self._queues if self._running.has_room(uid)), None)
             if uid is None:
@@ -111,14 +111,14 @@ class Resolver:
             host = self._dequeue(uid)
             query = self._queries.get(host)
             if query is None or query.is_running:
-                continue  # another user's turn came first, or nobody waits any more
+                continue  # started in another user's turn, or no caller waits any more
             query.is_running, query.uid = True, uid
             self._running.add(uid, 1)
             if reason := self._start(loop, host):
                 loop.call_soon(self._on_looked_up, host, "", reason)
 
     def _dequeue(self, uid: int) -> str:
-        """Take the first of that user's queue, which is the last to have a turn then."""
+        """Remove the first name of that user's queue, and move the queue behind all others."""
         queue = self._queues.pop(uid)
         host = queue.popleft()
         self._num_queued.release(uid)
@@ -129,27 +129,27 @@ class Resolver:
         return host
 
     def _start(self, loop: asyncio.AbstractEventLoop, host: str) -> str:
-        """Look the name up on a thread, which calls `_found` once; or return why not."""
+        """Start a thread that calls `_on_looked_up` once; or return why there is none."""
         try:
             threading.Thread(target=self._look_up, args=(loop, host), name="resolve", daemon=True).start()
-        except RuntimeError as error:  # the system gives none, by a limit of processes or of memory
+        except RuntimeError as error:  # the system has no thread: a limit of processes or of memory
             why = f"{error}; raise the limit of tasks, or give a numeric address"
             return f"cannot resolve host name {host!r}: {why}"
         return ""
 
     def close(self) -> None:
-        """Answer nobody any more. Threads end by themselves."""
+        """Make no more callbacks. Threads end by themselves."""
         self._stopped = True
         for query in self._queries.values():
             if query.timer is not None:
                 query.timer.cancel()
 
     def _look_up(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
-        """On its own thread."""
+        """Look the name up, on the query's thread."""
         address, reason = "", f"host name {host!r} has no address"
         try:
             address = next(iter(self._lookup(host)), "")
-        except Exception as error:  # whatever it is: a query that is never answered keeps its place for ever
+        except Exception as error:  # any error: a query without a result would stay for ever
             why = error.strerror if isinstance(error, OSError) else str(error)
             reason = f"cannot resolve host name {host!r}: {why}; check the name and its server"
         with suppress(RuntimeError):  # the loop is closed
@@ -169,10 +169,10 @@ class Resolver:
         self._start_queued(asyncio.get_running_loop())
 
     def _give_up(self, host: str, query: _Query) -> None:
-        """Nobody waits longer. A query that runs goes on counting: its thread is still there."""
+        """End the callers' wait. A running query still counts, since its thread still exists."""
         query.timer = None
         if not query.is_running:
-            del self._queries[host]  # the queues find nothing to do
+            del self._queries[host]  # `_start_queued` skips its name
         waiting, query.callbacks = query.callbacks, []
         reason = f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
         if not query.is_running:
@@ -189,5 +189,5 @@ class Resolver:
         for on_address in callbacks:
             try:
                 on_address(address, "" if address else reason)
-            except Exception:  # the others that wait for this name have their answer all the same
+            except Exception:  # the other callbacks must still run
                 log.exception("cannot take an address", limit_by=host, host=host)

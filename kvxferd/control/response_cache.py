@@ -1,10 +1,10 @@
-"""What strangers ask at the same time is worked out once.
+"""Caches responses to unprivileged HTTP clients.
 
-A snapshot of 8,192 transfers and its JSON cost 26 ms of the loop, their page 65 ms (one core of 2.5 GHz).
-Whoever asks for them in a loop would leave the daemon no time for anything else. Root and the daemon's own
-user, on control.sock, always get what holds at this moment. Everybody else shares one snapshot, and one
-answer a path, for `MAX_AGE_S` or ten times what they took, whichever is longer: strangers cost a tenth of
-the loop. A snapshot is made in pieces, between which the loop turns.
+A snapshot of 8,192 transfers and its JSON take 26 ms of the loop, their page 65 ms (one core of 2.5 GHz). A
+client that requests them in a loop would leave the daemon no time for other work. Root and the daemon's own
+user, on control.sock, always get the current state. All others share one snapshot, and one response for
+each path, for `MAX_AGE_S` or ten times the time they took, whichever is longer: such clients take a tenth
+of the loop's time. A snapshot is made in steps, between which the loop runs other work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ResponseCache:
-    """The last snapshot that strangers were shown, and the answers made of it."""
+    """The last snapshot for unprivileged clients, and the responses made from it."""
 
     def __init__(self, view: NodeApi) -> None:
         self._node = view
@@ -34,7 +34,7 @@ class ResponseCache:
         self._responses: dict[str, asyncio.Future[web.Response]] = {}
 
     async def fresh_snapshot(self) -> NodeSnapshot:
-        """Return everything, at this moment."""
+        """Return a new snapshot."""
         for node in self._node.snapshot_steps():
             if node is not None:
                 return node
@@ -42,7 +42,7 @@ class ResponseCache:
         raise AssertionError("a snapshot without an end")
 
     async def cached_snapshot(self) -> NodeSnapshot:
-        """Return everything, at a moment not long ago."""
+        """Return the cached snapshot, or a new one if it is too old."""
         loop = asyncio.get_running_loop()
         if self._snapshot is None or (self._snapshot.done() and loop.time() >= self._stale_at):
             self._responses.clear()
@@ -50,7 +50,7 @@ class ResponseCache:
         return await asyncio.shield(self._snapshot)
 
     async def respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the answer of that path, made of the shared snapshot. Paths are the table's own, so few."""
+        """Return the path's response, made from the cached snapshot. Paths are those of the table, so few."""
         await self.cached_snapshot()
         made = self._responses.get(request.path)
         if made is None:
@@ -81,11 +81,11 @@ RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("answers", ResponseCache)
 
 
 def is_operator(request: web.Request) -> bool:
-    """Whether root or the daemon's own user asks, on control.sock."""
+    """Whether root or the daemon's own user sent the request, on control.sock."""
     return isinstance(request.protocol, HttpConnection) and request.protocol.share.is_operator
 
 
 async def snapshot_for(request: web.Request) -> NodeSnapshot:
-    """Return the snapshot that whoever asks is shown."""
+    """Return a new snapshot for an operator, the cached one for others."""
     answers = request.app[RESPONSE_CACHE]
     return await (answers.fresh_snapshot() if is_operator(request) else answers.cached_snapshot())

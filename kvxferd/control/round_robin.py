@@ -1,4 +1,4 @@
-"""Whose turn it is: user by user, and of each user session by session, for so long in a turn of the loop."""
+"""Schedules sessions in turns, user by user and session by session, within a time for each loop turn."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-# What all sessions together have in one turn of the loop. A session's own turn is 5 ms, or one frame: 16
-# sessions of one user that were read one after the other had the loop for 94 ms; 224 would have it for 1 s.
+# The time of all sessions together in one turn of the loop. A session's own turn is 5 ms, or one frame: 16
+# sessions of one user, read one after the other, blocked the loop for 94 ms; 224 would block it for 1 s.
 LOOP_TURN_S = 0.02
-# Less is not counted by turns of the loop: each count has the loop turn once more.
+# Shorter turns are not counted, because each count needs one more turn of the loop.
 MIN_COUNTED_S = 0.001
 
 T = TypeVar("T")
 
 
 class RoundRobin(Generic[T]):
-    """Sessions that wait for a turn. All methods belong to one event loop's thread."""
+    """Sessions that wait for a turn. Call every method on the loop's thread."""
 
     def __init__(self, run_turn: Callable[[T], float]) -> None:
-        """`take` is called when it is a session's turn, and returns the processor time that it took."""
+        """`run_turn` runs a session's turn and returns the processor time that it took."""
         self._run_turn = run_turn
-        self._queues: dict[int, deque[T]] = {}  # by user, whose turn is next first
+        self._queues: dict[int, deque[T]] = {}  # by user, the next in turn first
         self._spent_s = 0.0
         self._is_due = False
 
     def run_now(self, session: T) -> bool:
-        """Have the session take its turn, unless others wait or this turn of the loop is used up."""
+        """Run the session's turn now. False: others wait, or this turn of the loop has no time left."""
         if self._queues or self._spent_s >= LOOP_TURN_S:
             return False
         self._spent_s += self._run_turn(session)
@@ -36,7 +36,7 @@ class RoundRobin(Generic[T]):
         return True
 
     def enqueue(self, uid: int, session: T) -> None:
-        """Have the session's turn come, behind those of its user who wait already."""
+        """Queue the session for a turn, behind its user's other waiting sessions."""
         self._queues.setdefault(uid, deque()).append(session)
         self._schedule()
 
@@ -46,12 +46,12 @@ class RoundRobin(Generic[T]):
             asyncio.get_running_loop().call_soon(self._run_queued)
 
     def _run_queued(self) -> None:
-        """The loop has turned."""
+        """Run queued turns, at the start of a new turn of the loop."""
         self._is_due, self._spent_s = False, 0.0
         try:
             while self._queues and self._spent_s < LOOP_TURN_S:
                 self._spent_s += self._run_turn(self._dequeue())
-        finally:  # one that raises keeps no other from its turn
+        finally:  # an exception must not stop the other sessions' turns
             if self._queues or self._spent_s >= MIN_COUNTED_S:
                 self._schedule()
 

@@ -1,7 +1,7 @@
-"""What sessions may keep in the daemon: next to nothing before they are admitted, and a share of it after.
+"""Limits what sessions keep in the daemon: very little before they are admitted, a share of it after.
 
-A session is admitted when its registration was found right, or its attachment: before, it is somebody who
-knows the socket's path. Everything here is counted by user, as a user may open many sessions.
+A session is admitted once its registration or attachment was found valid; before, it only has the socket's
+path. Everything is counted by user, because a user may open many sessions.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from kvxferd.core.fair_share import FairShare
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
-# Of sessions that are not admitted. A `register` of 150 KiB arrives in one piece, so nearly nothing is ever
-# kept of it; 32 sessions that each stop in the middle of the largest one are 32 MiB.
+# Of sessions that are not admitted. A `register` of 150 KiB arrives whole, so nearly nothing of it is ever
+# kept; 32 sessions that each stop in the middle of the largest one are 32 MiB.
 MAX_PARTIAL_BYTES = 32 << 20
-# Descriptors that came with frames which are not whole, or are not dealt with: four full frames.
+# Descriptors of frames that are not complete or not handled yet: four full frames.
 MAX_PARTIAL_FDS = 4 * MAX_FDS_PER_FRAME
 
 
 @dataclass(slots=True)
 class PartialFrames:
-    """What one session that is not admitted keeps of frames that are not whole."""
+    """What one session that is not admitted keeps of incomplete frames."""
 
     num_bytes: int = 0
     num_fds: int = 0
@@ -33,10 +33,10 @@ class SessionAdmission:
     def __init__(self, max_descriptors: int) -> None:
         self._bytes = FairShare(MAX_PARTIAL_BYTES)
         self._fds = FairShare(MAX_PARTIAL_FDS)
-        self.memory_fds = FairShare(max_descriptors)  # of workers' memory: see `descriptor_budget`
+        self.memory_fds = FairShare(max_descriptors)  # of workers' memory: see `fd_budget`
 
     def charge(self, uid: int, usage: PartialFrames, num_bytes: int, num_fds: int) -> None:
-        """Count what a session keeps now. Raises ProtocolError (busy) where that is too much."""
+        """Count what a session keeps now. Raises ProtocolError (busy) if that is too much."""
         self._bytes.add(uid, num_bytes - usage.num_bytes)
         self._fds.add(uid, num_fds - usage.num_fds)
         usage.num_bytes, usage.num_fds = num_bytes, num_fds

@@ -1,4 +1,4 @@
-"""What has arrived of one session and is not dealt with: taken in turns, so that others have theirs."""
+"""The received frames of one session, handled in turns so that other sessions have theirs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.wire.framing import Frame
 
 # One turn of a session. A small message takes 20 to 100 us, so 64 are a few milliseconds; a large one (a
-# layout, megabytes of block ids) takes tens and ends the turn. Then the loop's other sockets have theirs.
+# layout, megabytes of block ids) takes tens and ends the turn. Then the loop's other sockets have their turn.
 FRAMES_PER_TURN = 64
 TURN_S = 0.005
-MIN_MEASURED_S = 0.001  # a turn that is shorter is not looked at more closely
-# Read at a time: what is not dealt with waits here, and the rest in the kernel, where the sender pays for it.
+MIN_MEASURED_S = 0.001  # the processor time of a shorter turn is not measured
+# Reads in a turn: unhandled frames wait here, the rest in the kernel, where it counts against the sender.
 READS_PER_TURN = 1
 
 
@@ -25,15 +25,15 @@ class SessionInbox:
         self._frame_socket = link
         self._frames: deque[Frame] = deque()
         self.num_handled = 0  # in the last turn
-        self.cpu_s = 0.0  # of the processor
-        self.is_eof = False  # the other side has closed, and all that it sent was taken
+        self.cpu_s = 0.0  # processor time of the last turn
+        self.is_eof = False  # the other side has closed, and everything it sent was handled
 
     def process_turn(self, handle: Callable[[Frame], None]) -> bool:
-        """Read, and hand frames to `take`; return whether some are left. Raises what either raises.
+        """Read, and call `handle` for each frame; return whether frames are left. Raises what either raises.
 
-        `take` owns the descriptors of what it is given.
+        `handle` owns the descriptors of its frame.
         """
-        # The thread's clock takes 1.5 us, the other 0.1: processor time is never more than time.
+        # `thread_time` takes 1.5 us, `monotonic` 0.1: processor time never exceeds elapsed time.
         self.num_handled, began, began_cpu = 0, time.monotonic(), time.thread_time()
         try:
             return self._process_turn(handle, began, began_cpu + TURN_S)
@@ -57,6 +57,6 @@ class SessionInbox:
         return bool(self._frames) or self._frame_socket.has_buffered_frames
 
     def close(self) -> None:
-        """Close the descriptors of frames that nobody takes."""
+        """Close the descriptors of unhandled frames."""
         while self._frames:
             close_fds(self._frames.popleft().fds)

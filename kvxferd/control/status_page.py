@@ -1,4 +1,4 @@
-"""The status page: one HTML document without scripts, the same facts as `/v1/status`."""
+"""The status page: one HTML document without scripts, with the content of `/v1/status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.telemetry.gauges import engine_state
 
 REFRESH_S = 5
 MAX_PULLS = 20
-MAX_ROWS = 100  # of one table: a browser asks again every five seconds
+MAX_ROWS = 100  # of one table: a browser reloads every five seconds
 MAX_NAMES = 8
 
 _STYLE = """

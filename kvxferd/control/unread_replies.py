@@ -1,4 +1,4 @@
-"""How many bytes of answers wait for peers to read them: libzmq counts messages, and keeps them all."""
+"""Counts the bytes of replies that peers have not read: libzmq limits messages, not bytes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter, OrderedDict, deque
 
 import zmq
 
-# One answer can be 64 MiB of block ids in parts, or a manifest of 16 MiB. What does not fit beside is
-# dropped: a slow reader asks again every two seconds, and has it once it has read what came before.
+# One reply can be 64 MiB of block ids in parts, or a manifest of 16 MiB. A reply without room is dropped: a
+# slow reader sends its request again every two seconds, and gets it once it has read the earlier ones.
 MAX_UNREAD_BYTES = 80 << 20
 MAX_TOTAL_UNREAD_BYTES = 256 << 20
-# Shorter ones are only counted by libzmq: 4,096 of them are 16 MiB.
+# Shorter ones are limited by libzmq's message count alone: 4,096 of them are 16 MiB.
 MIN_TRACKED_BYTES = 4 << 10
 MAX_SHORT_REPLIES = 4096
-# Connections whose peer is known: as many as the socket has at a time.
+# Connections with a known peer: as many as the socket has at a time.
 MAX_ROUTES = 16_384
 
 
 class UnreadReplies:
-    """Counts what libzmq has not written to its connections yet, by peer."""
+    """Counts by peer the bytes that libzmq has not written to its connections yet."""
 
     def __init__(
         self, max_bytes: int = MAX_UNREAD_BYTES, max_total_bytes: int = MAX_TOTAL_UNREAD_BYTES
@@ -31,7 +31,7 @@ class UnreadReplies:
         self._num_total_bytes = 0
 
     def claim_route(self, route: bytes, peer: str) -> bool:
-        """A message of that peer came on the route. False: the route is another peer's."""
+        """Record that a peer's message came on the route. False: the route belongs to another peer."""
         if self._peer_of.setdefault(route, peer) != peer:
             return False
         self._peer_of.move_to_end(route)
@@ -40,8 +40,8 @@ class UnreadReplies:
         return True
 
     def has_room(self, route: bytes, num_bytes: int = 0) -> bool:
-        """Whether an answer of so many bytes may be sent. One that is too long goes alone."""
-        if not self._num_total_bytes:  # as nearly always
+        """Whether a reply of `num_bytes` may be sent. A longer one than the limit is sent alone."""
+        if not self._num_total_bytes:  # the usual case
             return num_bytes <= self._max_total_bytes
         peer = self._peer(route)
         if not self._fits(peer, num_bytes):
@@ -52,7 +52,7 @@ class UnreadReplies:
         return self._fits(peer, num_bytes)
 
     def add(self, route: bytes, tracker: zmq.MessageTracker, num_bytes: int) -> None:
-        """An answer was handed to libzmq."""
+        """Count a reply that was given to libzmq."""
         peer = self._peer(route)
         self._sent.setdefault(peer, deque()).append((tracker, num_bytes))
         self._num_bytes[peer] += num_bytes
@@ -61,7 +61,7 @@ class UnreadReplies:
 
     @property
     def num_bytes(self) -> int:
-        """What waited when it was looked at last."""
+        """The unwritten bytes at the last check."""
         return self._num_total_bytes
 
     def _peer(self, route: bytes) -> str:
@@ -73,7 +73,7 @@ class UnreadReplies:
         return not self._num_bytes[peer] or self._num_bytes[peer] + num_bytes <= self._max_bytes
 
     def _drop_written(self, peer: str) -> None:
-        """Forget what has been written. Routes of one peer may be written out of order: rarely, and later."""
+        """Drop written replies, in order. Routes of one peer may finish out of order; those wait."""
         waiting = self._sent.get(peer)
         while waiting and waiting[0][0].done:
             _, num_bytes = waiting.popleft()

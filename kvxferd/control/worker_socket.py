@@ -1,7 +1,7 @@
-"""The worker socket: accepts sessions, turns their frames into events, and does effects on them.
+"""The worker socket: accepts sessions, turns their frames into events, and applies effects to them.
 
-A thin shell: it owns sockets, descriptors and fence pages, and decides nothing but whether
-a descriptor is what it claims to be.
+A thin shell: it owns sockets, descriptors and fence pages, and decides only whether a descriptor is of the
+kind that its message claims.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from kvxferd.wire.worker import (
 
 log = structlog.get_logger()
 
-# 100,000 events of the largest kind. A client that reads nothing for so long is not coming back.
+# 100,000 events of the largest kind. A client with so many unread will not read again.
 MAX_QUEUED_BYTES = 32 << 20
-# Answers to a hello and to a registration or two, which are all that a session gets before it is admitted.
+# Replies to a hello and to a registration or two: all that a session gets before it is admitted.
 MAX_QUEUED_BYTES_UNADMITTED = 64 << 10
 BACKLOG = 128
 ACCEPT_RETRY_S = 0.2
-TURNS_AFTER_EXIT = 64  # of a dead worker: a process forked from it may go on sending
+TURNS_AFTER_EXIT = 64  # of a dead worker: a process forked from it may still send
 FAREWELL_S = 0.5  # how long a closed session may take to read why
 
 
@@ -77,34 +77,34 @@ FD_LIMIT_REFUSAL = Refusal(
 
 @dataclass(slots=True)
 class _Connection:
-    """One session's socket and all that came over it."""
+    """One session's socket, and the descriptors that came over it."""
 
     session: SessionId
     frame_socket: FrameSocket
     inbox: SessionInbox
     credentials: Credentials
-    exit_fd: int  # readable once the worker is dead: a pidfd where there is one
-    exit_pipe_writer: int  # where `death` is a pipe, its other end; else -1
+    exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
+    exit_pipe_writer: int  # if `exit_fd` is a pipe, its other end; else -1
     version: int = 0  # of the protocol, agreed on by hello
     is_hello_done: bool = False
     fence_page: UnmappedFencePage | None = None
-    pending_delivery_fd: int | None = None  # of a registration that is not adopted; -1: it has none
-    delivery_fd: int = -1  # where movers say Delivered themselves
-    is_admitted: bool = False  # its registration, or attachment, was found right
-    has_memory: bool = False  # it was a registration: descriptors may come by themselves
-    partial_frames: PartialFrames = field(default_factory=PartialFrames)  # what it keeps before
+    pending_delivery_fd: int | None = None  # of a registration that is not committed; -1: it has none
+    delivery_fd: int = -1  # on which movers send Delivered themselves
+    is_admitted: bool = False  # its registration or attachment was found valid
+    has_memory: bool = False  # it was a registration: more descriptors may follow
+    partial_frames: PartialFrames = field(default_factory=PartialFrames)  # kept before it is admitted
     early_fds: FdBatchAssembly = field(default_factory=FdBatchAssembly)
-    incomplete_register: Register | None = None  # has more descriptors than came with it
-    num_charged_fds: int = 0  # descriptors that its user's share is charged with
+    incomplete_register: Register | None = None  # waits for more descriptors
+    num_charged_fds: int = 0  # charged to its user's share
     pending_fds: tuple[int, ...] = ()  # descriptors of the last Register or Resume
-    registered_fds: tuple[int, ...] = ()  # those of the present registration
-    mover_socket: socket.socket | None = None  # to a resident mover that nobody has taken yet
-    num_turns_left: int = TURNS_AFTER_EXIT  # that are left once its worker is dead
-    is_worker_dead: bool = False  # its worker is, and what it had sent is being taken
+    registered_fds: tuple[int, ...] = ()  # of the current registration
+    mover_socket: socket.socket | None = None  # to a resident mover, until it is detached
+    num_turns_left: int = TURNS_AFTER_EXIT  # left once its worker is dead
+    is_worker_dead: bool = False  # the frames that it sent before are being handled
     is_turn_queued: bool = False  # it waits for its next turn, and its socket is not read
     is_writer_watched: bool = False
-    is_closing: bool = False  # takes no more frames; what is queued still goes out
-    is_ended: bool = False  # its socket is out of the loop; it is released when its events are dealt with
+    is_closing: bool = False  # handles no more frames; queued ones are still sent
+    is_ended: bool = False  # the loop no longer watches its socket; released once its events are handled
 
     def close(self) -> None:
         """Close everything."""
@@ -119,19 +119,19 @@ class _Connection:
         self.registered_fds = ()
 
     def close_pending(self) -> None:
-        """Close what no registration has."""
+        """Close the descriptors that do not belong to a committed registration."""
         close_fds([*self.early_fds.pop_all(), *self.pending_fds])
         self.pending_fds, self.incomplete_register = (), None
         self.set_pending_delivery_fd(None)
 
     def set_pending_delivery_fd(self, fd: int | None) -> None:
-        """Keep the socket of a registration that is not adopted; -1: it has none, None: there is none."""
+        """Keep the delivery socket of an uncommitted registration; -1: it has none; None: no registration."""
         if self.pending_delivery_fd is not None and self.pending_delivery_fd >= 0:
             close_fds([self.pending_delivery_fd])
         self.pending_delivery_fd = fd
 
     def commit_pending(self) -> None:
-        """What came last is the registration's."""
+        """Make the last descriptors those of the registration."""
         close_fds(self.registered_fds)
         self.registered_fds, self.pending_fds = self.pending_fds, ()
         if self.pending_delivery_fd is not None:
@@ -140,7 +140,7 @@ class _Connection:
         self.is_admitted = self.has_memory = True
 
     def set_mover_socket(self, mover: socket.socket | None) -> None:
-        """Keep the socket of a resident mover, the last that came."""
+        """Keep the socket of a resident mover; close an earlier one."""
         if self.mover_socket is not None:
             self.mover_socket.close()
         self.mover_socket = mover
@@ -166,12 +166,12 @@ class WorkerSocket:
             max_memory_fds = max_memory_fds_of(LimitsConfig())
         self._admission = SessionAdmission(max_memory_fds)
         self._round_robin: RoundRobin[_Connection] = RoundRobin(self._process_turn)
-        self._read_buffer = new_read_buffer()  # one for all links: 256 of their own would be 64 MiB
+        self._read_buffer = new_read_buffer()  # shared by all sessions: 256 buffers would be 64 MiB
 
     # --- listening
 
     def start(self) -> None:
-        """Listen. Raises ConfigError where the path cannot be had."""
+        """Listen. Raises ConfigError if the path cannot be bound."""
         path = Path(self._config.socket)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -183,7 +183,7 @@ class WorkerSocket:
                     Code.ALREADY_RUNNING,
                 )
             path.unlink(missing_ok=True)
-            # Nobody connects between bind and chmod: listen comes after.
+            # No client can connect between bind and chmod: listen comes after.
             listener.bind(os.fspath(path))
             path.chmod(self._config.mode)
             listener.listen(BACKLOG)
@@ -218,7 +218,7 @@ class WorkerSocket:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: whoever waits would wake the loop again at once, and for ever.
+            # Out of descriptors: the waiting client would wake the loop again at once, and for ever.
             log.warning("worker socket: cannot accept", error=str(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
@@ -226,7 +226,7 @@ class WorkerSocket:
             return
         credentials = credentials_of(accepted)
         link = FrameSocket(accepted, self._read_buffer)
-        # No message is larger than the largest registration: block ids come in parts of half of it.
+        # No message is larger than the largest registration: block ids come in parts of half that size.
         link.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
         if (farewell := self._rejection(credentials)) is not None:
             link.send(encode(farewell))
@@ -249,7 +249,7 @@ class WorkerSocket:
             loop.add_reader(death, self._on_worker_exit, connection)
 
     def set_allowed(self, config: WorkerConfig) -> int:
-        """Admit these users from now on, and close the sessions of others; return how many."""
+        """Admit these users from now on, and close the sessions of others; return how many were closed."""
         self._config = config
         others = [
             c
@@ -268,7 +268,7 @@ class WorkerSocket:
         return credentials.uid in (0, os.geteuid(), *uids) or credentials.gid in gids
 
     def _rejection(self, credentials: Credentials) -> Farewell | None:
-        """What whoever connects is told before the connection is closed; None if they may stay."""
+        """Return the message to a process that may not register; None if it may."""
         if not self._may_connect(credentials):
             text = (
                 f"cannot use this socket as uid {credentials.uid}, gid {credentials.gid}: "
@@ -291,7 +291,7 @@ class WorkerSocket:
             return Farewell(code=Code.BUSY, message=text)
         return None
 
-    # --- hearing
+    # --- receiving
 
     def _readable(self, connection: _Connection) -> None:
         if connection.is_ended or connection.is_worker_dead or self._round_robin.run_now(connection):
@@ -299,7 +299,7 @@ class WorkerSocket:
         self._schedule_turn(connection, True)
 
     def _process_turn(self, connection: _Connection) -> float:
-        """Take some of what the session has sent; return the processor time."""
+        """Handle some of the session's frames; return the processor time."""
         if connection.is_ended:
             return 0.0
         if connection.is_worker_dead:
@@ -322,7 +322,7 @@ class WorkerSocket:
             self._schedule_turn(connection, has_more)
 
     def _charge_partial_frames(self, connection: _Connection) -> bool:
-        """Count what is kept of a session that is not admitted, and end it where that is too much."""
+        """Count what is kept for a session that is not admitted. False: too much; the session was ended."""
         if connection.is_ended:
             return False
         kept = (0, 0) if connection.is_admitted else connection.frame_socket.buffered
@@ -334,7 +334,7 @@ class WorkerSocket:
         return True
 
     def _schedule_turn(self, connection: _Connection, has_more: bool) -> None:
-        """Have the session's next turn come: behind others', or when something arrives."""
+        """Queue the session's next turn behind others', or wait until something arrives."""
         loop = asyncio.get_running_loop()
         if has_more:
             self._round_robin.enqueue(connection.credentials.uid, connection)
@@ -346,7 +346,7 @@ class WorkerSocket:
                 loop.add_reader(connection.frame_socket.fileno(), self._readable, connection)
 
     def _on_worker_exit(self, connection: _Connection) -> None:
-        """The worker is dead. A process forked from it may hold its socket, and is not the worker."""
+        """Handle the worker's death. A process forked from it may hold the socket, but is not the worker."""
         loop = asyncio.get_running_loop()
         connection.is_worker_dead = True
         loop.remove_reader(connection.exit_fd)
@@ -354,7 +354,7 @@ class WorkerSocket:
         self._round_robin.enqueue(connection.credentials.uid, connection)
 
     def _process_last_frames(self, connection: _Connection) -> None:
-        """Take what a dead worker had sent, in turns too, then end its session."""
+        """Handle what a dead worker had sent, in turns too, then end its session."""
         connection.num_turns_left -= 1
         try:
             connection.inbox.process_turn(lambda frame: self._handle_frame(connection, frame))
@@ -373,7 +373,7 @@ class WorkerSocket:
             fds.close()
 
     def _handle_message(self, connection: _Connection, payload: bytes, fds: FrameFds) -> None:
-        """Take a message. What it keeps of the descriptors it takes out of `fds`."""
+        """Handle a message. Descriptors that it keeps are detached from `fds`."""
         if connection.is_closing or connection.is_ended:
             return
         if connection.version:
@@ -381,7 +381,7 @@ class WorkerSocket:
         else:
             message, connection.version = decode_first_frame(payload)
         problem = self._keep_frame_fds(connection, message, fds)
-        fds.close()  # before anybody acts on the message
+        fds.close()  # before the core handles the message
         word = b""
         if isinstance(message, Publish) and connection.fence_page and 0 <= message.fence_slot < FENCE_SLOTS:
             word = connection.fence_page.read(message.fence_slot)
@@ -391,7 +391,7 @@ class WorkerSocket:
             self._complete_registration(connection)
 
     def _keep_frame_fds(self, connection: _Connection, message: object, fds: FrameFds) -> Refusal | None:
-        """Keep the frame's descriptors where the message says they belong; say what is wrong with them."""
+        """Keep the frame's descriptors as the message assigns them; return why they are refused, or None."""
         if isinstance(message, FdBatch):
             self._keep_late_fds(connection, message, fds)
             return None
@@ -417,9 +417,9 @@ class WorkerSocket:
         self, connection: _Connection, message: Register | Resume, fds: FrameFds
     ) -> Refusal | None:
         if isinstance(message, Resume):
-            connection.set_pending_delivery_fd(None)  # the rank keeps those that it has
+            connection.set_pending_delivery_fd(None)  # the rank keeps its present ones
         elif connection.incomplete_register is not None:
-            # The core has the first one's regions; those of this one would be what is checked.
+            # The core has the first registration's regions, but the check would use this one's.
             raise ProtocolError(
                 "cannot register again: descriptors of the registration before are still to come",
                 Code.OUT_OF_PLACE,
@@ -448,7 +448,7 @@ class WorkerSocket:
         return problem
 
     def _keep_late_fds(self, connection: _Connection, part: FdBatch, fds: FrameFds) -> None:
-        """Keep descriptors that belong to a registration which was found right. An attachment has none."""
+        """Keep descriptors that belong to an admitted registration. An attachment has none."""
         if not connection.has_memory:
             old = connection.version < FIRST_WITH_LATE_FDS
             raise ProtocolError(
@@ -462,11 +462,11 @@ class WorkerSocket:
 
     def _add_early_fds(self, connection: _Connection, first: int, fds: FrameFds) -> None:
         surplus_fds = connection.early_fds.add(first, fds.fds)
-        fds.detach_all()  # they are kept now, and only now
+        fds.detach_all()  # only now `connection` owns them
         close_fds(surplus_fds)
 
     def _complete_registration(self, connection: _Connection) -> None:
-        """Have the core know when all descriptors that were announced are there."""
+        """Send the registration to the core once all its descriptors have arrived."""
         announced = connection.incomplete_register
         if announced is None or len(connection.early_fds) < announced.num_descriptors:
             return
@@ -475,7 +475,7 @@ class WorkerSocket:
         self._on_event(FdsArrived(connection.session, check_regions(announced, connection.pending_fds)))
 
     def _charge_fds(self, connection: _Connection, num_more: int = 0) -> bool:
-        """Count what the session has now, and is to have; return whether its user may have so many."""
+        """Count the session's descriptors and `num_more`; return whether its user may have so many."""
         shares, uid = self._admission.memory_fds, connection.credentials.uid
         num_kept = len(connection.early_fds) + num_more
         if connection.incomplete_register is not None:
@@ -492,7 +492,7 @@ class WorkerSocket:
             )
         connection.is_hello_done = True
         if connection.version >= FIRST_WITH_FENCE_PAGES:
-            # For a daemon of version 1: this one makes the page, and takes notices with the registration.
+            # For a version-1 daemon: this one makes the page, and gets the delivery socket with Register.
             return None
         try:
             connection.fence_page = UnmappedFencePage.from_fd(fds.fds[0])
@@ -514,16 +514,16 @@ class WorkerSocket:
         self.send(connection.session, Farewell(code=error.code, message=error.message))
         self.close(connection.session)
 
-    # --- doing
+    # --- effects
 
     def send(self, session: SessionId, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Queue a frame; owns `fds`. A session that is gone gets nothing."""
+        """Queue a frame, and own `fds`. Close them if the session is gone."""
         connection = self._connections.get(session)
         if connection is None or connection.is_closing or connection.is_ended:
             close_fds(fds)
             return
         if isinstance(message, Suspended):
-            # A descriptor keeps memory alive, and this message says that nobody but the worker does.
+            # A descriptor keeps memory alive; after this message only the worker may.
             close_fds(connection.registered_fds)
             connection.registered_fds = ()
             self._charge_fds(connection)
@@ -537,7 +537,7 @@ class WorkerSocket:
         try:
             connection.frame_socket.send(encode(message), fds)
         except ProtocolError as error:
-            # Without it the client would wait for ever; without the connection it starts anew.
+            # Without this message the client would wait for ever; after a close it connects again.
             log.error(
                 "worker session cannot be told: closed",
                 limit_by=f"uid {connection.credentials.uid}",
@@ -577,7 +577,7 @@ class WorkerSocket:
             self._end(connection)
 
     def close(self, session: SessionId) -> None:
-        """Send what is queued, then close; at once where nothing is, and soon in any case."""
+        """Send queued frames, then close: at once if there are none, else within `FAREWELL_S`."""
         connection = self._connections.get(session)
         if connection is None or connection.is_closing or connection.is_ended:
             return
@@ -598,8 +598,8 @@ class WorkerSocket:
         if connection.is_writer_watched:
             loop.remove_writer(connection.frame_socket.fileno())
         self._on_event(WorkerDisconnected(connection.session))
-        # The core has the session's fence words overwritten on that event, which may be queued
-        # behind the one that is being dealt with: the page stays mapped until the loop's next turn.
+        # On that event the core has the session's fence words overwritten. It may be queued behind the
+        # event that is being handled, so the page stays mapped until the loop's next turn.
         loop.call_soon(self._release, connection)
 
     def _release(self, connection: _Connection) -> None:
@@ -609,26 +609,26 @@ class WorkerSocket:
         self._admission.charge(connection.credentials.uid, connection.partial_frames, 0, 0)
 
     def commit_region_fds(self, session: SessionId) -> None:
-        """The descriptors that came last are the registration's."""
+        """Make the last descriptors those of the session's registration."""
         if connection := self._connections.get(session):
             connection.commit_pending()
             self._charge_fds(connection)
 
     def detach_mover(self, session: SessionId) -> tuple[socket.socket, tuple[int, int]] | None:
-        """Return a resident mover's socket, and its worker: the pid, and what is readable once it is dead.
+        """Return a resident mover's socket, and its worker's pid and exit fd (-1: none).
 
-        Both descriptors are the caller's. None where no socket came.
+        The caller owns both descriptors. None if no socket came.
         """
         connection = self._connections.get(session)
         if connection is None or connection.mover_socket is None:
             return None
-        # A pipe that stands in for a pidfd proves no death: it ends with the session.
+        # A pipe instead of a pidfd does not prove the death: it ends with the session.
         death = os.dup(connection.exit_fd) if connection.exit_pipe_writer < 0 else -1
         mover, connection.mover_socket = connection.mover_socket, None
         return mover, (connection.credentials.pid, death)
 
     def make_fence_page(self, session: SessionId) -> None:
-        """Make the session's fence page, unless it has one. A session that cannot have one is closed."""
+        """Create the session's fence page, unless it has one. If that fails, close the session."""
         connection = self._connections.get(session)
         if connection is None or connection.fence_page is not None:
             return
@@ -639,10 +639,10 @@ class WorkerSocket:
             self._disconnect(connection, KvxferdError(text, Code.BUSY))
 
     def send_with_fence_page(self, session: SessionId, message: Message) -> None:
-        """Queue a frame that carries the session's fence page. A session that cannot have it is closed."""
+        """Queue a frame with the descriptor of the session's fence page. If that fails, close the session."""
         connection = self._connections.get(session)
         if connection is None or connection.fence_page is None:
-            return  # its page could not be made: it is being closed
+            return  # its page could not be created, so it is being closed
         try:
             page = os.dup(connection.fence_page.fd)
         except OSError as error:
@@ -652,7 +652,7 @@ class WorkerSocket:
         self.send(session, message, (page,))
 
     def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
-        """Overwrite a fence word, now. Whoever keeps its own page from being written loses its session."""
+        """Overwrite a fence word, now. A session whose page cannot be written is closed."""
         connection = self._connections.get(session)
         if connection is None or connection.fence_page is None:
             return
@@ -665,7 +665,7 @@ class WorkerSocket:
             self._end(connection)
 
     def bind_fds(self, session: SessionId) -> tuple[int, ...]:
-        """The registration's descriptors, the notices if there are any, then one for the worker's death."""
+        """Return copies of what Bind carries: the regions' fds, the delivery socket if any, the exit fd."""
         connection = self._connections.get(session)
         if connection is None:
             return ()
@@ -673,7 +673,7 @@ class WorkerSocket:
         return (*connection.registered_fds, *notices, connection.exit_fd)
 
     def is_worker_alive(self, session: SessionId) -> bool:
-        """Whether the session is open and its worker is not known dead."""
+        """Whether the session is open and its worker is not known to be dead."""
         connection = self._connections.get(session)
         if connection is None or connection.is_worker_dead:
             return False
@@ -682,7 +682,7 @@ class WorkerSocket:
         return not watch.poll(0)
 
     def fence_page_fd(self, session: SessionId) -> int:
-        """The descriptor of the session's fence page; -1 for a session that is gone."""
+        """Return the descriptor of the session's fence page; -1 if the session is gone."""
         connection = self._connections.get(session)
         return (
             connection.fence_page.fd if connection is not None and connection.fence_page is not None else -1

@@ -1,9 +1,8 @@
-"""Who may connect to the peer socket: libzmq asks by ZAP (RFC 27), this answers.
+"""Authenticates connections to the peer socket: libzmq sends ZAP requests (RFC 27), and this replies.
 
-On the event loop, with no thread of its own: libzmq's I/O thread waits for nobody, it keeps just
-the one connection back until it has its answer, so a handler that shares the loop costs a new
-peer one turn of it. pyzmq's own authenticators bring a thread, or sockets of zmq.asyncio beside
-the ones that this daemon watches itself.
+It runs on the event loop, without a thread: libzmq's I/O thread does not wait, it only holds back the one
+connection until the reply, so a new peer waits one turn of the loop. pyzmq's own authenticators need a
+thread, or zmq.asyncio sockets beside the ones that this daemon watches itself.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ log = structlog.get_logger()
 
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvxferd"
-# Somebody who tries again and again must not fill the log.
+# A client that connects again and again must not fill the log.
 LOG_INTERVAL_S = 10.0
-MAX_LOGGED_ADDRESSES = 1024  # addresses of whom something was logged lately
+MAX_LOGGED_ADDRESSES = 1024  # addresses with a recent log line
 
 
 class ZapAuthenticator:
-    """Answers libzmq's questions about connections to this node."""
+    """Replies to libzmq's ZAP requests about connections to this node."""
 
     def __init__(self, allowlist: PeerAllowlist) -> None:
         self.trust = allowlist
         self._last_logged: dict[str, float] = {}
 
     def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
-        """Return the reply to one ZAP request with its envelope; None for what is no request."""
+        """Return the reply to one ZAP request, with its envelope; None if it is no valid request."""
         try:
             route, empty, version, request, _, address, _, mechanism, *credentials = parts
         except ValueError:
@@ -40,7 +39,7 @@ class ZapAuthenticator:
         problem = self._rejection_reason(name, mechanism, credentials)
         if problem:
             self._log_rejection(name, problem, now)
-        # The reason is for the log here alone: who is refused learns only that.
+        # Only the log here has the reason; the refused client does not get it.
         status, text = (b"400", b"not allowed") if problem else (b"200", b"")
         key = credentials[0].hex().encode() if mechanism == b"CURVE" and credentials else b""
         return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]

@@ -1,1 +1,1 @@
-"""What a node shows of itself: metrics, logs and a short history. It decides nothing."""
+"""Metrics, logs and a short history of one node. Nothing here affects the data path."""

@@ -1,4 +1,4 @@
-"""What is true at this moment, as gauges: counted from a snapshot, never kept beside it."""
+"""Gauges of the node's current state, counted from a snapshot at each scrape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RANK_STATES = ("mapping", "ready", "suspended", "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("greeting", "up", "silent")
 PLACEMENTS = ("direct", "resident", "staged")
-# RDMA; a GPU's own ways; one copy from process to process; TCP.
+# RDMA; GPU transports; one copy from process to process; TCP.
 TRANSPORT_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")
 TRANSFER_STATES = ("writing", "readable", "granted")
 
 
 def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
-    """Yield every gauge of the snapshot; a state that nothing is in is there with 0."""
+    """Yield every gauge of the snapshot; a state without members has the value 0."""
     ranks = [rank for engine in node.engines for rank in engine.ranks]
     yield _gauge("kvxferd_worker_sessions", "Open connections on the worker socket.", node.num_sessions)
     yield _gauge_by_label(
@@ -72,7 +72,7 @@ def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
 
 
 def _transports(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
-    """Device names are no labels: they would tell nodes apart, not what is wrong with one."""
+    """Return the transports by class. Device names are not labels: they differ between healthy nodes."""
     family = GaugeMetricFamily(
         "kvxferd_rank_lanes", "Ranks whose movers have connected so, and by what.", labels=["reach", "lanes"]
     )
@@ -87,7 +87,7 @@ def _transports(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
 
 
 def transport_class(transports: str) -> str:
-    """Return which of `LANE_CLASSES` the transports are of; the one that says most, where they are mixed."""
+    """Return which of `TRANSPORT_CLASSES` the transports belong to; RDMA wins where they are mixed."""
     kinds = {name.partition("/")[0].partition("_")[0] for name in transports.split(", ")}
     if kinds & {"rc", "dc", "ud", "srd", "gga"}:
         return "rdma"
@@ -101,7 +101,7 @@ def transport_class(transports: str) -> str:
 def engine_state(engine: EngineSnapshot) -> str:
     """Return which of `ENGINE_STATES` the engine is in."""
     if not engine.complete:
-        # Nothing lacks of what this node is to have: its home, on another node, puts it together.
+        # All local ranks are present; the home daemon, on another node, assembles the engine.
         return "incomplete" if engine.lacking else "member"
     return "unreadable" if engine.problem else "readable"
 

@@ -1,4 +1,4 @@
-"""What happened last on this node, for `/v1/history`."""
+"""The last records of this node, for `/v1/history`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 class History:
-    """The last records, oldest first; one more pushes the oldest out."""
+    """The last records, oldest first. Once full, each new record drops the oldest."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._records: deque[Record] = deque(maxlen=max_records)
 
     def add(self, record: Record) -> None:
-        """Remember something that ended."""
+        """Append a record."""
         self._records.append(record)
 
     def records(self) -> list[Record]:
-        """Return what is remembered, oldest first."""
+        """Return the records, oldest first."""
         return list(self._records)
 
 
@@ -57,5 +57,5 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 
 def record_from_json(value: dict[str, Any]) -> Record:
-    """Return what `record_to_json` was given. Raises msgspec.ValidationError or KeyError."""
+    """Return the record that `record_to_json` encoded. Raises msgspec.ValidationError or KeyError."""
     return msgspec.convert(value, _KINDS[value["kind"]])

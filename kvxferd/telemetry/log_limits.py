@@ -1,4 +1,4 @@
-"""How often one kind of line may be logged: a stranger who tries again and again must not fill the log."""
+"""Rate limits of the log: a remote client that repeats an error must not fill it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import structlog
 from kvxferd.telemetry.log_queue import LOG_COUNTS, LogCounts
 
 WINDOW_S = 10.0
-# Of one event and one source (a user, an address): the first lines say what is wrong, more add nothing.
+# Of one event and one source (a user, an address): the first lines show what is wrong, more add nothing.
 MAX_LINES_PER_SOURCE = 3
-# Of one event, whoever causes it: a node of 64 ranks may log it once for each. 10 lines a second of
-# 1 KiB are 1 GB a day, which a log rotation takes.
+# Of one event, from all sources: a node of 64 ranks may log one line for each. 10 lines a second of
+# 1 KiB are 1 GB a day, which a log rotation handles.
 MAX_LINES_PER_EVENT = 100
-# Sources remembered: 1,024 of at most 300 bytes are 300 KB. One that is forgotten may log PER_SOURCE
-# lines again; PER_EVENT holds all the same.
+# Sources kept: 1,024 of at most 300 bytes are 300 KB. An evicted source may log MAX_LINES_PER_SOURCE
+# lines again; MAX_LINES_PER_EVENT still holds.
 MAX_SOURCES = 1_024
 MAX_KEY_CHARS = 128
-# One line for each is promised (docs/how-to/monitoring.md). Only who has registered a rank can cause them.
+# docs/how-to/monitoring.md promises one line for each. Only a process with a registered rank can cause them.
 UNLIMITED_EVENTS = frozenset({"pull", "handshake", "release", "topology", "placement", "connected"})
 
 _Key = tuple[str, str]
@@ -37,7 +37,7 @@ class LogRateLimiter:
         self._windows: OrderedDict[_Key, _Window] = OrderedDict()
 
     def admit(self, event: str, source: str = "") -> int | None:
-        """Return how many such lines were suppressed since the last one; None: this one is, too."""
+        """Return how many such lines were suppressed since the last one; None: suppress this one too."""
         event, source = event[:MAX_KEY_CHARS], source[:MAX_KEY_CHARS]
         num_suppressed = self._admit_key((event, source), MAX_LINES_PER_SOURCE) if source else 0
         if num_suppressed is None:
@@ -48,7 +48,7 @@ class LogRateLimiter:
     def _admit_key(self, key: _Key, max_lines: int) -> int | None:
         now = self._clock()
         window = self._windows.pop(key, None) or _Window(now)
-        self._windows[key] = window  # the last used stands last
+        self._windows[key] = window  # the last used is last
         if len(self._windows) > MAX_SOURCES:
             self._windows.popitem(last=False)
         if now - window.started >= WINDOW_S:
@@ -80,7 +80,7 @@ class RateLimitProcessor:
     def __call__(
         self, logger: Any, method: str, fields: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        """Pass the line on, with `suppressed` where lines were left out before it. Raises DropEvent."""
+        """Return the line, with `suppressed` if lines before it were dropped. Raises DropEvent."""
         source = fields.pop("limit_by", "")
         event = str(fields.get("event", ""))
         if event in UNLIMITED_EVENTS:
@@ -94,14 +94,14 @@ class RateLimitProcessor:
 
 
 class RateLimitFilter(logging.Filter):
-    """The same for lines of the standard library's logging: asyncio's, aiohttp's, and the movers'."""
+    """The same limits for the standard library's logging: asyncio's, aiohttp's and the movers' lines."""
 
     def __init__(self, limiter: LogRateLimiter) -> None:
         super().__init__()
         self._limiter = limiter
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is passed on; it says how many were left out before it."""
+        """Return whether to log the line; append to it how many were suppressed before it."""
         num_suppressed = self._limiter.admit(f"{record.name} {record.msg}")
         if num_suppressed:
             record.msg = f"{record.msg} ({num_suppressed} such lines suppressed before)"

@@ -1,8 +1,8 @@
-"""The queue between whoever logs and standard error: bounded, and emptied by a thread of its own.
+"""A bounded queue in front of standard error, written by a thread of its own.
 
-A pipe that nobody reads holds 64 KiB; the next write to it blocks for ever. The event loop therefore
-never writes: it appends a line here. Where the reader is too slow the oldest ordinary lines are dropped
-and counted, errors last. At exit what is left has `CLOSE_S`; nothing waits longer than that for a reader.
+A pipe without a reader holds 64 KiB, and the next write to it blocks for ever. The event loop therefore
+never writes: it appends a line here. If the reader is too slow, the oldest ordinary lines are dropped and
+counted, errors last. At exit the remaining lines have `CLOSE_S`; nothing waits longer for a reader.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import NamedTuple
 # minute of 250 pulls a second. A reader that is away for longer than that loses the oldest of them.
 MAX_LINES = 16_384
 MAX_BYTES = 4 << 20
-# Errors have a share of their own, so that a flood of ordinary lines pushes none out.
+# Errors have their own queue, so that a flood of ordinary lines drops none.
 MAX_ERROR_LINES = 1_024
 MAX_ERROR_BYTES = 512 << 10
 MAX_LINE_BYTES = 64 << 10  # a long traceback has 16 KiB; journald splits lines at 48 KiB
-# PIPE_BUF: a pipe takes so much whole or not at all, so lines of two writers are never mixed.
+# PIPE_BUF: a pipe takes this much whole or not at all, so lines of two writers are never mixed.
 WRITE_BYTES = 4_096
 CLOSE_S = 1.0  # half of it for everything in order, half for the errors and the last lines
 LAST_LINES = 64
-REPORT_S = 10.0  # between two lines that give the number of lines dropped, while the reader stays slow
+REPORT_S = 10.0  # between two reports of dropped lines, while the reader stays slow
 
 
 class LogCounts:
-    """What the log of this process has left out, for the metrics."""
+    """How many lines this process did not log, for the metrics."""
 
     def __init__(self) -> None:
-        self.dropped = 0  # no room in the queue, or standard error took none
+        self.dropped = 0  # the queue was full, or standard error was closed
         self.suppressed = 0  # over a rate limit
 
 
@@ -49,7 +49,7 @@ class _Line(NamedTuple):
 
 
 class _BoundedLines:
-    """Lines with a limit; the oldest makes room."""
+    """A bounded queue of lines; the oldest are dropped first."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines = max_lines
@@ -58,7 +58,7 @@ class _BoundedLines:
         self.lines: deque[_Line] = deque()
 
     def add(self, line: _Line) -> int:
-        """Append; return how many were dropped to make room."""
+        """Append a line; return how many were dropped to make room."""
         self.lines.append(line)
         self._num_bytes += len(line.text)
         num_dropped = 0
@@ -68,13 +68,13 @@ class _BoundedLines:
         return num_dropped
 
     def pop_oldest(self) -> bytes:
-        """Remove the oldest."""
+        """Remove and return the oldest line."""
         text = self.lines.popleft().text
         self._num_bytes -= len(text)
         return text
 
     def keep_last(self, num_lines: int) -> int:
-        """Remove all but the last; return how many were removed."""
+        """Remove all but the last `num_lines`; return how many were removed."""
         num_dropped = max(0, len(self.lines) - num_lines)
         for _ in range(num_dropped):
             self.pop_oldest()
@@ -82,12 +82,12 @@ class _BoundedLines:
 
     @property
     def is_half_empty(self) -> bool:
-        """Whether the reader keeps up again."""
+        """Whether the reader has caught up."""
         return 2 * len(self.lines) <= self._max_lines and 2 * self._num_bytes <= self._max_bytes
 
 
 class LogQueue:
-    """Lines on their way to a descriptor. `describe` makes the line that gives a number of dropped ones."""
+    """Lines to be written to a descriptor. `render_dropped` formats the report of dropped lines."""
 
     def __init__(
         self,
@@ -105,15 +105,15 @@ class LogQueue:
         self._next_number = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
-        self._was_written = True  # whether the descriptor took what was written last
+        self._was_written = True  # whether the descriptor took the last batch
         self._is_closing = False
         self._ended = threading.Event()
-        # A daemon thread: an exit does not wait for a write that never returns.
+        # A daemon thread, because an exit must not wait for a write that never returns.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def put(self, line: str, is_error: bool = False) -> None:
-        """Append a line, without its newline. Never blocks on the reader; thread-safe."""
+        """Append a line without its newline. Thread-safe; never waits for the reader."""
         text = line.encode("utf-8", "backslashreplace")[: MAX_LINE_BYTES - 1] + b"\n"
         with self._changed:
             if self._ended.is_set():
@@ -125,7 +125,7 @@ class LogQueue:
             self._changed.notify()
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write what is left, for at most `limit_s`. Doing it again does nothing."""
+        """Write the remaining lines, for at most `limit_s`. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -139,7 +139,7 @@ class LogQueue:
         self._num_unreported += num_lines
         self._counts.dropped += num_lines
 
-    # --- the writer's thread
+    # --- on the writer's thread
 
     def _run(self) -> None:
         while (text := self._next_batch()) is not None:
@@ -151,7 +151,7 @@ class LogQueue:
             self._ended.set()
 
     def _next_batch(self) -> bytes | None:
-        """Wait for lines; return some of them, oldest first, or None once the queue is closed and empty."""
+        """Wait for lines; return a batch, oldest first, or None once the queue is closed and empty."""
         with self._changed:
             while not (self._errors.lines or self._ordinary.lines):
                 if self._is_closing and self._num_unreported and self._was_written:
@@ -174,7 +174,9 @@ class LogQueue:
         return min(self._errors, self._ordinary, key=lambda lines: lines.lines[0].number)
 
     def _is_report_due(self) -> bool:
-        if not self._num_unreported or not self._was_written:  # a report to nobody would be one more
+        if (
+            not self._num_unreported or not self._was_written
+        ):  # without a reader the report would be dropped too
             return False
         return self._ordinary.is_half_empty or time.monotonic() - self._reported_at > REPORT_S
 
@@ -184,12 +186,12 @@ class LogQueue:
         return self.describe(num_dropped).encode() + b"\n"
 
     def _write(self, text: bytes) -> bool:
-        """Write all of it, however long that takes. False: the descriptor takes nothing more."""
+        """Write the whole text, however long that takes. False: the descriptor is closed or broken."""
         rest = memoryview(text)
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
-            except BlockingIOError:  # somebody who shares it has made it non-blocking
+            except BlockingIOError:  # another process that shares it made it non-blocking
                 poller = select.poll()
                 poller.register(self._fd, select.POLLOUT)
                 poller.poll()
@@ -198,7 +200,7 @@ class LogQueue:
         return True
 
     def _write_without_waiting(self, text: bytes) -> None:
-        """After `close`: what the descriptor takes without waiting."""
+        """Write what the descriptor takes without waiting. Called after `close`."""
         poller = select.poll()
         with suppress(OSError):
             poller.register(self._fd, select.POLLOUT)
@@ -207,7 +209,7 @@ class LogQueue:
 
 
 class StderrStream(io.TextIOBase):
-    """Standard error for whatever prints there by itself: tracebacks, warnings, the command line."""
+    """`sys.stderr` for code that prints there directly: tracebacks, warnings, the command line."""
 
     def __init__(self, queue: LogQueue, *, is_terminal: bool) -> None:
         super().__init__()
@@ -217,19 +219,19 @@ class StderrStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As the queue encodes."""
+        """The encoding of the queue."""
         return "utf-8"
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Whether the descriptor is a terminal."""
         return self._is_terminal
 
     def write(self, text: str) -> int:
-        """Pass on whole lines; the rest waits for its end."""
+        """Queue the whole lines; keep the rest until its newline comes."""
         *lines, rest = (self._partial_line + text).split("\n")
         if len(rest) > MAX_LINE_BYTES:
             lines, rest = [*lines, rest], ""
@@ -239,6 +241,6 @@ class StderrStream(io.TextIOBase):
         return len(text)
 
     def flush_partial_line(self) -> None:
-        """Pass on a line that has no end, where there is one."""
+        """Queue a kept line that has no newline, if there is one."""
         if self._partial_line:
             self.write("\n")

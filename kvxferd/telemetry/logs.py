@@ -26,7 +26,7 @@ from kvxferd.telemetry.log_queue import LogQueue, StderrStream
 
 STDERR_FD = 2
 
-# Said in the log, by `kvxferd status` and by `/readyz`.
+# Shown in the log, by `kvxferd status` and by `/readyz`.
 SAME_NODE_TCP_WARNING = (
     "data between two processes of this node goes over TCP, though this kernel could copy it directly: the "
     "other daemon, or a worker's own mover, is of another user or PID namespace; run one daemon per node, or "
@@ -40,14 +40,14 @@ _LEVELS = {
     "error": logging.ERROR,
 }
 
-# For what an operator asks of a running daemon: a line comes of it at every `log.level`.
+# For what an operator does to a running daemon: logged at every `log.level`.
 operator_log: Any = structlog.wrap_logger(
     None, wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET)
 )
 
 
 def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Set up this process's log, that of its libraries included: lines on `stream`, or standard error."""
+    """Set up the log of this process and its libraries, written to `stream` or standard error."""
     out = sys.stderr if stream is None else stream
 
     def put(line: str, is_error: bool) -> None:
@@ -58,9 +58,9 @@ def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
 
 
 def configure_queued_logs(config: LogConfig) -> None:
-    """Set up the log of a process that must never wait for its standard error, for as long as it runs.
+    """Set up the log of a process that must never wait for its standard error.
 
-    `sys.stderr` goes the same way: a traceback at exit must not wait for a pipe either.
+    `sys.stderr` uses the same queue: a traceback at exit must not wait for a pipe either.
     """
     is_terminal = os.isatty(STDERR_FD)
     queue = LogQueue(STDERR_FD)
@@ -72,18 +72,18 @@ def configure_queued_logs(config: LogConfig) -> None:
         stream.flush_partial_line()
         queue.close()
 
-    # After the traceback of an exception that nobody caught, before the interpreter ends.
+    # Runs after the traceback of an uncaught exception, before the interpreter ends.
     atexit.register(close)
 
 
 def set_log_level(level: str) -> None:
-    """Log lines of this level and worse from now on, and those of libraries from warnings on."""
+    """Log lines of at least this level from now on, and of libraries at least warnings."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]))
     logging.getLogger().setLevel(max(_LEVELS[level], logging.WARNING))
 
 
 def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool) -> Callable[..., str]:
-    """Have every line given to `put`, with whether it is an error. Return what renders a warning."""
+    """Give every line to `put`, with whether it is an error. Return the renderer of a warning."""
     json = config.format == "json" or (config.format == "auto" and not is_terminal)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -101,7 +101,7 @@ def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal:
         logger_factory=lambda *args: _LineLogger(put),
         cache_logger_on_first_use=False,
     )
-    # asyncio and aiohttp log by the standard library: same form, warnings and worse only.
+    # asyncio and aiohttp use the standard library's logging: same form, at least warnings.
     handler = _LineHandler(put)
     handler.addFilter(RateLimitFilter(limiter))
     handler.setFormatter(
@@ -123,7 +123,7 @@ def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal:
 
 
 class _LineLogger:
-    """What structlog calls with a rendered line."""
+    """The logger that structlog calls with a rendered line."""
 
     def __init__(self, put: Callable[[str, bool], None]) -> None:
         self._put = put
@@ -139,7 +139,7 @@ class _LineLogger:
 
 
 class _LineHandler(logging.Handler):
-    """The same for the standard library's logging."""
+    """The handler for lines of the standard library's logging."""
 
     def __init__(self, put: Callable[[str, bool], None]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _LineHandler(logging.Handler):
 
 
 def log_record(record: Record) -> None:
-    """Write the one line of something that ended."""
+    """Log the one line of a record."""
     log: Any = structlog.get_logger()
     match record:
         case PullRecord():

@@ -1,7 +1,7 @@
-"""Every metric, declared once.
+"""Declares every metric once.
 
-Names start with `kvxferd_` and end in their unit. No label holds a request, an engine or a peer:
-those come and go without limit, and what is said of them stands in the log and the history.
+Names start with `kvxferd_` and end in their unit. No label holds a request, an engine or a peer: their
+number is unbounded. The log and the history have those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvxferd.core.snapshot import (
 from kvxferd.telemetry.gauges import gauges_of
 from kvxferd.telemetry.log_queue import LOG_COUNTS
 
-# From a few blocks read from the same node to a pull that waits for its deadline; about three to a decade.
+# From a few blocks read on the same node to a pull that waits for its deadline; about three per decade.
 PULL_BUCKETS_S = (
     *(100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -40,26 +40,26 @@ HELD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 
 # From TCP on a busy machine to the memory of a GPU.
 SPEED_BUCKETS = (0.1e9, 0.3e9, 1e9, 3e9, 10e9, 30e9, 100e9, 300e9, 1e12, 3e12)
 
-NO_CODE = "none"  # the code of a pull that needs none
+NO_CODE = "none"  # the `code` label of a pull without an error
 
-# Without this every counter has a second series that says when it was made.
+# Otherwise every counter has a second series with its creation time.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class SnapshotCollector(Collector):
-    """Turns a snapshot, taken when somebody scrapes, into gauges."""
+    """Computes gauges from a snapshot that is made at each scrape."""
 
     def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
         self._snapshot = snapshot
-        self.given_snapshot: NodeSnapshot | None = None  # by whoever scrapes
+        self.given_snapshot: NodeSnapshot | None = None  # set for one `render`
 
     def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
-        """Yield every gauge of this moment."""
+        """Yield every gauge with its current value."""
         return gauges_of(self.given_snapshot or self._snapshot())
 
 
 class LogCollector(Collector):
-    """What the log of this process has left out."""
+    """Counts the lines that this process did not log."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yield both counters."""
@@ -126,7 +126,7 @@ class Metrics:
         self._start_at_zero()
 
     def record(self, record: Record) -> None:
-        """Count something that ended."""
+        """Count a record."""
         match record:
             case PullRecord():
                 self._record_pull(record)
@@ -137,7 +137,7 @@ class Metrics:
                 self._releases.labels(record.why.value).inc()
                 self._held_seconds.observe(record.held_s)
             case TopologyRecord():
-                pass  # once for each rank and remote engine: it is for the log
+                pass  # once for each rank and remote engine: only logged
             case PlacementRecord():
                 if record.proved:
                     self._probe_speed.labels(record.placement).observe(record.gigabytes_per_s * 1e9)
@@ -147,7 +147,7 @@ class Metrics:
                 assert_never(record)
 
     def render(self, node: NodeSnapshot | None = None) -> bytes:
-        """Return everything in Prometheus' text format; the gauges from a snapshot where one is given."""
+        """Return all metrics in Prometheus' text format; gauges from `node`, or else a new snapshot."""
         self._gauges.given_snapshot = node
         try:
             return prometheus_client.generate_latest(self.registry)
@@ -171,8 +171,8 @@ class Metrics:
             self._pulled_runs.inc(record.runs)
 
     def _start_at_zero(self) -> None:
-        # A series that first appears at 1 is no increase to a rate().
-        # Kept, because to look a series up takes longer than to count.
+        # Prometheus' rate() does not count a series that first appears at 1.
+        # Kept, because looking up a series takes longer than counting.
         self._delivered = self._pulls.labels("delivered", NO_CODE)
         self._delivered_seconds = self._pull_seconds.labels("delivered")
         self._retries.labels("delivered")
