@@ -1,4 +1,4 @@
-"""Which daemons this one speaks with, by public key and by address."""
+"""Which daemons this one exchanges messages with, by public key and by address."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAllowlist:
-    """The allow-lists. Without any, whoever can be reached is spoken with."""
+    """The allow-lists. Without any, every daemon that can be reached is a peer."""
 
     own_key: str = ""  # this daemon's own public key, 64 hex digits; "": no CURVE
     allowed_keys: frozenset[str] | None = frozenset()  # besides its own; None: any
     networks: tuple[Network, ...] = ()  # peers' addresses; empty: any
 
     def allows_key(self, key: str) -> bool:
-        """Whether who proved to hold this key may speak with this daemon."""
+        """Whether a daemon that proved to hold this key may be a peer."""
         return self.allowed_keys is None or key == self.own_key or key in self.allowed_keys
 
     def allows_all_of(self, other: PeerAllowlist) -> bool:
-        """Whether these lists leave nobody out whom those let in."""
+        """Whether these lists admit every peer that `other` admits."""
         keys = self.allowed_keys
         if keys is not None and (other.allowed_keys is None or other.allowed_keys - keys):
             return False
         return not self.networks or (bool(other.networks) and set(other.networks) <= set(self.networks))
 
     def allows_address(self, address: str) -> bool:
-        """Whether a connection with this numeric address at its other end is wanted."""
+        """Whether a connection from or to this numeric address is admitted."""
         if not self.networks:
             return True
         try:
@@ -44,10 +44,10 @@ class PeerAllowlist:
         return any(found in network for network in self.networks)
 
     def check(self, endpoint: Endpoint) -> None:
-        """Raise EngineError(not-allowed) where this daemon must not ask at that endpoint.
+        """Raise EngineError(not-allowed) where this daemon must not send requests to that endpoint.
 
-        Endpoints come from references and from engines' homes: a worker that makes one up must not
-        get the daemon to speak with just anybody, or in the clear where keys are used.
+        Endpoints come from references and from engines' homes. A worker that invents one must not make the
+        daemon connect to any host, nor in the clear where keys are used.
         """
         what, key = f"cannot reach {address_of(endpoint)}", key_of(endpoint)
         problem = ""

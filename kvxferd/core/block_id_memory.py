@@ -1,4 +1,4 @@
-"""Room for the block ids, and what goes with them, that transfers, pulls and grants keep until they end."""
+"""The memory of the block ids that transfers, pulls and grants keep until they end."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ RANK_BYTES, CHAR_BYTES = 64, 4
 
 
 def request_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
-    """Return what a request with these lists takes while it is kept."""
+    """Return the bytes that a request with these lists takes while it is kept."""
     return ENTRY_BYTES + sum(GROUP_BYTES + len(packed.ids) for packed in blocks.values())
 
 
 def incarnation_bytes(num_ranks: int, named: RankIncarnations) -> int:
-    """Return what it takes to keep, for a transfer of so many ranks, which mappings hold its bytes.
+    """Return the bytes that a transfer of `num_ranks` ranks takes for its mapping of ranks to incarnations.
 
-    Of ranks that are absent a publisher may name what it likes: 4,096 names of 250 characters, others in each
-    publish, were 1.4 MB a transfer.
+    A publisher may give any name to an absent rank: 4,096 names of 250 characters, others in each publish,
+    were 1.4 MB a transfer.
     """
     return RANK_BYTES * num_ranks + sum(CHAR_BYTES * len(incarnation) for _, incarnation in named)
 
 
 class BlockIdMemory:
-    """Counts them by user: an engine, a session, a rank is one user's, and a user has many."""
+    """Counts the bytes by user. An engine, a session and a rank each belong to one user."""
 
     def __init__(self, limit: int = MAX_BLOCK_ID_BYTES) -> None:
         self._share = FairShare(limit)
 
     @property
     def num_bytes(self) -> int:
-        """What all of them take."""
+        """Return the bytes of all users."""
         return self._share.held
 
     def check(self, uid: int, num_bytes: int, what: str) -> None:
-        """Raise BusyError where so much more of that user would be too much. `what`: "pull transfer t"."""
+        """Raise BusyError where the user has no room for `num_bytes`. `what`: "pull transfer t"."""
         if not self._share.has_room(uid, num_bytes):
             raise BusyError(
                 f"cannot {what}: the block ids of all requests take {self._share.held} bytes here, "
@@ -61,9 +61,9 @@ class BlockIdMemory:
             )
 
     def add(self, uid: int, num_bytes: int) -> None:
-        """Count a request that is kept now."""
+        """Count a request that is kept from now on."""
         self._share.add(uid, num_bytes)
 
     def remove(self, uid: int, num_bytes: int) -> None:
-        """It is kept no more."""
+        """Stop counting a request that has ended."""
         self._share.release(uid, num_bytes)

@@ -1,4 +1,4 @@
-"""What all parts of one node share: the time of the event being fed, timers, and what to do."""
+"""What all parts of one node share: the time of the event being fed, the timers, and the effects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvxferd.core.effects import Effect
 from kvxferd.core.settings import Settings
 from kvxferd.ids import BootId, Endpoint
 
-# Timers that one event may run, and callbacks of one list. A pull that ends takes 110 us: 7 ms a turn.
-# A user can have a thousand pulls whose deadlines are the same.
+# One event runs this many timers at most, and as many callbacks of one list. A pull that ends takes 110 us:
+# 7 ms a turn. A user can have a thousand pulls with the same deadline.
 CALLS_PER_TURN = 64
 
 
 class Timers:
-    """Named moments with something to do at each. Setting a name again moves it."""
+    """Named points in time with a callback for each. Setting a name again moves it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Hashable]] = []
@@ -24,7 +24,7 @@ class Timers:
         self._order = itertools.count()
 
     def set(self, name: Hashable, at: float, callback: Callable[[], None]) -> None:
-        """Do `act` at `at`, and nothing that was set under this name before."""
+        """Call `callback` at `at`, in place of what was set under this name before."""
         order = next(self._order)
         self._live[name] = (order, callback)
         heapq.heappush(self._heap, (at, order, name))
@@ -34,14 +34,14 @@ class Timers:
             heapq.heapify(self._heap)
 
     def cancel(self, name: Hashable) -> None:
-        """Forget a name. Harmless where there is none."""
+        """Remove a name. Does nothing where there is none."""
         self._live.pop(name, None)
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._live
 
     def next_deadline(self) -> float | None:
-        """When something is next to do; None: never."""
+        """Return when the next timer is due; None: there is none."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -62,7 +62,7 @@ class Timers:
 
 
 class NodeContext:
-    """Handed to every part of the core. `now` and `effects` belong to the event being fed."""
+    """Handed to every part of the core. `now` and the effects belong to the event being fed."""
 
     def __init__(
         self, *, boot: BootId, endpoint: Endpoint, settings: Settings, new_token: Callable[[], str]
@@ -80,15 +80,15 @@ class NodeContext:
         self._num_deferred = 0
 
     def emit(self, effect: Effect) -> None:
-        """Have a shell do this, after all that was asked for before."""
+        """Append an effect. The shell carries them out in this order."""
         self._effects.append(effect)
 
     def after(self, name: Hashable, delay_s: float, callback: Callable[[], None]) -> None:
-        """Set a timer that many seconds from now."""
+        """Set a timer `delay_s` seconds from now."""
         self.timers.set(name, self.now + delay_s, callback)
 
     def before_next_event(self, name: Hashable, callback: Callable[[], None]) -> None:
-        """Have this run once the caller has returned, before another event is fed."""
+        """Call `callback` after the caller has returned, before another event is fed."""
         self._before_next_event[name] = callback
 
     def run_in_batches(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -101,7 +101,7 @@ class NodeContext:
                 self.after(("deferred", self._num_deferred), 0.0, callback)
 
     def run_due(self) -> None:
-        """Run what is due, `CALLS_PER_TURN` timers at most: `next_deadline` is in the past while more are."""
+        """Run `CALLS_PER_TURN` due timers at most. `next_deadline` is in the past while more are due."""
         for _ in range(CALLS_PER_TURN):
             self._run_before_next_event()
             if not self.timers.run_next(self.now):
@@ -114,10 +114,10 @@ class NodeContext:
             self._before_next_event.pop(name)()
 
     def is_stale(self, last_used: float) -> bool:
-        """Whether that is so long ago that nothing which runs can still need what was wanted then."""
+        """Whether `last_used` is older than `max_hold_s`: then no running pull still needs it."""
         return self.now - last_used > self.settings.max_hold_s
 
     def pop_effects(self) -> list[Effect]:
-        """Return what was asked for since the last call."""
+        """Return the effects since the last call, in order."""
         effects, self._effects = self._effects, []
         return effects

@@ -1,4 +1,4 @@
-"""Which `rank-ready` requests of members a home has counted, so that a repeated one does not count twice."""
+"""The `rank-ready` requests that a home has counted: a repeated request does not count twice."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.limits import check_count, check_reserve
 from kvxferd.ids import BootId
 
-# Requests that are remembered for four minutes, all together and those of one daemon: 32 ranks of which each
-# writes 30 transfers a second are 230,400. One takes about 300 bytes.
+# Requests that are kept for four minutes, of all daemons and of one: 32 ranks that each write 30 transfers a
+# second are 230,400. One takes about 300 bytes.
 MAX_COUNTED, MAX_COUNTED_PER_PEER = 1 << 19, 1 << 18
 FORGOTTEN_PER_TURN, NEXT_TURN_S = 4096, 0.001
 
 
 class CountedReady:
-    """Remembers requests for twice as long as a member repeats one."""
+    """Keeps requests for twice as long as a member repeats one."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._requests: set[tuple[BootId, int]] = set()
         self._num_of_peer: Counter[str] = Counter()  # by key, or boot
-        # The oldest first. One timer for all: with one each, 50,000 had every full collection of garbage take
-        # 50 ms more.
+        # The oldest first. One timer serves all: with a timer for each, 50,000 made every full garbage
+        # collection 50 ms longer.
         self._expiry: deque[tuple[float, tuple[BootId, int], str]] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def has(self, boot: BootId, request: int) -> bool:
-        """Whether that daemon's request has been counted."""
+        """Whether the request of the daemon with that boot has been counted."""
         return (boot, request) in self._requests
 
     def check_room(self, peer_id: str) -> None:
-        """Raise BusyError where one more of that daemon's would be one too many."""
+        """Raise BusyError where one more request of that daemon passes a limit."""
         what = "take one more rank as ready: too many were in the last minutes"
         check_count(len(self._requests), MAX_COUNTED, what, "not a setting")
         of_one = self._num_of_peer[peer_id]
@@ -41,7 +41,7 @@ class CountedReady:
         check_reserve(of_one, len(self._requests), MAX_COUNTED, what, "what all may have")
 
     def add(self, boot: BootId, request: int, peer_id: str) -> None:
-        """Remember a request; `asker` is the key that sent it, or without keys the boot."""
+        """Keep a request. `peer_id` is the key of its sender, or without keys the sender's boot."""
         self._requests.add((boot, request))
         self._num_of_peer[peer_id] += 1
         expires_at = self._context.now + 2 * self._context.settings.acknowledge_for_s
@@ -50,18 +50,18 @@ class CountedReady:
             self._forget_old()
 
     def _forget_old(self) -> None:
-        """Forget those that are old, some at a time."""
+        """Remove expired requests, some in each turn."""
         for _ in range(FORGOTTEN_PER_TURN):
             if not self._expiry:
                 return
-            expires_at, request, asker = self._expiry[0]
+            expires_at, request, peer_id = self._expiry[0]
             if expires_at > self._context.now:
                 break
             self._expiry.popleft()
             self._requests.discard(request)
-            self._num_of_peer[asker] -= 1
-            if not self._num_of_peer[asker]:
-                del self._num_of_peer[asker]
+            self._num_of_peer[peer_id] -= 1
+            if not self._num_of_peer[peer_id]:
+                del self._num_of_peer[peer_id]
         else:
             self._context.after("counted-ready", NEXT_TURN_S, self._forget_old)
             return

@@ -1,4 +1,4 @@
-"""What a node wants done. The shells do it, in order, and decide nothing."""
+"""The effects of a node's decisions. The shells carry them out in order, and decide nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from kvxferd.core.snapshot import Record
 from kvxferd.ids import Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
-NO_USER = -1  # no user: this node on its own behalf
+NO_USER = -1  # no user: the node acts for itself
 
 
 @dataclass(frozen=True, slots=True)
 class SendToWorker:
-    """Send a frame to a session. `with_fence`: attach its fence page. `pidfd_of`: attach that mover's pidfd.
+    """Send a frame to a session, with its fence page or with the pidfd of a mover.
 
-    Where a pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where a page
-    cannot, the session is closed.
+    Where the pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where the page
+    cannot be attached the session is closed.
     """
 
     session: SessionId
@@ -27,28 +27,28 @@ class SendToWorker:
 
 @dataclass(frozen=True, slots=True)
 class CloseWorkerConnection:
-    """Send what is queued, then close the session's socket. `WorkerClosed` follows."""
+    """Send what is queued, then close the session's socket. `WorkerDisconnected` follows."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRegionFds:
-    """The descriptors of the session's last `Register` or `Resume` are its rank's memory now."""
+    """Make the descriptors of the session's last `Register` or `Resume` its rank's memory."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class CreateFencePage:
-    """Make the session's fence page, where it has none; one that cannot be made ends the session."""
+    """Create the session's fence page if it has none. A failure ends the session."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class OverwriteFenceWord:
-    """Overwrite a fence word. Done at once, before any later effect."""
+    """Overwrite a fence word, before any later effect."""
 
     session: SessionId
     slot: int
@@ -56,9 +56,9 @@ class OverwriteFenceWord:
 
 @dataclass(frozen=True, slots=True)
 class RequestMover:
-    """Find a mover for the session's rank: `MoverTaken` or `MoverUnavailable` follows.
+    """Find a mover for the session's rank. `MoverAssigned` or `MoverUnavailable` follows.
 
-    `resident`: it is at the other end of the socket that came last.
+    `resident`: the mover is at the other end of the socket that the worker sent last.
     """
 
     session: SessionId
@@ -67,7 +67,7 @@ class RequestMover:
 
 @dataclass(frozen=True, slots=True)
 class KillMover:
-    """Kill the mover's process, or tell a resident mover to end. `MoverDied` follows."""
+    """Kill the mover's process, or request a resident mover to end. `MoverDied` follows."""
 
     mover: MoverId
 
@@ -99,7 +99,7 @@ class ShareFencePage:
 
 @dataclass(frozen=True, slots=True)
 class SendToPeer:
-    """Send on the connection to a peer, opening it where there is none."""
+    """Send on this node's connection to a peer. Open the connection if there is none."""
 
     endpoint: Endpoint
     message: Message
@@ -108,7 +108,10 @@ class SendToPeer:
 
 @dataclass(frozen=True, slots=True)
 class ReplyToPeer:
-    """Send back to whoever opened a connection to this node."""
+    """Send on a connection that a peer opened to this node.
+
+    Most are replies. `SetRankPolling` and `TransferReleased` are requests of a home to its member.
+    """
 
     route: bytes
     message: Message
@@ -123,12 +126,12 @@ class ClosePeerConnection:
 
 @dataclass(frozen=True, slots=True)
 class SaveOwnerships:
-    """Whose engine ids are has changed: keep `Node.ownerships.listed`, soon."""
+    """The owners of engine ids have changed: write `Node.ownerships.saved_state()` to disk soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmitRecord:
-    """Something ended that operators count and follow."""
+    """Log, count and keep a record of something that ended."""
 
     record: Record
 

@@ -1,4 +1,4 @@
-"""What happens to a node. The shells make these; the core never asks for anything."""
+"""What happens to a node. The shells make the events and feed them to `Node.feed`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxferd.wire.worker import ClientMessage
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnected:
-    """Somebody connected to the worker socket and may be there."""
+    """A process that is admitted connected to the worker socket."""
 
     session: SessionId
     pid: int
@@ -26,22 +26,22 @@ class WorkerConnected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMessage:
-    """A frame of a session.
+    """A session sent a frame.
 
-    `problem` is what the shell found wrong with the frame's descriptors. `fence_word` is what
-    the session's fence page held in a `Publish`'s slot when the frame was read.
+    `problem` is the shell's refusal of the frame's descriptors. `fence_word` is the content of a `Publish`'s
+    slot in the session's fence page when the frame was read.
     """
 
     session: SessionId
     message: ClientMessage
     problem: Refusal | None = None
     fence_word: bytes = b""
-    awaits_fds: bool = False  # a `Register` that announced more than came
+    awaits_fds: bool = False  # a `Register` that announced more descriptors than arrived
 
 
 @dataclass(frozen=True, slots=True)
 class FdsArrived:
-    """Those that the session's `Register` announced are there. `problem`: what is wrong with them."""
+    """The descriptors that the session's `Register` announced arrived. `problem`: why they cannot be used."""
 
     session: SessionId
     problem: Refusal | None = None
@@ -49,14 +49,14 @@ class FdsArrived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected:
-    """The session's socket is closed: its registration is over."""
+    """The session's socket closed, which ends its registration."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class MoverAssigned:
-    """A mover for the session's rank, its agent made."""
+    """A mover is available for the session's rank, and has its agent."""
 
     session: SessionId
     mover: MoverId
@@ -67,7 +67,7 @@ class MoverAssigned:
 
 @dataclass(frozen=True, slots=True)
 class MoverUnavailable:
-    """No mover can be had for the session's rank."""
+    """No mover is available for the session's rank."""
 
     session: SessionId
     refusal: Refusal
@@ -75,7 +75,7 @@ class MoverUnavailable:
 
 @dataclass(frozen=True, slots=True)
 class MoverMessage:
-    """A message of a mover."""
+    """A mover sent a message."""
 
     mover: MoverId
     message: FromMover
@@ -83,7 +83,7 @@ class MoverMessage:
 
 @dataclass(frozen=True, slots=True)
 class TransportsSeen:
-    """A mover has connected in a new way: to itself, on its node or over the network."""
+    """A mover connected over transports that it had not used: to itself, on its node or over the network."""
 
     mover: MoverId
     lanes: TransportsUsed
@@ -91,14 +91,14 @@ class TransportsSeen:
 
 @dataclass(frozen=True, slots=True)
 class MoverDied:
-    """The mover's process is gone, or a resident one's agent: nothing that it posted can write any more."""
+    """A mover's process, or a resident mover's agent, is gone: no read that it posted can write any more."""
 
     mover: MoverId
 
 
 @dataclass(frozen=True, slots=True)
 class PidfdNotSent:
-    """The frame to the session that was to carry this mover's pidfd was not sent: no descriptor is left."""
+    """A frame that was to carry this mover's pidfd was not sent: the daemon has no descriptor left."""
 
     session: SessionId
     mover: MoverId
@@ -106,7 +106,10 @@ class PidfdNotSent:
 
 @dataclass(frozen=True, slots=True)
 class PeerReply:
-    """A message on the connection that this node opened to a peer."""
+    """A message arrived on the connection that this node opened to a peer.
+
+    Most are replies. `SetRankPolling` and `TransferReleased` are requests of a home to its member.
+    """
 
     endpoint: Endpoint
     message: PeerMessage
@@ -114,9 +117,9 @@ class PeerReply:
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """A message on a connection that somebody opened to this node. `route` leads back to them.
+    """A message arrived on a connection that a peer opened to this node. Replies go to `route`.
 
-    `key` is the public CURVE key that they proved to hold, in hex; empty without CURVE.
+    `key` is the public CURVE key that the peer proved to hold, in hex; empty without CURVE.
     """
 
     route: bytes
@@ -126,14 +129,14 @@ class PeerRequest:
 
 @dataclass(frozen=True, slots=True)
 class LayoutsChecked:
-    """Layouts in a peer's message that comes next have been checked, off the loop."""
+    """A thread has checked the layouts of the peer's message that comes next."""
 
     layouts: tuple[CheckedLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """No connection to the peer can be made; the reason is for people."""
+    """No connection to the peer can be made. `reason` is part of a message for people."""
 
     endpoint: Endpoint
     reason: str
@@ -141,7 +144,7 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipsLoaded:
-    """Whose engine ids and ranks were, by an earlier daemon's list. Before the first session."""
+    """The owners of engine ids and ranks that an earlier daemon saved. Fed before the first session."""
 
     listed: tuple[tuple[EngineId, int], ...]
     ranks: tuple[SavedRank, ...] = ()
@@ -149,33 +152,33 @@ class OwnershipsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class DisownRequested:
-    """An operator wants an engine id to be nobody's."""
+    """The operator requests that an engine id has no owner."""
 
     engine_id: EngineId
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Refuse what is new, finish what runs."""
+    """The operator requests a drain: the node refuses new work and finishes what runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllowlistChanged:
-    """The operator has changed the allow-lists of peers."""
+    """The operator changed the allow-lists of peers."""
 
     allowlist: PeerAllowlist
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDropRequested:
-    """The operator wants a peer forgotten."""
+    """The operator requests that a peer is forgotten."""
 
     endpoint: Endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCancelRequested:
-    """The operator wants a transfer that was published here released."""
+    """The operator requests the release of a transfer that was published here."""
 
     engine: EngineKey
     transfer_id: TransferId
@@ -183,14 +186,14 @@ class TransferCancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class PullCancelRequested:
-    """The operator wants a pull of a local rank ended."""
+    """The operator requests the end of a local rank's pull."""
 
     pull: PullId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed: run the timers that are due."""
 
 
 Event = (

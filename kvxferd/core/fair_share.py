@@ -1,23 +1,23 @@
-"""What each user holds of a limit of the node, so that one user cannot make all others `busy`.
+"""How much of a node's limit each user holds, so that one user cannot make all others `busy`.
 
-The rule, in one sentence: the last eighth of a limit is for users who hold at most a sixteenth of it.
-So a node with one user (the normal case) has seven eighths of everything for it, and whoever comes
-second finds room, however much the first one asks for.
+The rule: the last eighth of a limit is for users who hold at most a sixteenth of it. So the only user
+of a node (the normal case) gets seven eighths of everything, and a second user finds room, however much
+the first one requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-RESERVE_DIVISOR = 8  # one part in so many is not for those who hold much
-SMALL_DIVISOR = 16  # who holds one part in so many, or less, or just one, holds little
+RESERVE_DIVISOR = 8  # one part in eight is reserved for users who hold little
+SMALL_DIVISOR = 16  # a user who holds one part in sixteen or less, or a single unit, holds little
 
 
-Owner = int | str  # a user, or a peer: its CURVE key, or without one its route
+Owner = int | str  # a user id, or a peer: its CURVE key, or without keys its route
 
 
 class FairShare:
-    """How much of one limit is held, by user."""
+    """Counts how much of one limit each user holds."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -26,28 +26,28 @@ class FairShare:
 
     @classmethod
     def from_counts(cls, limit: int, held_by: Mapping[int, int]) -> FairShare:
-        """Return what users hold of a limit, where that is counted elsewhere."""
+        """Return the shares of users whose amounts are counted elsewhere."""
         shares = cls(limit)
         for uid, amount in held_by.items():
             shares.add(uid, amount)
         return shares
 
     def has_room(self, uid: Owner, amount: int = 1) -> bool:
-        """Whether that user may have so much more."""
+        """Whether the user may hold `amount` more."""
         after = self.held + amount
         if after <= self.limit - self.limit // RESERVE_DIVISOR:
             return True
         return after <= self.limit and self.held_by(uid) + amount <= max(1, self.limit // SMALL_DIVISOR)
 
     def acquire(self, uid: Owner, amount: int = 1) -> bool:
-        """Take so much where there is room; return whether there was."""
+        """Count `amount` more for the user if there is room. Return whether there was."""
         if not self.has_room(uid, amount):
             return False
         self.add(uid, amount)
         return True
 
     def add(self, uid: Owner, amount: int) -> None:
-        """Count what a user holds, whether or not there was room."""
+        """Count `amount` more for the user, whether or not there is room."""
         self.held += amount
         if held := self.held_by(uid) + amount:
             self._held_by_owner[uid] = held
@@ -55,9 +55,9 @@ class FairShare:
             self._held_by_owner.pop(uid, None)
 
     def release(self, uid: Owner, amount: int = 1) -> None:
-        """The user holds so much less."""
+        """Count `amount` less for the user."""
         self.add(uid, -amount)
 
     def held_by(self, uid: Owner) -> int:
-        """How much the user holds."""
+        """Return how much the user holds."""
         return self._held_by_owner.get(uid, 0)

@@ -1,4 +1,4 @@
-"""The sink's access to a transfer: the engine learnt, the reads planned, the grant taken and renewed."""
+"""The sink's side of grants: learn the engine, plan the reads, request the grant, renew and end it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvxferd.wire.peer import (
     ReturnGrant,
 )
 
-# Shorter ones would be renewed all the time; longer ones are no leases.
+# A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
 MAX_ADDRESS = (1 << 64) - 1
-MAX_STALE_BINDINGS = 3  # a source whose movers change faster than we can ask is not readable
+MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
 
 
 class GrantState(StrEnum):
-    """How far it has come."""
+    """The steps from a handshake to a grant that is held."""
 
     HANDSHAKING = "handshake"
     REQUESTING = "grant"
@@ -50,7 +50,7 @@ class GrantState(StrEnum):
 
 @dataclass(slots=True)
 class HeldGrant:
-    """One local rank's access to one transfer."""
+    """A grant that one local rank holds, or requests, on one transfer."""
 
     grant_id: GrantId
     rank: LocalRank
@@ -58,24 +58,24 @@ class HeldGrant:
     wait_s: float
     started_at: float
     state: GrantState = GrantState.HANDSHAKING
-    learnt_at: float | None = None  # when the engine was known
-    settled_at: float | None = None  # when the grant was there, or refused
+    learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
+    settled_at: float | None = None  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None
     plan: Plan | None = None
     granted: Granted | None = None
     refusal: Refusal | None = None
     num_stale_bindings: int = 0
-    charged_bytes: int = 0  # of the rank's user, for the source's block ids
+    charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
     on_settled: Callable[[], None] | None = None
 
     def consumer(self) -> Consumer:
-        """Who reads."""
+        """Return the rank that reads, as the source counts it."""
         spec = self.rank.spec
         return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
 
 class GrantClient:
-    """Takes holds, renews their grants, and ends them."""
+    """Requests grants for local ranks, renews and ends them."""
 
     def __init__(
         self, context: NodeContext, peers: Peers, movers: Movers, block_id_memory: BlockIdMemory
@@ -89,24 +89,24 @@ class GrantClient:
         peers.pin(self._held.keys)
 
     def num_grants(self) -> dict[Endpoint, int]:
-        """How many grants are held at each peer."""
+        """Return how many grants are held at each peer."""
         return {endpoint: len(held) for endpoint, held in self._held.items()}
 
     def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float) -> HeldGrant:
-        """Start taking a hold. `on_settled` is called once, when it is held or refused."""
+        """Start to request a grant. `on_settled` is called once, when it is held or refused."""
         hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
         self._learn_engine(hold)
         return hold
 
     def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
-        """Call `act` once the hold is held or refused; now, if it is."""
+        """Call `callback` once the grant is held or refused; now, if it is already."""
         if hold.state in (GrantState.HELD, GrantState.REFUSED):
             callback()
         else:
             hold.on_settled = callback
 
     def describe_wait(self, hold: HeldGrant) -> str:
-        """What a hold that is not settled waits for: whose answer, since when, and what to check."""
+        """Describe for an error message whose reply the grant waits for, since when, and what to check."""
         if hold.state not in (GrantState.HANDSHAKING, GrantState.REQUESTING):
             return f"in {hold.state}"
         asked = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
@@ -116,7 +116,7 @@ class GrantClient:
             f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {asked}, and has sent nothing "
             f"for {silent_s:.1f} s; {CHECK_PEER}"
         )
-        # A peer answers at once, unless it waits for ranks.
+        # A peer replies at once, unless it waits for ranks.
         return (
             text
             if silent_s > wait_s
@@ -160,7 +160,7 @@ class GrantClient:
                 wait_s=wait_s,
             )
 
-        # No source waits longer than this, whatever a pull's deadline: more is only silence.
+        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
         wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
         timeout_s = wait_s + self._context.settings.silent_after_s
         self._peers.request(
@@ -174,7 +174,7 @@ class GrantClient:
     def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         if hold.state is not GrantState.REQUESTING:
             if isinstance(reply, Granted):
-                self._send_return(hold)  # nobody wants it any more
+                self._send_return(hold)  # the pull has ended
             return
         if isinstance(reply, Granted):
             if problem := _grant_error(reply):
@@ -230,7 +230,7 @@ class GrantClient:
             callback()
 
     def preload(self, hold: HeldGrant) -> None:
-        """Give the rank's mover the plan and the agents that the hold's pull will need. Raises PeerError."""
+        """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
         if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
             return
         assert hold.plan is not None and hold.remote is not None and hold.granted is not None
@@ -253,7 +253,7 @@ class GrantClient:
             granted.fence_address,
         )
 
-    # --- keeping
+    # --- renewal
 
     def _schedule_renewal(self, endpoint: Endpoint, lease_s: float) -> None:
         self._context.after(("renew", endpoint), lease_s / 6, lambda: self._renew(endpoint, lease_s))
@@ -263,7 +263,7 @@ class GrantClient:
         if not held:
             return
         oldest = self._context.now - self._context.settings.max_hold_s
-        # Each user's by themselves: one whose questions have no room must not end the grants of another.
+        # One request for each user: a user whose requests have no room must not end the grants of another.
         grants_of: dict[int, list[GrantId]] = {}
         for grant, hold in held.items():
             if (hold.settled_at or 0.0) > oldest:
@@ -286,15 +286,15 @@ class GrantClient:
         )
 
     def _handle_renewal_reply(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
-        # A grant that ended does not end its pull: the fence word decides that. But it need not
-        # be renewed, and a pull that has not begun will ask anew.
+        # A grant that ended does not end its pull: the fence word decides that. But it is not renewed
+        # any more, and a pull that is not posted requests another one.
         if isinstance(reply, GrantsRenewed):
             for grant in reply.ended:
                 if hold := self._forget(endpoint, grant):
                     hold.state = GrantState.ENDED
 
     def forget_engine(self, hold: HeldGrant) -> None:
-        """What the hold was planned on is out of date: the next one asks anew."""
+        """Forget the manifest that the grant was planned on: the next grant fetches it again."""
         self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
 
     def _forget(self, endpoint: Endpoint, grant: GrantId) -> HeldGrant | None:
@@ -308,7 +308,7 @@ class GrantClient:
     # --- ending
 
     def release(self, hold: HeldGrant) -> None:
-        """End the hold without an acknowledgement. Harmless where it has ended."""
+        """End the grant without an acknowledgement. Does nothing where it has ended."""
         state, hold.state = hold.state, GrantState.ENDED
         hold.on_settled = None
         self._drop_contents(hold)
@@ -317,7 +317,7 @@ class GrantClient:
             self._send_return(hold)
 
     def _drop_contents(self, hold: HeldGrant) -> None:
-        """Keep the source's block ids no longer, though a last message about the hold may be under way."""
+        """Free the source's block ids, though a last message about the grant may be under way."""
         self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
         hold.charged_bytes, hold.granted, hold.remote = 0, None, None
 
@@ -331,7 +331,7 @@ class GrantClient:
         )
 
     def acknowledge(self, hold: HeldGrant, on_reply: Callable[[bool], None]) -> None:
-        """End the hold: this rank has the bytes. Repeated until answered, or for a long while."""
+        """End the grant: this rank has the bytes. Repeated for `acknowledge_for_s` until a reply arrives."""
         hold.state = GrantState.ENDED
         self._drop_contents(hold)
         self._forget(hold.ref.endpoint, hold.grant_id)
@@ -347,13 +347,13 @@ class GrantClient:
 
 
 def _host_word_address(binding: Binding) -> int:
-    """Where a word of the rank's host memory lies; 0 where it has none."""
+    """Return the address of a word in the rank's host memory; 0 where it has none."""
     plain = (region for region in binding.regions if region.mem_type == "DRAM" and not region.staged)
     return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
 
 
 def _grant_error(granted: Granted) -> str:
-    """What is wrong with a grant. A timer or a mover would choke on it."""
+    """Return why a timer or a mover cannot use the grant; "" where they can."""
     if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
         return f"a lease of {granted.lease_s} s"
     if len(granted.fence_word) != FENCE_WORD_BYTES:

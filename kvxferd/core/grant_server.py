@@ -1,4 +1,4 @@
-"""Who may read a published transfer: grants asked, waited for, given, renewed, returned, acknowledged."""
+"""The source's side of grants: requests that wait, grants, renewals, returns and acknowledgements."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from kvxferd.wire.peer import (
 
 K = TypeVar("K")
 
-# 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 asks that
-# may wait (`limits.max_waiting`) 256 may be long, 64 of one asker: 32 MiB, and 256 MiB of the others at most.
+# 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 requests
+# that may wait (`limits.max_waiting`) 256 may be large, 64 of one peer: 32 MiB, and 256 MiB of the others.
 MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_PER_PEER = (
     128 << 10,
     8 << 10,
@@ -45,31 +45,31 @@ MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_P
 )
 # Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. One key may be
 # that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
-# 1.5 KiB: 6 MiB a transfer, and 1.5 MiB by one asker, where a hostile one had 60,000 grants and 90 MiB.
+# 1.5 KiB: 6 MiB a transfer, and 1.5 MiB of one peer, where a hostile one had 60,000 grants and 90 MiB.
 MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
-# Engines that say they have read one transfer, or want no more of it. A request is routed to a handful.
+# Engines that acknowledge or abandon one transfer. A request is routed to a handful.
 MAX_READERS = 256
-# Asks that one change has looked at in one turn of the loop: 20 us each, 5 ms. What is left follows in turns
-# of its own: all 32,768 took 640 ms, each time that a rank came or went.
+# Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
+# turns: all 32,768 took 640 ms, each time that a rank came or went.
 REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
 
 
 @dataclass(slots=True)
 class _PendingGrant:
-    """A grant that is asked for and not answered."""
+    """A request for a grant that has no reply yet."""
 
-    grant: GrantId  # among all peers' names
+    grant: GrantId  # the name by `_scoped_grant_id`
     peer_id: str  # the peer's key, or its route
     route: bytes
     message: AskGrant
-    transfer: TransferKey  # that the question names: five parts ask for it
+    transfer: TransferKey  # that the message names; kept, because five methods need it
     requested_at: float
-    agents: frozenset[AgentName] = frozenset()  # already attending for it
+    agents: frozenset[AgentName] = frozenset()  # that poll for it, or were requested to
 
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """Why an ask cannot be granted now. Refused once it has waited `wait_s`."""
+    """Why a request cannot be granted now. It is refused once it has waited `wait_s`."""
 
     code: Code
     message: str
@@ -77,7 +77,7 @@ class _Obstacle:
 
 
 class GrantServer:
-    """Decides every ask, now or when what it waits for has come."""
+    """Replies to every request for a grant, at once or when what it waits for has happened."""
 
     def __init__(
         self,
@@ -93,30 +93,30 @@ class GrantServer:
         self._poll_requests = poll_requests
         self._fence_pages = fence_pages
         self._pending: dict[GrantId, _PendingGrant] = {}
-        # A publish concerns the asks for it, a mover that polls those that want it, and no others:
-        # thousands may be waiting for requests that are being computed.
+        # A publish concerns the requests for that transfer, a mover that polls the requests that read from
+        # it, and no others: thousands may wait for transfers that are being computed.
         self._pending_by_transfer: dict[TransferKey, dict[GrantId, None]] = {}
         self._pending_by_agent: dict[AgentName, dict[GrantId, None]] = {}
         self._pending_by_engine: dict[EngineId, dict[GrantId, None]] = {}
         self._num_pending_of_peer: Counter[str] = Counter()
         self._large: dict[GrantId, None] = {}  # those that name many agents
         self._num_large_of_peer: Counter[str] = Counter()
-        self._due: dict[GrantId, None] = {}  # to be looked at in the next turns
+        self._due: dict[GrantId, None] = {}  # to be considered in the next turns
 
-    # --- asking
+    # --- requests
 
     def acquire(self, route: bytes, message: AskGrant, key: str = "") -> None:
-        """Answer now, or once the transfer is published, ready, and its movers poll."""
+        """Reply at once, or when the transfer is published and ready, and its movers poll."""
         grant = _scoped_grant_id(message.grant, key)
         pending = self._pending.get(grant)
         peer_id = pending.peer_id if pending else key or route.hex()
         try:
             is_large = _is_large(message)
             if is_large and grant not in self._large:
-                self._check_large(peer_id)  # asked again, a short question may have become a long one
+                self._check_large(peer_id)  # a request that is sent again may have become a large one
             if pending is None:
-                of_asker = self._num_pending_of_peer[peer_id]
-                check_waiting(of_asker, len(self._pending), self._context.settings.limits)
+                of_peer = self._num_pending_of_peer[peer_id]
+                check_waiting(of_peer, len(self._pending), self._context.settings.limits)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
@@ -127,7 +127,7 @@ class GrantServer:
             self._num_pending_of_peer[peer_id] += 1
         else:
             self._unindex_message(pending)
-            pending.route, pending.message = route, message  # asked again: the last route is the live one
+            pending.route, pending.message = route, message  # sent again: the last route is the live one
             pending.transfer = (message.ref.engine, message.ref.transfer_id)
         if is_large:
             self._large[grant] = None
@@ -144,19 +144,19 @@ class GrantServer:
         )
 
     def reconsider(self, engine_id: EngineId) -> None:
-        """Something changed that asks for this engine may have waited for: a rank, a fence page, a mover."""
+        """Consider the engine's requests again: a rank, a fence page or a mover has changed."""
         self._reconsider_all(self._pending_by_engine.get(engine_id, {}))
 
     def reconsider_transfer(self, key: TransferKey) -> None:
-        """The transfer was published, or a rank is ready with it."""
+        """Consider the transfer's requests again: it was published, or a rank is ready with it."""
         self._reconsider_all(self._pending_by_transfer.get(key, {}))
 
     def reconsider_agent(self, agent: AgentName) -> None:
-        """The agent's mover polls."""
+        """Consider the requests that read from the agent again: its mover polls."""
         self._reconsider_all(self._pending_by_agent.get(agent, {}))
 
     def _reconsider_all(self, concerned: dict[GrantId, None]) -> None:
-        """Consider the first asks now, and have the others follow."""
+        """Consider the first requests now, and the others in later turns."""
         first = list(islice(concerned, REQUESTS_PER_TURN))
         if len(concerned) > len(first):
             self._due.update(concerned)
@@ -166,7 +166,7 @@ class GrantServer:
         self._schedule_rest()
 
     def _schedule_rest(self) -> None:
-        # Never moved: changes that come faster would else put off what is left.
+        # The timer is never moved: frequent changes would otherwise put off the rest for ever.
         if self._due and "asks-due" not in self._context.timers:
             self._context.after("asks-due", NEXT_TURN_S, self._reconsider_rest)
 
@@ -226,7 +226,7 @@ class GrantServer:
             del index[key]
 
     def _obstacle(self, pending: _PendingGrant, transfer: Transfer | None) -> _Obstacle | MappedFencePage:
-        """Why the ask cannot be granted; where its fence page lies if it can."""
+        """Return why the request cannot be granted, or where its fence page lies if it can."""
         engine_key, _ = pending.transfer
         engine = self._registry.get(engine_key)
         if obstacle := self._engine_obstacle(pending.message, engine, engine_key):
@@ -348,7 +348,7 @@ class GrantServer:
             consumer=message.consumer,
             agents=pending.agents,
             granted_at=granted_at,
-            # Asking again is renewing, and has the same end.
+            # A repeated request renews the grant, and has the same limit.
             expires_at=max(
                 known.expires_at if known else 0.0,
                 min(now, granted_at + settings.max_hold_s) + settings.lease_s,
@@ -374,10 +374,10 @@ class GrantServer:
         )
         self._context.emit(ReplyToPeer(pending.route, granted))
 
-    # --- holding and letting go
+    # --- renewal and end
 
     def renew(self, route: bytes, message: RenewGrants, key: str = "") -> None:
-        """Extend the grants that live; name those that have ended."""
+        """Extend the grants that live, and reply with those that have ended."""
         ended = []
         settings, now = self._context.settings, self._context.now
         for grant_id in message.grants:
@@ -391,7 +391,7 @@ class GrantServer:
         self._context.emit(ReplyToPeer(route, GrantsRenewed(request=message.request, ended=tuple(ended))))
 
     def release(self, route: bytes, message: ReturnGrant, key: str = "") -> None:
-        """A pull that failed needs its grant no more."""
+        """End the grant of a pull that failed."""
         grant = _scoped_grant_id(message.grant, key)
         if waiting := self._pending.get(grant):
             self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
@@ -399,7 +399,7 @@ class GrantServer:
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
-        """A consumer rank holds the bytes; with the last one the transfer is complete."""
+        """Record that a consumer rank has the bytes. The last one completes the transfer."""
         peer_id = key or route.hex()
         transfer = self._find_transfer(message.ref)
         if transfer is not None and self._keep_reader(peer_id, message, transfer):
@@ -412,7 +412,7 @@ class GrantServer:
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
-        """A consumer engine wants nothing more of the transfer."""
+        """Record that a consumer engine reads no more of the transfer."""
         peer_id = key or route.hex()
         transfer = self._find_transfer(message.ref)
         if transfer is not None and self._keep_reader(peer_id, message, transfer):
@@ -422,7 +422,7 @@ class GrantServer:
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def _keep_reader(self, peer_id: str, message: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
-        """Whether the consumer may be kept beside the transfer. A made-up one is answered, and not kept."""
+        """Whether the consumer is kept with the transfer. An invented one gets a reply, and is not kept."""
         consumer, acknowledges = message.consumer, isinstance(message, Acknowledge)
         known = transfer.readers.get(EngineKey(consumer.engine_id, consumer.generation))
         if known is not None:
@@ -433,20 +433,20 @@ class GrantServer:
         return fits and self._published.table.charge_reader(transfer, peer_id, consumer, acknowledges)
 
     def _find_transfer(self, ref: TransferRef) -> Transfer | None:
-        """The live transfer that the reference's holder may speak of."""
+        """Return the live transfer of the reference; None where the nonce is another one."""
         transfer = self._published.table.live.get((ref.engine, ref.transfer_id))
         return transfer if transfer is not None and transfer.nonce == ref.nonce else None
 
 
 def _scoped_grant_id(grant: GrantId, key: str) -> GrantId:
-    """The grant's name among all peers': an asker chooses it, and with CURVE can name none but its own."""
+    """Return the grant's name among those of all peers. With CURVE a peer can name only its own grants."""
     return GrantId(f"{key}/{grant}") if key else grant
 
 
 def _is_large(message: AskGrant) -> bool:
-    """Whether it names many agents. Raises EngineError where its names are too long.
+    """Whether the request names many agents. Raises EngineError where its names are too long.
 
-    An ask may wait for seconds among thousands: what it names is kept as long.
+    A request may wait for seconds among thousands, and its names are kept as long.
     """
     ref, consumer = message.ref, message.consumer
     agents = [agent for _, agent in message.reads]

@@ -1,4 +1,4 @@
-"""The source's side of a handshake: an engine's manifest, once the engine is complete."""
+"""The source's side of a handshake: reply with an engine's manifest once the engine is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvxferd.plan import require_pp_aware
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
 
-# As of asks for grants: what one change looks at in one turn of the loop.
+# As in `grant_server`: the requests that one change considers in one turn of the loop.
 FETCHES_PER_TURN, NEXT_TURN_S = 256, 0.001
 
 FetchKey = tuple[bytes, int]  # route and number
@@ -24,7 +24,7 @@ FetchKey = tuple[bytes, int]  # route and number
 
 @dataclass(slots=True)
 class _PendingFetch:
-    """Somebody waits for an engine."""
+    """A request for an engine's manifest that has no reply yet."""
 
     peer_id: str  # the peer's key, or its route
     route: bytes
@@ -33,7 +33,7 @@ class _PendingFetch:
 
 
 class HandshakeServer:
-    """Answers each fetch when its engine is complete, or when it has waited long enough."""
+    """Replies to each fetch when its engine is complete, or when it has waited long enough."""
 
     def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
@@ -41,16 +41,16 @@ class HandshakeServer:
         self._pending: dict[FetchKey, _PendingFetch] = {}
         self._pending_by_engine: dict[EngineId, dict[FetchKey, None]] = {}
         self._num_pending_of_peer: Counter[str] = Counter()
-        self._due: dict[FetchKey, None] = {}  # to be looked at in the next turns
+        self._due: dict[FetchKey, None] = {}  # to be considered in the next turns
 
     def fetch(self, route: bytes, message: FetchEngine, key: str = "") -> None:
-        """Answer now or later. The same question again changes nothing."""
+        """Reply now or later. A repeated request changes nothing."""
         name, peer_id = (route, message.request), key or route.hex()
         if name not in self._pending:
             try:
                 _check_names(message)
-                of_asker = self._num_pending_of_peer[peer_id]
-                check_waiting(of_asker, len(self._pending), self._context.settings.limits)
+                of_peer = self._num_pending_of_peer[peer_id]
+                check_waiting(of_peer, len(self._pending), self._context.settings.limits)
             except KvxferdError as error:
                 self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
                 return
@@ -60,7 +60,7 @@ class HandshakeServer:
         self._consider(self._pending[name])
 
     def reconsider(self, engine_id: EngineId) -> None:
-        """A rank of the engine has come."""
+        """Consider the engine's requests again: a rank of it has come."""
         concerned = self._pending_by_engine.get(engine_id, {})
         first = list(islice(concerned, FETCHES_PER_TURN))
         if len(concerned) > len(first):
@@ -117,7 +117,7 @@ class HandshakeServer:
     def _obstacle(
         self, key: EngineKey, engine: LocalEngine | None, message: FetchEngine
     ) -> tuple[KvxferdError, float] | None:
-        """Why the engine cannot be handed out now, and how long that may be waited for."""
+        """Return why the manifest cannot be sent now, and for how long the request may wait."""
         settings = self._context.settings
         what = f"cannot hand out engine {key}"
         if self._registry.is_superseded(key):
@@ -142,7 +142,8 @@ class HandshakeServer:
 
 
 def _check_names(message: FetchEngine) -> None:
-    """A fetch waits for seconds, and what it says is kept as long."""
+    """Raise EngineError for a name that is too long: a fetch waits for seconds, and is kept as long."""
+
     longest = max(len(message.engine_id), len(message.generation))
     if longest > MAX_NAME_CHARS:
         raise EngineError(

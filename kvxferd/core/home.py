@@ -1,4 +1,4 @@
-"""The home of engines that span nodes: which ranks other daemons have joined, and what those may change."""
+"""The home's side of engines that span nodes: the ranks that other daemons join, and their requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
 
 
 def _peer_id(record: MemberRank) -> str | bytes:
-    """Whose a rank counts as: the CURVE key's, or without keys the connection's."""
+    """Return the peer that the rank counts for: its CURVE key, or without keys its connection."""
     return record.identity.key or record.route
 
 
@@ -65,13 +65,13 @@ class Home:
         self._on_change = on_change
         self._on_ready = on_ready
         self._members: dict[AgentName, MemberRank] = {}
-        self._num_of_peer: Counter[str | bytes] = Counter()  # of each peer, as `_peer_of` names it
+        self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
         self._rank_holders = registry.ownerships.rank_holders
-        self._polling_requests: dict[AgentName, int] = {}  # open questions whether it shall poll
+        self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._counted = CountedReady(context)
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
-        """A member says a rank, for the first time or again. The first to do so owns the rank."""
+        """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
         spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
         present = self._find_member(spec.key, spec.rank)
         if (
@@ -79,11 +79,11 @@ class Home:
             and identity.may_act_for(present.identity)
             and (present.boot, present.joined) == (message.boot, message.manifest)
         ):
-            self._refresh_heartbeat(present, route)  # nearly every time: nothing is checked anew
+            self._refresh_heartbeat(present, route)  # the usual case: nothing is checked again
             self._context.emit(ReplyToPeer(route, Done(request=message.request)))
             return
         try:
-            # Who may say it comes before what it says: a layout takes much longer to check.
+            # The sender is checked before the layout, which takes much longer.
             self._check_sender(message, identity, present, route)
             joined = check_manifest(message.manifest, self._layout_cache)
             record = MemberRank(joined, route, message.boot, identity, self._context.now)
@@ -102,7 +102,7 @@ class Home:
         self._on_change(spec.engine_id)
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """Why a rank cannot be joined, whatever its layout: asked before the layout is decoded."""
+        """Return why the rank cannot be joined, before its layout is decoded; None: the layout decides."""
         spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
         try:
             self._check_sender(message, identity, self._find_member(spec.key, spec.rank), route)
@@ -151,11 +151,12 @@ class Home:
     def _check_owner(
         self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank
     ) -> None:
-        """A rank is its first daemon's, until that leaves it or is gone.
+        """Raise EngineError where another daemon, or another mapping, owns the rank.
 
-        The same daemon comes back after a restart, with another boot and without CURVE with another secret.
-        What shows that the former is gone is its silence. It is no proof, so a key that another one holds
-        is not given up for it before the rank itself is (`tombstone_s`).
+        A rank belongs to the daemon that joined it first until that daemon leaves it or is gone. A restarted
+        daemon has another boot, and without CURVE another secret. Only its silence shows that the former
+        daemon is gone. Silence is no proof, so with another key the rank stays refused until it expires
+        (`tombstone_s`).
         """
         may_speak = identity.may_act_for(present.identity) or present.identity.is_unknown
         incarnation = message.manifest.binding.incarnation
@@ -175,7 +176,7 @@ class Home:
             raise error
 
     def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
-        """A rank that is not here may be kept for whoever was it last, also through this daemon's restart."""
+        """Raise EngineError where an absent rank is kept for its last holder, maybe from before a restart."""
         holder = self._rank_holders.absent_holder(spec.key, spec.rank)
         if holder is None or holder == identity.holder:
             return
@@ -197,10 +198,11 @@ class Home:
         return self._context.settings.member_silent_after_s
 
     def _check_generation(self, spec: EngineSpec, identity: MemberIdentity) -> None:
-        """The first rank of a generation makes all others stale: only who holds the engine may join it.
+        """Raise EngineError where this daemon may not start a generation of the engine.
 
-        That is the user of its ranks on this node, or the daemon that all its ranks are of. Whoever else has
-        one, maybe of a rank that was missing, waits until the others have left or are part of the new one.
+        The first rank of a generation supersedes all older ones. So only the holder of the engine may join
+        it: the user of its ranks on this node, or the daemon that joined all its ranks. Another daemon waits
+        until the others' ranks have left or belong to the new generation.
         """
         if not (why := self._why_not_started_by(spec, identity)):
             return
@@ -213,7 +215,7 @@ class Home:
         raise error
 
     def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
-        """Why this daemon may not begin that generation; empty where it may."""
+        """Return why this daemon may not start that generation; "" where it may."""
         for engine in self._registry.generations_of(spec.engine_id):
             for record in engine.ranks.values():
                 if isinstance(record, LocalRank):
@@ -229,7 +231,7 @@ class Home:
         return ""
 
     def _refresh_heartbeat(self, record: MemberRank, route: bytes) -> None:
-        """The rank was heard of, maybe by another route: what waits for an answer follows."""
+        """Record a heartbeat. If it came by another route, open requests move to that route."""
         record.last_seen_at = self._context.now
         if record.route != route:
             self._peer_requests.reroute(record.route, route)
@@ -253,7 +255,7 @@ class Home:
 
     def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
-            # Whatever an earlier home on this endpoint had the mover do is over.
+            # An earlier home on this endpoint may have had the mover poll: that is over.
             self._send_polling_request(record, False, lambda answer: None)
             return
         self._members.pop(present.agent, None)
@@ -266,7 +268,7 @@ class Home:
     def _send_polling_request(
         self, member: MemberRank, on: bool, on_reply: Callable[[ReplyMessage], None]
     ) -> None:
-        """The last word counts: an earlier question, asked again, would take it back."""
+        """Withdraw the agent's earlier request first: sent again, it would undo this one."""
         agent, number = member.agent, self._peer_requests.next_id()
         self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
         self._polling_requests[agent] = number
@@ -280,7 +282,7 @@ class Home:
         self._peer_requests.request(member.route, message, timeout_s, answered, member.identity.key)
 
     def _member_expired(self, record: MemberRank) -> None:
-        """Nothing was heard of the rank for very long: its node is gone, and nobody will say so."""
+        """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
         if self._find_member(record.spec.key, record.spec.rank) is record:
             self._remove(record)
             self._rank_holders.forget(record.spec.key, record.spec.rank)
@@ -294,7 +296,7 @@ class Home:
         self._registry.remove(record)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict themselves."""
+        """Raise AssertionError where the counters do not match the members."""
         counted = Counter(map(_peer_id, self._members.values()))
         assert counted == self._num_of_peer, f"members are {counted}, and counted as {self._num_of_peer}"
 
@@ -305,11 +307,11 @@ class Home:
             del self._num_of_peer[peer]
 
     def num_silent(self, engine_id: EngineId) -> int:
-        """How many ranks of the engine are here of which nothing is heard any more."""
+        """Return how many joined ranks of the engine are silent."""
         return len(self._silent_members(engine_id))
 
     def disown(self, engine_id: EngineId) -> None:
-        """The operator gives up ranks of which nothing is heard, as that of a node that is lost."""
+        """Remove the engine's silent ranks, as those of a lost node, at the operator's request."""
         silent = self._silent_members(engine_id)
         for record in silent:
             self._remove(record)
@@ -328,7 +330,7 @@ class Home:
         return record if isinstance(record, MemberRank) else None
 
     def leave(self, route: bytes, message: LeaveRank, key: str) -> None:
-        """A member's rank is gone. What an old mover's farewell says of a new one is void."""
+        """Remove a member's rank. A late `LeaveRank` of an earlier mover does not remove the new one."""
         engine = EngineKey(message.engine_id, message.generation)
         present = self._find_member(engine, message.rank)
         if present is not None and not self._accept_from_owner(present, route, message, key):
@@ -345,7 +347,7 @@ class Home:
     def _accept_from_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
     ) -> bool:
-        """Whether the sender has joined the rank; who has not is refused, and nothing changes."""
+        """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
         if MemberIdentity(key, message.secret).may_act_for(present.identity):
             return True
         text = (
@@ -356,15 +358,15 @@ class Home:
         return False
 
     def rank_ready(self, route: bytes, message: RankReady, key: str) -> None:
-        """A member's rank has finished writing. Counted once, however often it is said.
+        """Record that a member's rank has finished writing. A repeated request counts once.
 
-        A repetition that is late could else speak for the next transfer of the same id. Of one that has ended
-        nothing is kept: there is no other of that id for longer than a member repeats itself.
+        Otherwise a late repetition could make the next transfer of the same id ready. For a transfer that has
+        ended nothing is kept: its id is not used again for longer than a member repeats a request.
         """
         engine = EngineKey(message.engine_id, message.generation)
         present = self._find_member(engine, message.rank)
         if present is None:
-            return  # its mover was replaced, or this daemon restarted: asked again once it has joined
+            return  # its mover was replaced, or this daemon restarted: sent again once the rank has joined
         if not self._accept_from_owner(present, route, message, key) or not self._accept_incarnation(
             engine, route, message
         ):
@@ -384,9 +386,10 @@ class Home:
         self._on_ready((engine, message.transfer_id))
 
     def _accept_incarnation(self, engine: EngineKey, route: bytes, message: RankReady) -> bool:
-        """Whether it is known which mapping holds the bytes; else refuse: a daemon of version 1 cannot say.
+        """Whether the message or the publish names the mapping that holds the bytes; else refuse.
 
-        Its rank may have slept, and joined again, while this was under way.
+        A daemon of version 1 cannot name it. Its rank may have slept and joined again while the message was
+        under way.
         """
         transfer = self._published.table.live.get((engine, message.transfer_id))
         if message.incarnation or transfer is None or message.rank in transfer.incarnations:
@@ -402,7 +405,7 @@ class Home:
         return False
 
     def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
-        """Ask the member whose mover this is. `on_answer` hears whether it polls."""
+        """Have a member's mover poll, or stop. With `on` the reply, whether it polls, goes to `on_reply`."""
         member = self._members.get(agent)
         if member is None:
             return
@@ -414,11 +417,11 @@ class Home:
         self._send_polling_request(member, on, answered)
 
 
-def _check_names(said: RankReady) -> None:
-    """Raise EngineError where no transfer or incarnation can be meant."""
-    if max(len(said.transfer_id), len(said.incarnation)) > MAX_NAME_CHARS:
+def _check_names(message: RankReady) -> None:
+    """Raise EngineError for names that are longer than any transfer's or incarnation's."""
+    if max(len(message.transfer_id), len(message.incarnation)) > MAX_NAME_CHARS:
         raise EngineError(
-            f"cannot take rank {said.rank} as ready: its transfer or incarnation has more than "
+            f"cannot take rank {message.rank} as ready: its transfer or incarnation has more than "
             f"{MAX_NAME_CHARS} characters",
             Code.TRANSFER_UNKNOWN,
         )

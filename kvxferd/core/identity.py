@@ -1,4 +1,4 @@
-"""Which daemon may speak for a rank that it has joined at the rank's home."""
+"""Which daemon may act for a rank that it has joined at the rank's home."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ KEY_HOLDER, SECRET_HOLDER = "key:", "secret:"
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """What a member is known by: the CURVE key that it proved to hold or, without CURVE, its secret.
+    """Identifies a member's daemon: by the CURVE key that it proved to hold or, without CURVE, by its secret.
 
-    A secret crosses the network in the clear. It tells two daemons apart that were given one rank by
-    mistake; it holds off nobody who listens or who joins the rank first. Routes change on reconnect, and a
-    boot is in the name of every agent, so neither says who speaks.
+    A secret crosses the network in the clear. It distinguishes two daemons that were given one rank by
+    mistake. It does not stop an attacker who listens or who joins the rank first. A route changes on
+    reconnect, and a boot is part of every agent's name, so neither identifies a sender.
     """
 
     key: str = ""
@@ -22,12 +22,12 @@ class MemberIdentity:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing tells this member from another: a daemon of peer version 1, without CURVE."""
+        """Whether nothing identifies this member: a daemon of peer version 1 without CURVE."""
         return not self.key and not self.secret
 
     @property
     def holder(self) -> str:
-        """Who this is in `RankHolders`: a public key, or a hash of the secret; "" where it is unknown."""
+        """Return its name in `RankHolders`: its key, or a hash of its secret; "" where it is unknown."""
         if self.key:
             return KEY_HOLDER + self.key
         if self.secret:
@@ -35,13 +35,13 @@ class MemberIdentity:
         return ""
 
     def is_same(self, other: MemberIdentity) -> bool:
-        """Whether both are certainly one daemon. A key counts alone: a restarted daemon has a new secret."""
+        """Whether both are certainly one daemon. A restart changes the secret, so a key counts alone."""
         if self.key or other.key:
             return self.key == other.key
         return bool(self.secret) and self.secret == other.secret
 
     def may_act_for(self, owner: MemberIdentity) -> bool:
-        """Whether what this one sends about a rank of that owner counts."""
+        """Whether this daemon may send requests about a rank of that owner."""
         return self.is_same(owner) or (self.is_unknown and owner.is_unknown)
 
 

@@ -1,4 +1,4 @@
-"""Layouts learnt from other daemons, each kept and checked once."""
+"""The layouts of remote ranks. Equal layouts are kept once, and checked once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.layout.overlap import OverlapBudget
 from kvxferd.layout.validate import validate_layout, validate_spec
 
-# Engines of one model, deployed alike, have the same layouts: a rank's 40 tensors are 15 KiB of
-# objects, and a thousand engines of 64 ranks would be a GiB of equal ones. Checking one takes a
-# hundred times as long as its digest. 262,144 tensors are 100 MiB, and a hundred different deployments.
+# Engines of one model that are deployed alike have the same layouts: a rank's 40 tensors are 15 KiB of
+# objects, and a thousand engines of 64 ranks would be a GiB of equal ones. Checking a layout takes a hundred
+# times as long as its digest. 262,144 tensors are 100 MiB, and a hundred different deployments.
 MAX_CACHED_TENSORS = 1 << 18
 
 
 @dataclass(slots=True)
 class _CachedLayout:
-    """A layout, and in engines of how many layers it has been found to be right."""
+    """A layout, and the numbers of layers of the engines in which it was found valid."""
 
     layout: RankLayout
     checked_num_layers: set[int] = field(default_factory=set)
@@ -26,7 +26,7 @@ class _CachedLayout:
 
 @dataclass(frozen=True, slots=True)
 class CheckedLayout:
-    """A layout that `validate_layout` has found to be right in an engine of so many layers."""
+    """A layout that `validate_layout` found valid in an engine of `num_layers` layers."""
 
     digest: Digest
     layout: RankLayout
@@ -34,7 +34,7 @@ class CheckedLayout:
 
 
 class LayoutCache:
-    """The layouts seen last. What was given out stays valid when it is no longer kept here."""
+    """Keeps the layouts that were used last. A layout that it returned stays valid after its eviction."""
 
     def __init__(self, max_tensors: int = MAX_CACHED_TENSORS) -> None:
         self._cached: OrderedDict[Digest, _CachedLayout] = OrderedDict()
@@ -58,14 +58,14 @@ class LayoutCache:
             return layout
         self._cached.move_to_end(digest)
         if spec.num_layers in cached.checked_num_layers:
-            validate_spec(spec)  # of an engine, a layout's check asks for nothing but its layers
+            validate_spec(spec)  # of the engine's spec, a layout's check uses only the number of layers
         else:
             validate_layout(spec, layout, places)
             cached.checked_num_layers.add(spec.num_layers)
         return cached.layout
 
     def add_checked(self, checked: CheckedLayout) -> None:
-        """Keep a layout that was checked elsewhere: `checked` returns it without checking it again."""
+        """Keep a layout that a thread has checked: `get_checked` does not check it again."""
         cached = self._cached.get(checked.digest)
         if cached is None:
             cached = self._cached[checked.digest] = _CachedLayout(checked.layout)

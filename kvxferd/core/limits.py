@@ -1,4 +1,4 @@
-"""How much of everything a node takes before it says `busy`, and when to ask again."""
+"""How much a node accepts before it refuses with `busy`, and when the caller may try again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvxferd.core.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 
-# What fills a limit ends within seconds where all is well: a pull, a handshake, a grant's wait.
+# Pulls, handshakes and waits for grants end within seconds, and make room.
 RETRY_AFTER_S = 1.0
-# A rank or a peer that goes makes room for another; that is somebody's restart, not a moment.
+# Ranks and peers make room only when they leave, as in a restart, which takes longer.
 RETRY_LATER_S = 10.0
 
-# An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that
-# bound 200 transfers a second are remembered for their whole ten minutes. Of one that was forgotten
-# early a late reader hears `transfer-unknown` where it would have heard how the transfer ended.
+# An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that limit
+# 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
+# forgotten early gets `transfer-unknown` instead of the reason for its end.
 MAX_TOMBSTONES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The operator's; each default says its arithmetic in config/kvxferd.toml."""
+    """The limits that the operator sets. config/kvxferd.toml gives the arithmetic of each default."""
 
     max_ranks: int = 128
     max_transfers_per_engine: int = 8192
@@ -40,7 +40,7 @@ DEFAULT_LIMITS = Limits()
 def check_count(
     count: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
 ) -> None:
-    """Raise BusyError where one more would pass the limit. `what` ends a sentence: "register: ..."."""
+    """Raise BusyError if one more passes the limit. `what` goes into the message, as "register: ..."."""
     if count >= limit:
         raise BusyError(
             f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s", retry_after_s
@@ -55,7 +55,7 @@ def check_share(
     setting: str,
     retry_after_s: float = RETRY_AFTER_S,
 ) -> None:
-    """Raise BusyError where one more would pass the limit, or that user's share of it."""
+    """Raise BusyError if one more passes the limit, or the user's share of it."""
     check_count(sum(held_by.values()), limit, what, setting, retry_after_s)
     if not FairShare.from_counts(limit, held_by).has_room(uid):
         raise BusyError(
@@ -66,7 +66,7 @@ def check_share(
 
 
 class PullAdmission:
-    """The pulls that run on a node, counted as they come and go."""
+    """Counts the pulls that run on a node, by session, and their bytes, by user."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -75,11 +75,11 @@ class PullAdmission:
 
     @property
     def inflight_bytes(self) -> int:
-        """What all of them read."""
+        """Return the local bytes of all running pulls."""
         return self._bytes.held
 
     def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
-        """Raise BusyError where one more pull would be too much. One that is too large goes alone."""
+        """Raise BusyError if one more pull passes a limit. A user's only pull may be of any size."""
         limits, running = self._limits, self._num_pulls[session]
         check_count(
             running,
@@ -96,12 +96,12 @@ class PullAdmission:
             )
 
     def add(self, session: SessionId, uid: int, size_bytes: int) -> None:
-        """A pull has begun."""
+        """Count a pull that starts."""
         self._num_pulls[session] += 1
         self._bytes.add(uid, size_bytes)
 
     def remove(self, session: SessionId, uid: int, size_bytes: int) -> None:
-        """It is over: nothing writes its blocks any more."""
+        """Stop counting a pull: nothing writes its blocks any more."""
         self._num_pulls[session] -= 1
         if not self._num_pulls[session]:
             del self._num_pulls[session]
@@ -109,9 +109,9 @@ class PullAdmission:
 
 
 def check_waiting(num_of_peer: int, num_waiting: int, limits: Limits) -> None:
-    """Raise BusyError where one more question of a peer would wait too much.
+    """Raise BusyError if one more waiting request of a peer passes a limit.
 
-    `of_peer`: how many of those that wait are of the same CURVE key, or without one of the same route.
+    `num_of_peer` of the `num_waiting` requests come from the same CURVE key, or without keys the same route.
     """
     what = "wait for what was asked: too many questions wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
@@ -122,9 +122,9 @@ def check_waiting(num_of_peer: int, num_waiting: int, limits: Limits) -> None:
 def check_reserve(
     num_of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
 ) -> None:
-    """Raise BusyError where one more of a peer that has many would be in the last eighth of a limit.
+    """Raise BusyError if one more of a peer that has many would be in the last eighth of a limit.
 
-    As of users (`shares`): a few peers with all that each may have must not refuse all others.
+    The rule is that of `fair_share` for users: a few peers, each at its own limit, must not exclude others.
     """
     if num >= limit - limit // RESERVE_DIVISOR:
         check_count(

@@ -47,16 +47,17 @@ from kvxferd.wire.worker import (
     Suspended,
 )
 
-# The client's thread answers within milliseconds, unless something holds the interpreter's lock: the capture
-# of a CUDA graph has taken seconds. A worker that is stopped for longer loses a mover, then its session.
+# The client's thread acknowledges within milliseconds, unless something holds the interpreter's lock: the
+# capture of a CUDA graph has taken seconds. A worker that is stopped for longer loses a mover, then its
+# session.
 OFFER_TIMEOUT_S = 10.0
 MAX_UNACKNOWLEDGED = 3
-OFFER_RETRY_S = 0.5  # where the daemon has no descriptor left for the pidfd
-REBIND_AFTER_S = 0.5  # a mover that dies at once again and again must not keep the node busy
+OFFER_RETRY_S = 0.5  # after which an offer is sent again, where the daemon had no descriptor for the pidfd
+REBIND_AFTER_S = 0.5  # movers that die at once, again and again, must not keep the node busy
 
 
 class LocalRanks:
-    """Claims ranks, binds movers to them, and takes both back. `Node` tells it what happened."""
+    """Claims ranks, binds movers to them, and releases both. `Node` calls it for each event."""
 
     def __init__(
         self,
@@ -80,14 +81,15 @@ class LocalRanks:
         self._placements = Placements(context)
         self._checks = RegistrationChecks(context, registry)
 
-    # --- a worker asks
+    # --- requests of a worker
 
     def register(
         self, session: Session, message: Register, problem: Refusal | None, awaits_fds: bool = False
     ) -> None:
-        """Claim the rank and find a mover for it, or refuse; the session lives either way.
+        """Claim the rank and find a mover for it, or refuse. A refusal does not end the session.
 
-        Where descriptors are to come behind, the worker is told to send them when all else is right.
+        If the frame announced more descriptors than it carried, `FdsWanted` requests them from the worker
+        once all else is valid.
         """
         try:
             if session.rank is not None:
@@ -136,7 +138,7 @@ class LocalRanks:
         self._map(session, rank)
 
     def fds_arrived(self, session: Session, problem: Refusal | None) -> None:
-        """The rest of what a registration announced."""
+        """Continue a registration whose announced descriptors have arrived."""
         rank = session.rank
         if rank is None or not rank.awaits_fds or rank.state is not RankState.MAPPING:
             return
@@ -151,9 +153,10 @@ class LocalRanks:
         self._request_mover(session, rank)
 
     def _request_mover(self, session: Session, rank: LocalRank) -> None:
-        """Ask for a mover, unless one is on its way to the session: each is a process.
+        """Request a mover, unless the session's last request is still open: each mover is a process.
 
-        A rank that slept and woke again and again had hundreds started, and nobody else's came.
+        A rank that was suspended and resumed again and again had hundreds of movers started, and other ranks
+        got none.
         """
         if rank.resident:
             self._context.emit(RequestMover(session.session_id, rank.resident))
@@ -162,7 +165,7 @@ class LocalRanks:
             self._context.emit(RequestMover(session.session_id))
 
     def _create_fence_page(self, session: Session) -> bool:
-        """Have the page made that the answer carries; a client of version 1 has brought its own."""
+        """Have the page created that `Registered` carries. A client of version 1 sends its own page."""
         if session.version < FIRST_WITH_FENCE_PAGES:
             return False
         self._context.emit(CreateFencePage(session.session_id))
@@ -176,7 +179,7 @@ class LocalRanks:
                 Code.RANK_INVALID,
             )
         if message.incarnation != rank.incarnation:
-            # Whoever says that the memory has another mapping says that the old one is void.
+            # A new mapping of the memory makes the old one void.
             self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
             raise EngineError(
                 f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
@@ -184,13 +187,13 @@ class LocalRanks:
                 Code.INCARNATION_CHANGED,
             )
         if rank.registered_sent:
-            # Not `registered` again: it brings a descriptor, and all are kept for a worker that reads none.
+            # No second `Registered`: it carries a descriptor, and those pile up for a worker that reads none.
             raise EngineError(
                 f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
                 "already, and stays it; nothing has changed",
                 Code.OUT_OF_PLACE,
             )
-        rank.request = message.request  # the answer is on its way, and is this one's
+        rank.request = message.request  # the reply that is due answers this request
 
     def attach(self, session: Session, message: Attach) -> None:
         """Let the session publish for an engine."""
@@ -218,10 +221,10 @@ class LocalRanks:
         refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
         self._context.emit(SendToWorker(session.session_id, refused))
 
-    # --- the mover comes
+    # --- the mover is bound
 
     def mover_assigned(self, session: Session | None, mover: Mover, library: str) -> None:
-        """Bind the mover to the rank that asked for it, if that still wants one."""
+        """Bind the mover to the session's rank, or kill it if the rank does not need one any more."""
         self._movers.add(mover)
         if session is not None and not mover.resident:
             session.awaits_mover = False
@@ -241,15 +244,15 @@ class LocalRanks:
 
     @staticmethod
     def _needs(rank: LocalRank, mover: Mover) -> bool:
-        """Whether it is there to be mapped: one that was asked for before it slept may come for it."""
+        """Whether the rank waits for this mover. One from before a suspend may come late."""
         is_there = rank.state is RankState.MAPPING and not rank.awaits_fds
         return is_there and rank.mover is None and rank.resident is mover.resident
 
     def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
-        """Have the worker watch the mover. Before it does, the mover gets no memory and no pull.
+        """Have the worker watch the mover. Until it does, the mover gets no memory and no pull.
 
-        Otherwise the worker could lose this daemon without ever hearing of the mover, find every
-        mover that it knows dead, and take its memory for quiet while this one writes.
+        Otherwise the worker could lose this daemon before it learns of the mover, find all movers that it
+        watches dead, and reuse its memory while this mover writes.
         """
         offered = MoverOffered(number=rank.offer_number)
         self._context.emit(SendToWorker(session.session_id, offered, pidfd_of=mover))
@@ -258,7 +261,7 @@ class LocalRanks:
         )
 
     def mover_acknowledged(self, session: Session, message: MoverAcknowledged) -> None:
-        """The worker watches the mover. Late ones and second ones say nothing new.
+        """Bind the mover that the worker watches now. A late or second acknowledgement changes nothing.
 
         Raises ProtocolError for a number that was never offered.
         """
@@ -295,7 +298,7 @@ class LocalRanks:
         self._context.emit(CloseWorkerConnection(session.session_id))
 
     def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
-        """The worker has not been told of its mover: it is told again, or gets another."""
+        """Offer the mover again: the worker has not received its pidfd. A client of version 1 is closed."""
         rank = session.rank
         if rank is None or rank.mover != mover:
             return
@@ -303,7 +306,7 @@ class LocalRanks:
             again = ("offer", session.session_id)
             self._context.after(again, OFFER_RETRY_S, lambda: self._offer(session, mover, rank))
             return
-        # Of version 1: the mover has the memory already, and the worker judges by the movers that it knows.
+        # With version 1 the mover has the memory already, and the worker judges by those that it watches.
         self._movers.kill(mover)
         text = "cannot send a mover's pidfd: this daemon has no descriptor left; connect again"
         self._close(session, Farewell(code=Code.BUSY, message=text))
@@ -313,20 +316,20 @@ class LocalRanks:
         self._context.emit(BindMover(mover, rank.session, bind))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
-        """No mover can be had: the registration is refused, or the rank given up."""
+        """Refuse the registration, or close a session that is registered: no mover is available."""
         session.awaits_mover = False
         if session.rank is not None and session.rank.state is RankState.MAPPING:
             self._refuse_or_close(session, refusal)
 
     def is_binding(self, session: Session, mover: MoverId) -> bool:
-        """Whether the session's rank waits for what this mover says of its `Bind`."""
+        """Whether the session's rank waits for this mover's reply to `Bind`."""
         rank = session.rank
         if rank is None or rank.mover != mover or rank.offer_number:
             return False
         return rank.state is RankState.MAPPING
 
     def bound(self, session: Session, message: Bound) -> None:
-        """The rank's memory is mapped and registered with NIXL."""
+        """Make the rank ready, or join it at its home: its memory is mapped and registered with NIXL."""
         rank = session.rank
         assert rank is not None
         mapped = {address.region: address.size_bytes for address in message.regions}
@@ -344,13 +347,13 @@ class LocalRanks:
         self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
 
     def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
-        """What the mover had bound has been read, and compared."""
+        """Record the result of the mover's test read of the memory that it bound."""
         rank = session.rank if session is not None else None
         if rank is not None and rank.mover == mover:
             self._placements.record_placement(rank, message.placement)
 
     def transports_seen(self, session: Session | None, mover: MoverId, lanes: TransportsUsed) -> None:
-        """The mover has connected in a new way."""
+        """Record transports over which the mover has connected."""
         rank = session.rank if session is not None else None
         if rank is not None and rank.mover == mover:
             self._placements.record_transports(rank, lanes)
@@ -368,7 +371,7 @@ class LocalRanks:
         rank.state = RankState.READY
         self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
         if self._registry.is_home(rank.spec):
-            # Its user holds the engine: what is kept of other starts is over.
+            # Its user holds the engine: ranks that are kept for other generations are given up.
             self._registry.ownerships.rank_holders.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
             self._registry.ownerships.rank_holders.set_holder(
                 rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
@@ -378,7 +381,7 @@ class LocalRanks:
         self._pulls.post_waiting(rank)
 
     def _send_registered(self, session: Session, rank: LocalRank) -> None:
-        # From version 2 on the worker has it already, and of a resident mover it knows by itself.
+        # From version 2 on the worker has the pidfd already, and a resident mover is the worker's own.
         watched = None if rank.resident or session.version >= FIRST_WITH_MOVER_OFFERS else rank.mover
         if rank.registered_sent:
             self._context.emit(SendToWorker(rank.session, MoverChanged(), pidfd_of=watched))
@@ -392,10 +395,10 @@ class LocalRanks:
         self._context.emit(effect)
 
     def _assign_fence_page(self, engine: EngineKey, session: Session) -> None:
-        """Have the session's page registered by a mover of its own user's rank, where there is one.
+        """Have a mover of a rank of the same user register the session's fence page, if there is one.
 
-        Not by another user's, root's included: a resident mover is that user's process, and a page of a
-        client's own making is that client's to spoil.
+        Another user's mover, root's included, does not: a resident mover is a process of its user, and a
+        client can spoil a page that it made itself.
         """
         known = self._registry.get(engine)
         for record in known.ranks.values() if known is not None else ():
@@ -409,7 +412,7 @@ class LocalRanks:
                 return
 
     def reassign_fence_pages(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
-        """The engine's publishers whose fence page no mover serves get one, where their engine has one."""
+        """Have a mover of the engine serve the fence pages of its publishers that no mover serves."""
         for session in sessions.values():
             engine = session.engine
             if (
@@ -421,7 +424,7 @@ class LocalRanks:
             self._assign_fence_page(engine, session)
 
     def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
-        """The rank cannot be bound. Who waits for an answer is refused; a rank that had one is closed."""
+        """Refuse a registration that waits for its reply. Close the session of a rank that had its reply."""
         rank = session.rank
         if rank is None:
             return
@@ -432,10 +435,10 @@ class LocalRanks:
         self._remove(session, rank)
 
     def bind_refused(self, session: Session, refusal: Refusal) -> None:
-        """The mover cannot map or register the rank's memory.
+        """Refuse a rank whose memory the mover cannot map or register, or make room for another try.
 
-        Beside a retired mover that may be for want of room: a GPU's memory need not hold a second
-        context. Then the retired one ends at once, and its pulls are read again by the next.
+        While a retired mover lives, a GPU may have no memory for a second context. Then the retired mover is
+        killed at once, and the next one reads its pulls again.
         """
         rank = session.rank
         if rank is not None and rank.mover is not None and self._movers.kill_retired(session.session_id):
@@ -443,14 +446,15 @@ class LocalRanks:
             return
         self._refuse_or_close(session, refusal)
 
-    # --- the mover goes
+    # --- the mover leaves
 
     def mover_left(self, session: Session | None, mover: Mover) -> None:
-        """Another mover is found for a rank that still wants one."""
+        """Detach a mover from its rank, and find another one if the rank still needs it."""
         rank = session.rank if session is not None else None
         if session is None or rank is None or rank.mover != mover.mover_id:
             return
-        # From a retired mover readers go on to read: the home hears of the next, unless this one dies first.
+        # Readers continue to read from a retired mover. The home learns of the next one by its join, or of
+        # this one's death if that comes first.
         if not mover.retired and not self._registry.is_home(rank.spec):
             self._member.leave(rank)
         rank.mover, rank.agent = None, None
@@ -462,7 +466,7 @@ class LocalRanks:
         self._context.after(("rebind", session.session_id), delay_s, lambda: self._rebind(session, rank))
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
-        """Find another mover, as often as the rank's user may have one started."""
+        """Find another mover, within the user's rate of started movers."""
         wait_s = self._checks.start_mover_wait_s(rank.uid)
         if wait_s > 0:
             again_s = max(wait_s, REBIND_AFTER_S)
@@ -474,7 +478,7 @@ class LocalRanks:
             self._request_mover(session, rank)
 
     def mover_died(self, session: Session, mover: Mover) -> None:
-        """A mover of the session does not reach the rank's memory any more."""
+        """Continue a suspend that waits for this death, or report a retired mover's death to the home."""
         rank = session.rank
         if rank is None:
             return
@@ -484,7 +488,7 @@ class LocalRanks:
             self._member.leave(rank, mover.agent)
 
     def resident_mover_started(self, session: Session) -> None:
-        """The worker has started another resident mover. One that came too late ends with its socket."""
+        """Bind another resident mover that the worker has started. A late one ends with its socket."""
         rank = session.rank
         if rank is not None and rank.awaits_resident and rank.state is RankState.MAPPING:
             rank.awaits_resident = False
@@ -493,7 +497,7 @@ class LocalRanks:
     # --- sleep
 
     def suspend(self, session: Session) -> None:
-        """Let go of the rank's memory; `Suspended` follows once its mover is dead."""
+        """Release the rank's memory. `Suspended` follows once all its movers are dead."""
         rank = session.rank
         if rank is None or rank.state in (RankState.SUSPENDING, RankState.SUSPENDED):
             return
@@ -507,13 +511,16 @@ class LocalRanks:
         self._finish_suspend(rank)
 
     def _finish_suspend(self, rank: LocalRank) -> None:
-        """Not while a mover lives, be it one that was replaced: whoever unmaps memory under it dies."""
+        """Send `Suspended` if no mover of the session lives.
+
+        A mover that was replaced counts too: unmapping memory under a live mover kills the worker.
+        """
         if not self._movers.has_mover(rank.session):
             rank.state = RankState.SUSPENDED
             self._context.emit(SendToWorker(rank.session, Suspended()))
 
     def resume(self, session: Session, message: Resume, problem: Refusal | None) -> None:
-        """The memory is back, in another mapping: a mover is found for it."""
+        """Find a mover for the memory, which is back in another mapping."""
         rank = session.rank
         try:
             check_problem(problem)
@@ -532,10 +539,10 @@ class LocalRanks:
         self._published.rank_mapped(rank)
         self._map(session, rank)
 
-    # --- the worker goes
+    # --- the worker leaves
 
     def session_closed(self, session: Session) -> None:
-        """Everything that the session had is over."""
+        """End all that the session had."""
         self._published.session_closed(session.session_id)
         if session.rank is not None:
             self._remove(session, session.rank)
@@ -557,5 +564,5 @@ class LocalRanks:
         else:
             self._member.leave(rank)
         self._movers.kill_all(session.session_id)
-        rank.state = RankState.SUSPENDED  # what still arrives for it finds nothing to do
+        rank.state = RankState.SUSPENDED  # late events of this rank change nothing in this state
         session.rank = None

@@ -1,4 +1,4 @@
-"""What is checked of a rank's statement before anything believes it."""
+"""The checks of a rank's spec, layout and binding before the node uses them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvxferd.wire.limits import (
 )
 
 MEM_TYPES = ("DRAM", "VRAM")
-# Stretches of a whole engine's regions that are registered each by itself: 32 ranks of 8,192 different ones.
-# Equal ones that follow each other are one entry. Checking them takes 50 ms.
+# Pieces of a whole engine's regions, each registered by itself: 32 ranks of 8,192 different ones. Equal
+# pieces that follow each other are one entry. Checking them takes 50 ms.
 MAX_ENGINE_PIECES = 1 << 18
 
 
 def check_names(what: str, *names: str) -> None:
-    """Raise EngineError for a name that is empty or longer than names are. Nothing has kept it yet."""
+    """Raise EngineError for a name that is empty or too long, before anything keeps it."""
     for name in names:
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise EngineError(
@@ -39,9 +39,9 @@ def check_names(what: str, *names: str) -> None:
 
 
 def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
-    """Return the spec with its home in the one spelling of endpoints; EngineError for one that cannot be.
+    """Return the spec with its home in the normal form of endpoints. Raises EngineError for an invalid spec.
 
-    Asked before anything counts the engine's ranks: two large numbers make a list that fits nowhere.
+    Called before anything lists the engine's ranks: two large sizes make a list that fits in no memory.
     """
     check_names("register", spec.engine_id, spec.generation, incarnation)
     if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
@@ -61,7 +61,7 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
 def check_manifests(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> dict[Rank, RankManifest]:
     """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
 
-    What the whole may cost is bounded: a rank named a thousand times is not checked a thousand times.
+    The cost of the whole is limited: a manifest that names one rank a thousand times is refused first.
     """
     spec = manifests[0].spec
     num_tensors = sum(len(manifest.layout.tensors) for manifest in manifests)
@@ -84,9 +84,9 @@ def check_manifests(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -
 def check_manifest(
     manifest: RankManifest, layouts: LayoutCache, places: OverlapBudget | None = None
 ) -> RankManifest:
-    """Return a rank's statement that came from another daemon, checked as a registration is.
+    """Return another daemon's manifest of a rank, checked as a registration is.
 
-    Its layout is the one that `layouts` has, where that has one that is equal.
+    If `layouts` has an equal layout, the result shares it.
     """
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
     layout = layouts.get_checked(spec, manifest.layout, places)
@@ -122,8 +122,8 @@ def check_manifest(
 def checked_layouts(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> tuple[CheckedLayout, ...]:
     """Return the manifests' layouts once they are checked. Raises as `check_manifests` does.
 
-    Takes 25 to 40 us a cache tensor, so 2.5 s for the largest engine: it is for a thread, with `layouts`
-    of its own. The node that learns the result need not check them.
+    This takes 25 to 40 us a cache tensor, so 2.5 s for the largest engine: a thread calls it, with `layouts`
+    of its own. The node that gets the result does not check them again.
     """
     ranks = check_manifests(manifests, layouts)
     return tuple(CheckedLayout(digest_of(m.layout), m.layout, m.spec.num_layers) for m in ranks.values())
@@ -134,7 +134,7 @@ def _num_pieces(manifest: RankManifest) -> int:
 
 
 def _is_valid_region(region: RegionAddress) -> bool:
-    """Whether what another daemon says of a region's place makes sense."""
+    """Whether another daemon's address, device and pieces of a region are possible."""
     pieces = region.pieces
     return (
         0 < region.address <= MAX_ADDRESS - region.size_bytes

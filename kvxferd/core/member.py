@@ -1,4 +1,4 @@
-"""A member of an engine that spans nodes: its daemon reports its ranks to the home, and serves it."""
+"""The member's side of engines that span nodes: report ranks to the home, and do what the home requests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvxferd.wire.peer import (
 )
 from kvxferd.wire.worker import Released
 
-# Refusals of a home that time may lift, where they say when to ask again.
+# Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
-# Secrets came with this version of the peer protocol.
+# The first version of the peer protocol that has secrets.
 SECRET_VERSION = 2
 
 
 class Member:
-    """This node's ranks whose engine has its home elsewhere."""
+    """Joins this node's ranks whose engine has its home on another node."""
 
     def __init__(
         self, context: NodeContext, registry: Registry, peers: Peers, poll_requests: PollRequests
@@ -43,16 +43,16 @@ class Member:
         self._peers = peers
         self._poll_requests = poll_requests
         self._secret = context.new_token()  # for as long as this daemon runs
-        self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # for a mover to say that it polls
+        self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
         peers.pin(self._homes)
 
     def join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None]) -> None:
-        """Say a bound rank to its home, now and as a heartbeat. `on_answer` hears the first answer.
+        """Send a bound rank to its home, now and as a heartbeat. `on_reply` gets the first reply.
 
-        While the home still waits for the rank's former daemon, which may be this one before a restart,
-        it is asked again.
+        While the home still waits for the rank's former daemon, which may be this one before a restart, the
+        request is sent again.
         """
-        # The home gives a daemon that is silent up after about this time.
+        # After about this time the home gives up a daemon that is silent.
         self._join(rank, on_reply, self._context.now + 2 * self._context.settings.silent_after_s)
         self._schedule_heartbeat(rank)
 
@@ -66,7 +66,7 @@ class Member:
 
         def answered(reply: ReplyMessage) -> None:
             if rank.agent != agent:
-                return  # another mover has been bound since, and says itself
+                return  # another mover has been bound since, and its join is under way
             if not isinstance(reply, PeerRefused):
                 on_reply(None)
                 return
@@ -84,11 +84,11 @@ class Member:
         self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, answered, rank.uid)
 
     def _homes(self) -> set[Endpoint]:
-        """The homes of engines here: they speak by this node's connections to them."""
+        """Return the homes of this node's engines: they send on the connections that this node opened."""
         return {engine.spec.home for engine in self._registry if engine.spec.home}
 
     def _secret_for(self, home: Endpoint) -> str:
-        """This daemon's secret, for a home that knows the field."""
+        """Return this daemon's secret, or "" for a home whose version has no such field."""
         return self._secret if self._peers.version_of(home) >= SECRET_VERSION else ""
 
     def _schedule_heartbeat(self, rank: LocalRank) -> None:
@@ -102,10 +102,10 @@ class Member:
         if rank.state is RankState.READY:
             self.join(rank, lambda refusal: None)
         elif rank.state is RankState.JOINING:
-            self._schedule_heartbeat(rank)  # the first answer is still out
+            self._schedule_heartbeat(rank)  # the first reply is still due
 
     def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
-        """The rank is gone, or has no mover now. `former`: the agent that its home knows, if another."""
+        """Leave the home: the rank is gone, or has no mover now. `former`: the agent joined, if another."""
         self._context.timers.cancel(("heartbeat", rank.session))
         self._context.timers.cancel(("rejoin", rank.session))
         agent, spec = former or rank.agent, rank.spec
@@ -128,9 +128,9 @@ class Member:
         )
 
     def report_ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
-        """The rank has finished writing in that mapping of its memory: the home must know."""
+        """Report to the home that the rank has finished writing in that mapping of its memory."""
         if rank.is_asleep:
-            return  # the bytes are gone, and the home ends what it knew of them as the rank leaves
+            return  # the bytes are gone, and the home releases their transfers as the rank leaves
         spec = rank.spec
         self._peers.request(
             spec.home,
@@ -148,10 +148,10 @@ class Member:
             rank.uid,
         )
 
-    # --- what the home says
+    # --- requests of the home
 
     def set_polling(self, home: Endpoint, message: SetRankPolling) -> None:
-        """A rank's mover must poll, or need not any more. Only the rank's home may say so."""
+        """Have a rank's mover poll, or let it stop. Only the rank's home may request this."""
         if message.on and self._rank_of(message.agent, home) is None:
             text = f"cannot have agent {message.agent[:80]} poll: it is no mover's of a rank with home {home}"
             self._context.emit(
@@ -167,7 +167,7 @@ class Member:
             self._context.emit(SendToPeer(home, Done(request=message.request)))
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
-        """The rank here that the agent serves and that has its home there."""
+        """Return the local rank that the agent serves, if its home is `home`."""
         for engine in self._registry:
             if engine.spec.home == home:
                 for record in engine.ranks.values():
@@ -176,24 +176,24 @@ class Member:
         return None
 
     def mover_gone(self, agent: AgentName) -> None:
-        """The mover is dead: what its home asked of it will not happen."""
-        self._pending = [(home, said) for home, said in self._pending if said.agent != agent]
+        """Drop the requests for a dead mover to poll."""
+        self._pending = [(home, message) for home, message in self._pending if message.agent != agent]
 
     def reply_to_polling_requests(self) -> None:
-        """A mover has said that it polls: so its home may know."""
+        """Reply to the homes whose movers poll now."""
         still = []
         for home, message in self._pending:
             if self._poll_requests.is_polling(message.agent):
                 self._context.emit(SendToPeer(home, Done(request=message.request)))
             else:
                 still.append((home, message))
-        # Only the last question of a home about an agent is worth an answer; older ones gave up.
-        self._pending = list({(home, said.agent): (home, said) for home, said in still}.values())
+        # Only the last request of a home about an agent needs a reply; older ones were withdrawn.
+        self._pending = list({(home, message.agent): (home, message) for home, message in still}.values())
 
     def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
-        """The home has released a transfer: this node's ranks of the engine may know.
+        """Report a transfer that the home released to this node's ranks of the engine.
 
-        From anybody else it is a lie: a rank that believed it would reuse blocks that are still read.
+        Only the home may send this: after a false one a rank would reuse blocks that are still read.
         """
         engine = self._registry.get(EngineKey(message.engine_id, message.generation))
         if engine is not None and engine.spec.home != home:

@@ -1,4 +1,4 @@
-"""What each mover of this node has been given: whose it is, which plans and remote agents it knows."""
+"""The movers of this node: the rank that each serves, the plans and remote agents that it has loaded."""
 
 from __future__ import annotations
 
@@ -13,72 +13,70 @@ from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, Session
 from kvxferd.plan import Plan, encode_plan
 from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
 
-# A retired mover's other pulls have this long to end, and so have those who read from it. What does not
-# end is read again by the next mover. Blocks in doubt wait as long; a pull takes well below a second.
+# A retired mover's other pulls, and the pulls of peers that read from it, have this long to end. The next
+# mover reads again what does not end. Blocks in doubt wait as long; a pull takes well below a second.
 RETIRED_S = 10.0
 # What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
 # fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
 MAX_LOADED_BYTES_PER_PEER = 32 << 20
-REMOTE_OVERHEAD_BYTES = 256  # of each, beside the metadata itself: an estimate
-STUCK_S = 2.0  # a resident mover that was told to end is gone within milliseconds, or is stuck
+REMOTE_OVERHEAD_BYTES = 256  # of each agent, beside its metadata: an estimate
+STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
 
 @dataclass(slots=True)
 class Mover:
-    """One mover, from the moment it serves a rank until it is dead."""
+    """One mover, from its assignment to a rank until its death."""
 
     mover_id: MoverId
     session: SessionId
     agent: AgentName
-    engine: EngineKey | None = None  # its rank's, once it serves one
+    engine: EngineKey | None = None  # of its rank, once it serves one
     plans: set[Digest] = field(default_factory=set)
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
     loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
-    last_used: dict[AgentName, float] = field(
-        default_factory=dict
-    )  # when each was last asked for, oldest first
-    resident: bool = False  # a thread of the worker: told to end, never killed
-    retired: bool = False  # it ends when what it runs has ended; another serves its rank
+    last_used: dict[AgentName, float] = field(default_factory=dict)  # of each agent, the oldest first
+    resident: bool = False  # a thread of the worker: requested to end, never killed
+    retired: bool = False  # it ends when its pulls have ended; another one serves its rank
     dying: bool = False
     retired_at: float = 0.0
-    kill_sent_at: float = 0.0  # when a dying one was told
-    has_left: bool = False  # it serves nobody any more
+    kill_sent_at: float = 0.0  # of a dying one
+    has_left: bool = False  # it serves no rank any more
 
 
 class Movers:
-    """Gives each mover what it lacks, once."""
+    """Loads plans and remote agents into movers, each once; retires and kills movers."""
 
     def __init__(
         self, context: NodeContext, on_leaving: Callable[[Mover], None], is_needed: Callable[[Mover], bool]
     ) -> None:
         self._context = context
-        self._on_leaving = on_leaving  # a mover serves nobody any more, dead or not
-        self._is_needed = is_needed  # whether a pull of a retired mover runs, or somebody reads from it
+        self._on_leaving = on_leaving  # called when a mover serves its rank no more, dead or not
+        self._is_needed = is_needed  # whether a retired mover still runs a pull, or a peer reads from it
         self._movers: dict[MoverId, Mover] = {}
         self._by_agent: dict[AgentName, MoverId] = {}
 
     def add(self, mover: Mover) -> None:
-        """A mover was taken for a session."""
+        """Add a mover that was assigned to a session."""
         self._movers[mover.mover_id] = mover
         self._by_agent[mover.agent] = mover.mover_id
 
     def get(self, mover: MoverId) -> Mover | None:
-        """The mover, if it lives."""
+        """Return the mover; None: it is dead."""
         return self._movers.get(mover)
 
     def accepts_pulls(self, mover: MoverId) -> bool:
-        """Whether it takes new pulls: it lives, and is neither retired nor told to end."""
+        """Whether the mover gets new pulls: it lives, and is neither retired nor dying."""
         known = self._movers.get(mover)
         return known is not None and not known.retired and not known.dying
 
     def get_by_agent(self, agent: AgentName) -> Mover | None:
-        """The mover whose agent this is, if it lives here."""
+        """Return the mover whose agent this is; None: it is dead, or on another node."""
         mover = self._by_agent.get(agent)
         return self._movers.get(mover) if mover is not None else None
 
     def remove(self, mover: MoverId) -> Mover | None:
-        """The mover is dead."""
+        """Remove a dead mover and return it."""
         known = self._movers.pop(mover, None)
         self._context.timers.cancel(("retired", mover))
         if known is not None:
@@ -86,13 +84,13 @@ class Movers:
         return known
 
     def has_mover(self, session: SessionId) -> bool:
-        """Whether a mover of the session is not dead yet: it may still reach the rank's memory."""
+        """Whether a mover of the session lives, and may still reach the rank's memory."""
         return any(mover.session == session for mover in self._movers.values())
 
     def retire(self, mover: MoverId) -> None:
-        """Give it nothing new, and have it killed when what it runs has ended, `RETIRED_S` from now at last.
+        """Give the mover no new pulls. Kill it when its pulls have ended, after `RETIRED_S` at the latest.
 
-        One retired mover a rank: each holds the rank's memory, on a GPU in a context of its own.
+        A rank has one retired mover at most: each maps the rank's memory, on a GPU in a context of its own.
         """
         known = self._movers.get(mover)
         if known is None or known.dying or known.retired:
@@ -103,13 +101,13 @@ class Movers:
         self._schedule_leaving(known)
 
     def reconsider(self, mover: MoverId | None) -> None:
-        """Kill a retired mover that nobody needs any more."""
+        """Kill a retired mover that is not needed any more."""
         known = self._movers.get(mover) if mover is not None else None
         if known is not None and known.retired and known.has_left and not self._is_needed(known):
             self.kill(known.mover_id)
 
     def kill_retired(self, session: SessionId) -> bool:
-        """Kill what the session has of retired movers; return whether any lives still."""
+        """Kill the session's retired movers. Return whether there was one."""
         retired = [m for m in self._movers.values() if m.session == session and m.retired]
         for known in retired:
             self.kill(known.mover_id)
@@ -128,11 +126,11 @@ class Movers:
         self._context.before_next_event(("mover-leaves", mover.mover_id), leave)
 
     def retired(self) -> list[Mover]:
-        """Those that are retired and not dead yet."""
+        """Return the retired movers that are not dead yet."""
         return [mover for mover in self._movers.values() if mover.retired]
 
     def num_stuck(self, session: SessionId) -> int:
-        """How many resident movers of the session were told to end long ago and have not."""
+        """Return how many resident movers of the session have not ended `STUCK_S` after the request."""
         limit = self._context.now - STUCK_S
         return sum(
             mover.resident and mover.dying and mover.kill_sent_at <= limit
@@ -141,7 +139,7 @@ class Movers:
         )
 
     def kill(self, mover: MoverId) -> None:
-        """Have it killed, once. A resident one may take for ever: its rank does not wait for it."""
+        """Kill the mover, once. A resident mover may never end, so its rank does not wait for it."""
         known = self._movers.get(mover)
         if known is None or known.dying:
             return
@@ -152,7 +150,7 @@ class Movers:
             self._schedule_leaving(known)
 
     def load_plan(self, mover: MoverId, plan: Plan) -> None:
-        """Make sure that the mover knows the plan."""
+        """Send the plan to the mover, unless it has it."""
         known = self._movers[mover]
         if plan.digest not in known.plans:
             known.plans.add(plan.digest)
@@ -161,9 +159,9 @@ class Movers:
     def load_remote(
         self, mover: MoverId, peer: Endpoint, agent: AgentName, metadata: bytes, word: int = 0
     ) -> None:
-        """Make sure that the mover has loaded this metadata of the agent; `word`: as in `LoadRemote`.
+        """Send the agent's metadata to the mover, unless it has it; `word`: as in `LoadRemote`.
 
-        Raises PeerError where another peer has named the agent: the library would replace how it is reached.
+        Raises PeerError where another peer named the agent first: the library would replace the way to it.
         """
         known = self._movers[mover]
         if agent not in known.remotes:
@@ -183,7 +181,7 @@ class Movers:
             self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
     def _drop_stale(self, mover: Mover) -> None:
-        """Engines restart, and each time with new agents: the old ones must not add up."""
+        """Drop agents that are unused for `max_hold_s`: each restart of an engine brings new ones."""
         while mover.last_used:
             agent, last_used = next(iter(mover.last_used.items()))
             if not self._context.is_stale(last_used):
@@ -192,7 +190,7 @@ class Movers:
             del mover.last_used[agent], mover.learnt_from[agent]
 
     def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
-        """Drop agents of that peer, the longest unwanted first. A pull that wants one has it loaded anew."""
+        """Drop agents of that peer, the longest unused first. A pull that needs one loads it again."""
         if mover.loaded_bytes_of[peer] + num_bytes <= MAX_LOADED_BYTES_PER_PEER:
             return
         for agent in [agent for agent in mover.last_used if mover.learnt_from[agent] == peer]:
@@ -200,11 +198,12 @@ class Movers:
                 self.drop_remote(mover.mover_id, agent)
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
-        """What the mover has loaded of the agent is worth nothing: it failed, or is long gone.
+        """Have the mover drop the agent's metadata: a read from it failed, or it is long unused.
 
-        The agent stays that of the peer which named it first: otherwise another one, which has made a read
-        fail by an address that is not there, would be the next to describe it.
+        The agent stays that of the peer that named it first. Otherwise a peer that made a read fail, by an
+        address that does not exist, could be the next to describe the agent.
         """
+
         known = self._movers.get(mover)
         if known is not None and (loaded := known.remotes.pop(agent, None)) is not None:
             peer = known.learnt_from[agent]

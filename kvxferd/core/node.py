@@ -1,4 +1,4 @@
-"""One node's decisions: events in, effects out. Everything else in this package hangs off it."""
+"""One node's decisions: events in, effects out. It creates the other parts of this package."""
 
 from __future__ import annotations
 
@@ -200,17 +200,17 @@ class Node:
             self.member,
         )
 
-    # --- the whole interface
+    # --- the interface
 
     def feed(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at a time, `now` never going back. Return what is to be done, in order."""
+        """Handle one event and the timers that are due at `now`, in seconds. Return the effects, in order."""
         self.context.now = max(now, self.context.now)
         self._handle(event)
         self.context.run_due()
         return [self._for_version_spoken(effect) for effect in self.context.pop_effects()]
 
     def _for_version_spoken(self, effect: Effect) -> Effect:
-        """Return the effect with a message that a side of version 1 understands, where it speaks no other."""
+        """Return the effect with its message in the form of version 1, if its receiver speaks only that."""
         match effect:
             case SendToWorker():
                 session = self.sessions.get(effect.session)
@@ -226,20 +226,20 @@ class Node:
         return replace(effect, message=message)
 
     def next_deadline(self) -> float | None:
-        """When to feed a `Tick` if nothing else happens before."""
+        """Return when to feed a `Tick` if no event comes before; None: there is no timer."""
         return self.context.timers.next_deadline()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left that a drain would wait for."""
+        """Whether no pull and no published transfer is left, for which a drain would wait."""
         return not len(self.pulls) and not self.published.table.live
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything, as of the last event. With many transfers it takes long: see `snapshot_steps`."""
+        """Return the node's state after the last event. With many transfers use `snapshot_steps`."""
         return next(shown for shown in self.snapshot_steps() if shown is not None)
 
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
-        """Everything; None before it, where events may be fed: what changes meanwhile is shown either way."""
+        """Yield None between steps, where events may be fed, then the state. It may mix old and new."""
         transfers = yield from list_transfers(self.published, self.registry, self.context)
         pulls = yield from list_pulls(self.pulls)
         num_grants = self.grant_client.num_grants()
@@ -265,25 +265,25 @@ class Node:
         )
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
-        """The engines of which a rank is known here."""
+        """Return the engines of which a rank is known here."""
         return engine_snapshots(self.registry, self.context.endpoint, self.movers)
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """Why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
+        """Return why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
         return self.home.refusal_of_join(route, message, key)
 
     def disownable(self, engine_id: EngineId) -> Disownable:
-        """What an engine id would lose if an operator disowned it now."""
+        """Return what an engine id loses if the operator disowns it now."""
         uid = None if self.registry.has_local_rank(engine_id) else self.ownerships.uid_of(engine_id)
         num_kept = self.ownerships.rank_holders.num_absent(engine_id)
         return Disownable(uid, num_kept + self.home.num_silent(engine_id))
 
     def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
-        """Whether a peer's answer to that question is waited for."""
+        """Whether that request to the peer has no reply yet."""
         return self.peer_requests.is_open(endpoint, request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict each other."""
+        """Raise AssertionError where the parts of the node contradict each other."""
         self.published.check_integrity()
         self.pulls.check_integrity()
         self.home.check_integrity()
@@ -372,7 +372,7 @@ class Node:
         | TransferCancelRequested
         | PullCancelRequested,
     ) -> None:
-        """What the operator asks for."""
+        """Handle an event that the operator requested."""
         match event:
             case DisownRequested():
                 if not self.registry.has_local_rank(event.engine_id):
@@ -403,7 +403,7 @@ class Node:
     def _receive_worker_message(self, event: WorkerMessage) -> None:
         session = self.sessions.get(event.session)
         if session is None:
-            return  # closed by us, and this was on its way
+            return  # the node closed it while this frame was on its way
         try:
             self._handle_worker_message(session, event)
         except ProtocolError as error:
@@ -439,7 +439,7 @@ class Node:
                     self.grant_server.reconsider_transfer((session.engine, message.transfer_id))
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
-        """The session broke protocol: it loses its connection, and nobody else notices."""
+        """Close a session that broke the protocol. Other sessions are not affected."""
         self._end_session(session.session_id)
         self.context.emit(SendToWorker(session.session_id, Farewell(code=error.code, message=error.message)))
         self.context.emit(CloseWorkerConnection(session.session_id))
@@ -459,7 +459,7 @@ class Node:
     def _handle_mover_message(self, event: MoverMessage) -> None:
         mover = self.movers.get(event.mover)
         if mover is None:
-            return  # what a dead mover still says is void
+            return  # a late message of a dead mover is void
         session = self.sessions.get(mover.session)
         message = event.message
         match message:
@@ -486,7 +486,8 @@ class Node:
             case PullQuiesced():
                 self.pulls.mover_quiesced(message.pull, mover.mover_id)
             case DisconnectSeen():
-                # Of a resident mover nobody reads a log; a child's question is answered before it comes here.
+                # A resident mover has no log that the daemon reads. A child's message is handled before it
+                # comes here.
                 self.context.emit(
                     SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
                 )
@@ -496,12 +497,12 @@ class Node:
                 assert_never(message)
 
     def _fence_refused(self, mover: MoverId, message: FenceRefused) -> None:
-        """Nobody can read the session's words: it starts anew, and its engine's mover goes on."""
+        """Close a session whose fence page no peer can read. Its engine's mover is not affected."""
         if self.fence_pages.page_refused(mover, message.session) and (
             session := self.sessions.get(message.session)
         ):
             text = f"cannot use the session's fence page: {message.message}"
-            # A page of this daemon's making is no fault of the client's: it may try again.
+            # A page that this daemon made is not the client's fault: the client may try again.
             code = message.code if session.version < FIRST_WITH_FENCE_PAGES else Code.MOVER_LOST
             self._disconnect(session, ProtocolError(text, code))
 
@@ -509,7 +510,7 @@ class Node:
         mover = self.movers.remove(event.mover)
         if mover is None:
             return
-        self._detach_mover(mover)  # first: what is read again goes to the next one
+        self._detach_mover(mover)  # first, so that its pulls wait for the next mover
         self.pulls.mover_died(mover.mover_id)
         self.poll_requests.forget(mover.agent)
         if session := self.sessions.get(mover.session):
@@ -517,18 +518,18 @@ class Node:
         self._engine_of_mover_changed(mover)
 
     def _detach_mover(self, mover: Mover) -> None:
-        """The mover serves nobody from here on. What it posted may still write until it is dead."""
+        """Take the mover from its rank. Until it is dead, the reads that it posted may still write."""
         if mover.has_left:
             return
         mover.has_left = True
         self.fence_pages.remove_mover(mover.mover_id)
-        if not mover.retired:  # else those who read from it go on, and it polls for them
+        if not mover.retired:  # peers continue to read from a retired mover, and it polls for them
             self.poll_requests.forget(mover.agent)
         self.member.mover_gone(mover.agent)
         self.local_ranks.mover_left(self.sessions.get(mover.session), mover)
 
     def _is_mover_needed(self, mover: Mover) -> bool:
-        """Whether a retired mover has work left: pulls that run, or readers."""
+        """Whether a retired mover still runs a pull, or a peer reads from it."""
         return self.pulls.runs_on(mover.mover_id) or self.poll_requests.has_holders(mover.agent)
 
     def _request_polling(self, agent: AgentName, on: bool) -> None:
@@ -537,8 +538,8 @@ class Node:
             self.movers.reconsider(mover.mover_id)
             return
 
-        def answered(attends: bool) -> None:
-            if attends:
+        def answered(is_polling: bool) -> None:
+            if is_polling:
                 self._polling_confirmed(agent)
             else:
                 self.poll_requests.request_failed(agent)
@@ -551,12 +552,12 @@ class Node:
         self.member.reply_to_polling_requests()
 
     def _engine_of_mover_changed(self, mover: Mover) -> None:
-        """A mover serves the pages and readers of its rank's engine alone."""
+        """Reconsider the engine of the mover's rank: a mover serves pages and readers of that engine only."""
         if mover.engine is not None:
             self._engine_changed(mover.engine.engine_id)
 
     def _engine_changed(self, engine_id: EngineId) -> None:
-        """Let everybody who waits for any start of the engine look again."""
+        """Reconsider all that waits for any generation of the engine."""
         self.local_ranks.reassign_fence_pages(engine_id, self.sessions)
         self.handshake_server.reconsider(engine_id)
         self.grant_server.reconsider(engine_id)

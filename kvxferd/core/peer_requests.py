@@ -1,4 +1,4 @@
-"""Questions to other daemons: sent again until answered or given up."""
+"""Requests to other daemons: sent again until the reply arrives or the timeout passes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import Done, PeerMessage, PeerRefused, ReplyMessage, RequestMessage
 
-Address = Endpoint | bytes  # a peer's endpoint, or the route back to whoever connected here
+Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
 OnReply = Callable[[ReplyMessage], None]
-NO_ADDRESS: Address = b""  # no route: nobody can answer
+NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
     "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
@@ -27,14 +27,14 @@ CHECK_PEER = (
 @dataclass(slots=True)
 class _OpenRequest:
     address: Address
-    key: str  # the CURVE key that must answer on a route; "" for none, and on a connection of our own
+    key: str  # the CURVE key that must reply on a route; "" for none, and on a connection of this node's
     message: RequestMessage
     on_reply: OnReply
-    uid: int  # for whom a name that is no address is looked up
+    uid: int  # for whom a host name is looked up
 
 
 class PeerRequests:
-    """Every unanswered question of this node. Each gets exactly one answer, maybe our own refusal."""
+    """Every open request of this node. Each gets exactly one reply, maybe a refusal made here."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
@@ -43,7 +43,7 @@ class PeerRequests:
         self._open_by_address: dict[Address, dict[int, None]] = {}
 
     def next_id(self) -> int:
-        """A request number never used before."""
+        """Return a request number that was never used before."""
         return next(self._ids)
 
     def request(
@@ -55,7 +55,7 @@ class PeerRequests:
         key: str = "",
         uid: int = NO_USER,
     ) -> None:
-        """Send, and send again until answered. After `give_up_s` the answer is peer-unreachable."""
+        """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`."""
         number = message.request
         self._open[number] = _OpenRequest(address, key, message, on_reply, uid)
         self._open_by_address.setdefault(address, {})[number] = None
@@ -83,13 +83,13 @@ class PeerRequests:
         )
 
     def handle_reply(self, source: Address, reply: ReplyMessage, key: str = "") -> None:
-        """Hand an answer to whoever asked. One from anybody but the peer that was asked changes nothing."""
+        """Give a reply to its request. A reply from another peer than the request went to changes nothing."""
         asked = self._open.get(reply.request)
         if asked is not None and asked.address == source and asked.key == key:
             self._complete(reply.request, reply)
 
     def handle_inbound_reply(self, route: bytes, message: PeerMessage, key: str = "") -> None:
-        """Something other than a question came from whoever connected here: an answer, or nonsense."""
+        """Handle a message that is no request, on a connection that a peer opened: a reply, or refuse it."""
         if isinstance(message, Done | PeerRefused):
             self.handle_reply(route, message, key)
             return
@@ -114,14 +114,14 @@ class PeerRequests:
         return asked
 
     def withdraw(self, number: int) -> None:
-        """Ask no more, and want no answer. Harmless where nothing is asked."""
+        """Drop a request without a reply. Does nothing where it is not open."""
         if number in self._open:
             self._remove(number)
 
     def reroute(self, old: bytes, new: bytes) -> None:
-        """Whoever connected by `old` has connected anew: unanswered questions follow as they are due.
+        """Move the open requests of route `old` to `new`. Each is sent again when its timer is due.
 
-        Thousands may be open: sent at once they would cost their peer's every new connection all of them.
+        Thousands may be open. Sent at once, every reconnect of the peer would cost all of them.
         """
         if not (following := self._open_by_address.pop(old, {})):
             return
@@ -130,9 +130,9 @@ class PeerRequests:
             self._open[number].address = new
 
     def fail_all(self, address: Address, error: KvxferdError) -> None:
-        """Nothing that is asked there will be answered: from now on no answer is taken.
+        """Fail all requests to that address. No reply to them is accepted from now on.
 
-        Where thousands wait, the last of them are refused in later turns.
+        Where thousands are open, the last of them fail in later turns.
         """
         failed = self._open_by_address.pop(address, {})
         for number in failed:
@@ -140,17 +140,17 @@ class PeerRequests:
             self._context.timers.cancel(("resend", number))
 
         def refuse(number: int) -> None:
-            if number in self._open:  # neither withdrawn nor given up meanwhile
+            if number in self._open:  # neither withdrawn nor timed out meanwhile
                 self._complete(number, PeerRefused(request=number, code=error.code, message=error.message))
 
         self._context.run_in_batches(partial(refuse, number) for number in failed)
 
     def is_open(self, address: Address, number: int) -> bool:
-        """Whether that question is asked there."""
+        """Whether that request to that address is open."""
         return number in self._open_by_address.get(address, ())
 
     def has_open(self, address: Address) -> bool:
-        """Whether something is asked there."""
+        """Whether a request to that address is open."""
         return address in self._open_by_address
 
     def __len__(self) -> int:

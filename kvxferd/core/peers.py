@@ -1,4 +1,4 @@
-"""The other daemons, and the engines learnt from them."""
+"""The other daemons, and what their manifests report about remote engines."""
 
 from __future__ import annotations
 
@@ -45,39 +45,40 @@ from kvxferd.wire.peer import (
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
-# Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a question of 2 KB that
-# waits for up to 20 s, also when whoever made up the reference has cancelled the pull meanwhile.
+# Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a request of 2 KB that
+# is open for up to 20 s, also when the pull of an invented reference is cancelled meanwhile.
 MAX_LEARNING = 4096
-# Questions that are not answered, of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 asks of one
-# peer wait, and no more than 32,768 (`limits.max_waiting`). 200 acknowledgements a second, whose source is
-# dead for the 120 s in which they are asked again, are 24,000: one user's share is 28,672.
+# Open requests of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 requests of one peer wait, and
+# 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
+# 120 s, are 24,000: one user's share is 28,672.
 MAX_OPEN_REQUESTS = 32_768
 
-# Refusals of a source that has waited for ranks as long as it was asked to.
+# Refusals of a source that has waited for ranks as long as the request allowed.
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
-# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, by a user who asks
-# the peer something; of one peer two. Without a limit 448 peers that never end a list held 128 MiB each.
+# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, charged to a user with
+# an open request to the peer; of one peer two. Without a limit 448 peers that never end a list held 128 MiB
+# each.
 MAX_REASSEMBLY_BYTES, MAX_REASSEMBLY_BYTES_PER_PEER = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
 # What is known of other nodes' engines. 64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of
 # metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest is counted for 16 to 60
 # MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
 MAX_LEARNT_BYTES = 512 << 20
-# Of each rank, region, stretch of a region, and tensor (of equal layouts, one is counted): estimates.
+# The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RemoteEngine:
-    """A whole remote engine, every rank of every stage."""
+    """A whole remote engine: every rank of every stage."""
 
     spec: EngineSpec
     ranks: dict[Rank, RankManifest]
-    uid: int = NO_USER  # of whoever it was learnt for: its share
+    uid: int = NO_USER  # the user whose share it counts for
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory. Layouts that it shares with other engines count for each."""
+        """Return about how much memory it takes. A layout that engines share counts for each of them."""
         bindings = [manifest.binding for manifest in self.ranks.values()]
         regions = [region for binding in bindings for region in binding.regions]
         layouts = {id(manifest.layout): manifest.layout for manifest in self.ranks.values()}
@@ -89,7 +90,7 @@ class RemoteEngine:
         )
 
     def layouts(self) -> dict[Rank, RankLayout]:
-        """What the planner needs."""
+        """Return the layout of each rank, for the planner."""
         return {rank: manifest.layout for rank, manifest in self.ranks.items()}
 
 
@@ -98,7 +99,7 @@ MakeMessage = Callable[[int], RequestMessage]
 
 
 class EngineWaiter(NamedTuple):
-    """Somebody who waits for an engine, and no longer than that for its missing ranks."""
+    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
 
     uid: int
     deadline: float
@@ -107,30 +108,24 @@ class EngineWaiter(NamedTuple):
 
 @dataclass(slots=True)
 class Peer:
-    """One daemon, named by its endpoint. All that is known of it goes when it falls silent."""
+    """One daemon, named by its endpoint. What was learnt from it is forgotten when it is silent."""
 
     endpoint: Endpoint
-    uid: int  # of whoever named it first: its share of the peers
-    users: set[int] = field(default_factory=set)  # all for whom something was asked there
-    boot: BootId | None = None  # None: not greeted yet
-    last_seen_at: float | None = None  # when it last sent something
-    version: int = 1  # of the peer protocol, once greeted
-    waiting_for_welcome: list[tuple[MakeMessage, float, OnReply]] = field(
-        default_factory=list
-    )  # for the greeting
+    uid: int  # the user who named it first, whose share of the peers it counts for
+    users: set[int] = field(default_factory=set)  # all users with requests to it, ended ones too
+    boot: BootId | None = None  # None: no `PeerWelcome` yet
+    last_seen_at: float | None = None  # when its last message arrived
+    version: int = 1  # of the peer protocol, once welcomed
+    waiting_for_welcome: list[tuple[MakeMessage, float, OnReply]] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
-    num_open_requests: Counter[int] = field(
-        default_factory=Counter
-    )  # questions that are not answered, by user
-    reassembly_bytes: Counter[int] = field(
-        default_factory=Counter
-    )  # bytes of the assembly, by whose share they have
+    num_open_requests: Counter[int] = field(default_factory=Counter)  # by user
+    reassembly_bytes: Counter[int] = field(default_factory=Counter)  # of `assembly`, by user who is charged
 
 
 class Peers:
-    """Greets each peer once, learns each engine once, and asks whatever else is to be asked."""
+    """Sends requests to peers. Greets each peer first, and fetches each engine's manifest once."""
 
     def __init__(self, context: NodeContext, peer_requests: PeerRequests, layout_cache: LayoutCache) -> None:
         self._context = context
@@ -145,15 +140,15 @@ class Peers:
         self._pins: list[Callable[[], Collection[Endpoint]]] = []
 
     def pin(self, needed: Callable[[], Collection[Endpoint]]) -> None:
-        """Let no other peer have the place of one that is needed, though nothing is asked there now."""
+        """Keep the peers that `needed` returns, though no request to them is open."""
         self._pins.append(needed)
 
-    # --- asking anything
+    # --- requests
 
     def request(
         self, endpoint: Endpoint, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, uid: int
     ) -> None:
-        """Ask a peer for that user, after greeting it. `make` gets the request number."""
+        """Send a request for that user, after the greeting. `make_message` gets the request number."""
         try:
             self._check_open_requests(endpoint, uid)
             peer = self._admit(endpoint, uid)
@@ -179,12 +174,12 @@ class Peers:
             self._send_hello(peer)
 
     def version_of(self, endpoint: Endpoint) -> int:
-        """Return the protocol version that the peer speaks; 1 before it has answered the greeting."""
+        """Return the protocol version that the peer speaks; 1 before its `PeerWelcome`."""
         peer = self._peers.get(endpoint)
         return peer.version if peer is not None else 1
 
     def _check_open_requests(self, endpoint: Endpoint, uid: int) -> None:
-        """A user's pulls that are asked for and cancelled leave questions: they must not pile up."""
+        """Raise BusyError where the user has too many open requests. Cancelled pulls leave some, too."""
         if not self._open_request_share.has_room(uid):
             raise BusyError(
                 f"cannot ask {endpoint}: {self._open_request_share.held} questions to peers are not "
@@ -194,12 +189,12 @@ class Peers:
                 RETRY_AFTER_S,
             )
 
-    # --- whom to know
+    # --- admission
 
     def _admit(self, endpoint: Endpoint, uid: int) -> Peer:
-        """The peer, for that user; in another's place where there is no room. Raises KvxferdError.
+        """Return the peer, for that user, maybe in place of another one. Raises KvxferdError.
 
-        A reference may name any endpoint: one user's must not take the peers of all.
+        A reference may name any endpoint: one user's references must not evict the peers of all others.
         """
         peer, evicted = self._peers.get(endpoint), None
         if peer is None:
@@ -213,7 +208,7 @@ class Peers:
         self._peers.pop(endpoint, None)
         self._peers[endpoint] = peer  # the longest unused first
         self._forget_later(peer)
-        if evicted is not None:  # now that its place is taken: whoever waits may ask at once again
+        if evicted is not None:  # after the new peer has its place: a callback may send a request at once
             text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
             self._peer_requests.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
         return peer
@@ -228,7 +223,7 @@ class Peers:
                 return True
             if peer.assembly.num_bytes + num_bytes > MAX_REASSEMBLY_BYTES_PER_PEER:
                 return False
-            # It is not known whose a part is. Who has no room must not be the end of another's grant.
+            # A part does not name its user. A user without room must not end another user's grant.
             for user in peer.num_open_requests:
                 if self._reassembly_share.acquire(user, num_bytes):
                     peer.reassembly_bytes[user] += num_bytes
@@ -248,9 +243,9 @@ class Peers:
                 del peer.reassembly_bytes[user]
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
-        """The peer that is to make room: of whoever has most, one that is idle, or has never answered.
+        """Return the peer to evict: of the user with most peers, one that is idle or was never welcomed.
 
-        One that answers and is asked something stays: to lose it would fail its user's pulls.
+        A welcomed peer with open requests stays: without it its user's pulls would fail.
         """
         after = self._peer_share.held_by(uid) + 1
         needed = [pin() for pin in self._pins]
@@ -283,7 +278,7 @@ class Peers:
             )
 
     def _forget_later(self, peer: Peer) -> None:
-        """A peer that nothing was asked of for long is forgotten: nodes come and go, addresses change."""
+        """Forget the peer after `tombstone_s` without requests: nodes come and go, addresses change."""
         self._context.after(
             ("idle-peer", peer.endpoint),
             self._context.settings.tombstone_s,
@@ -336,7 +331,7 @@ class Peers:
     def _send_after_welcome(
         self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply
     ) -> None:
-        """Ask what waited for the greeting, unless the peer has fallen silent or was forgotten since."""
+        """Send a request that waited for the greeting, unless the peer is silent or forgotten since."""
         if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
             self._send_request(peer, make_message, timeout_s, on_reply)
             return
@@ -344,9 +339,9 @@ class Peers:
         on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
 
     def _mark_silent(self, peer: Peer) -> None:
-        """What it comes back as may be another daemon: nothing known of it holds.
+        """Forget what was learnt from the peer: after a silence another daemon may be there.
 
-        While other questions are asked there again and again it keeps its place: they connect anew.
+        While other requests to it are open the peer keeps its place, and they connect again.
         """
         if self._peers.get(peer.endpoint) is not peer:
             return
@@ -359,7 +354,7 @@ class Peers:
             self._forget(peer)
 
     def _forget_if_unused(self, peer: Peer) -> None:
-        """The last question to a silent peer has ended."""
+        """Forget a silent peer whose last request has ended."""
         if peer.boot is None and self._peers.get(peer.endpoint) is peer and not self._is_used(peer):
             self._forget(peer)
 
@@ -370,20 +365,20 @@ class Peers:
         self._context.timers.cancel(("idle-peer", peer.endpoint))
         self._context.emit(ClosePeerConnection(peer.endpoint))
 
-    # --- hearing
+    # --- messages of peers
 
     def handle(self, endpoint: Endpoint, message: PeerMessage) -> None:
-        """A message on the connection to a peer. Raises ProtocolError for one that is out of place."""
+        """Handle a message on the connection to a peer. Raises ProtocolError for one that is out of place."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            return  # forgotten, and this was on its way: nothing is asked there
+            return  # the peer was forgotten while this was on its way: no request to it is open
         peer.last_seen_at = self._context.now
         match message:
             case BlockIds():
-                if self._peer_requests.has_open(endpoint):  # else they are nobody's
+                if self._peer_requests.has_open(endpoint):  # else no reply can need them
                     peer.assembly.add(message)
             case Granted():
-                # Put together before it is known whether anybody waits: a duplicate's parts go too.
+                # Assembled also where no request is open: that removes the parts of a duplicate.
                 self._peer_requests.handle_reply(endpoint, _reassembled(peer, message))
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
@@ -394,34 +389,34 @@ class Peers:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)
 
     def protocol_broken(self, endpoint: Endpoint, error: ProtocolError) -> None:
-        """What the peer sends is not to be trusted: its connection is closed, its questions fail."""
+        """Close the connection of a peer that broke the protocol, and fail the requests to it."""
         if peer := self._peers.get(endpoint):
             self._mark_silent(peer)
         self._peer_requests.fail_all(endpoint, error)
 
     def mark_unreachable(self, endpoint: Endpoint, reason: str) -> None:
-        """No connection can be made: what waits for an answer fails."""
+        """Fail the requests to a peer to which no connection can be made."""
         if peer := self._peers.get(endpoint):
             self._mark_silent(peer)
         error = KvxferdError(f"cannot reach {address_of(endpoint)}: {reason}", Code.PEER_UNREACHABLE)
         self._peer_requests.fail_all(endpoint, error)
 
     def silent_s(self, endpoint: Endpoint, since: float) -> float:
-        """For how long nothing has come from the peer; `since`: when something was first asked of it."""
+        """Return for how long the peer has sent nothing; `since`: when the request was sent."""
         peer = self._peers.get(endpoint)
         last_seen_at = peer.last_seen_at if peer is not None else None
         return self._context.now - max(since, last_seen_at or 0.0)
 
     def find(self, endpoint: str) -> list[Endpoint]:
-        """The known peers of that endpoint; one given without a key means each key there."""
+        """Return the known peers of that endpoint. Without a key it means every key there."""
         return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]
 
     def endpoints(self) -> set[Endpoint]:
-        """Those that are known."""
+        """Return the endpoints of all known peers."""
         return set(self._peers)
 
     def drop(self, endpoint: Endpoint) -> None:
-        """Forget the peer: what waits for its answer fails, and whoever needs it next greets it anew.
+        """Forget the peer and fail the requests to it. The next request greets it again.
 
         A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
         """
@@ -433,7 +428,7 @@ class Peers:
         self._peer_requests.fail_all(endpoint, dropped)
 
     def allowlist_changed(self) -> None:
-        """Forget the peers that the allow-lists admit no more, as `drop` does."""
+        """Forget the peers that the allow-lists do not admit any more, as `drop` does."""
         for peer in list(self._peers.values()):
             try:
                 if peer.endpoint != self._context.endpoint:
@@ -447,7 +442,7 @@ class Peers:
     def learn_engine(
         self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt, uid: int
     ) -> None:
-        """Find out about an engine for that user; at once where it is known."""
+        """Fetch an engine's manifest for that user; call `on_learnt` at once where it is known."""
         peer = self._peers.get(endpoint)
         try:
             if peer is None or (key not in peer.engines and key not in peer.learning):
@@ -465,7 +460,7 @@ class Peers:
             self._fetch_engine(peer, key, learner)
 
     def _fetch_engine(self, peer: Peer, key: EngineKey, learner: EngineWaiter) -> None:
-        """Ask for the engine, for all who wait for it."""
+        """Request the manifest, for all that wait for it."""
         started, uid = self._context.now, learner.uid
         wait_s = learner.deadline - started
         self._learning_share.add(uid, 1)
@@ -494,9 +489,9 @@ class Peers:
     def _fetch_for_longer_waits(
         self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]
     ) -> list[EngineWaiter]:
-        """Ask again for those who wait longer than was asked to; return the others.
+        """Request the manifest again for those with a longer wait; return the others.
 
-        One user's pull of half a second must not be the end of another's of ten.
+        One user's pull of half a second must not fail another's of ten seconds.
         """
         deadline = max(deadline, self._context.now)
         if later := [learner for learner in waiting if learner.deadline > deadline]:
@@ -505,10 +500,10 @@ class Peers:
         return [learner for learner in waiting if learner.deadline <= deadline]
 
     def _charge_engine(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
-        """Count the engine for as long as anybody holds it, for the first who waits for it and has room.
+        """Charge the engine to the first waiting user with room, for as long as anything refers to it.
 
-        Of each user the ones that were learnt first are forgotten before: who wants one has it learnt again.
-        The one who asked first must not have it refused to the others.
+        A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
+        A first user without room must not cause a refusal to the others.
         """
         if isinstance(read, Refusal):
             return read
@@ -537,7 +532,7 @@ class Peers:
                     return
 
     def _parse_engine(self, key: EngineKey, reply: ReplyMessage) -> RemoteEngine | Refusal:
-        """Turn the answer into an engine, if it is one that can be read."""
+        """Return the engine of the reply, or a refusal where it cannot be read."""
         if not isinstance(reply, EngineManifest):
             refused = _as_refusal(reply)
             return Refusal(refused.code, refused.message, refused.retry_after_s)
@@ -567,7 +562,7 @@ class Peers:
     ) -> None:
         if isinstance(outcome, RemoteEngine):
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
-                del peer.engines[old]  # one generation at a time; a reader of the other asks again
+                del peer.engines[old]  # one generation at a time; a reader of the other fetches it again
             peer.engines[key] = outcome
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
@@ -588,19 +583,19 @@ class Peers:
         )
 
     def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:
-        """Return an engine of that name that some peer told of."""
+        """Return an engine with that id that some peer has; None: no peer has."""
         found = (e for peer in self._peers.values() for e in peer.engines.values())
         return next((engine for engine in found if engine.spec.engine_id == engine_id), None)
 
     def forget_engine(self, endpoint: Endpoint, key: EngineKey) -> None:
-        """What is known of the engine is out of date."""
+        """Forget the engine: its manifest is out of date."""
         if peer := self._peers.get(endpoint):
             peer.engines.pop(key, None)
 
-    # --- showing
+    # --- snapshot
 
     def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:
-        """Other daemons, for people. Ranks of one node read each other too, and ask their own daemon."""
+        """Return the other daemons. This node, a peer of its own for its ranks' reads, is left out."""
         return tuple(
             PeerSnapshot(
                 endpoint=peer.endpoint,
@@ -620,7 +615,7 @@ class Peers:
 
 
 def _reassembled(peer: Peer, granted: Granted) -> ReplyMessage:
-    """The grant with all its block ids; a refusal where there was no room. It ends with its lease then."""
+    """Return the grant with all its block ids, or a refusal if there was no room: then its lease ends it."""
     try:
         blocks = peer.assembly.complete(granted.blocks, granted.stream)
     except BusyError as error:
@@ -633,7 +628,7 @@ def _is_supported(version: int) -> bool:
 
 
 def _as_refusal(reply: ReplyMessage) -> PeerRefused:
-    """An answer of the wrong kind is a refusal too."""
+    """Return the refusal; for a reply of the wrong kind, a refusal that names it."""
     if isinstance(reply, PeerRefused):
         return reply
     if isinstance(reply, PeerWelcome):

@@ -1,4 +1,4 @@
-"""How each local rank's memory is reached, and over what: what movers found out, and what it means."""
+"""How movers reach each local rank's memory, and over which transports."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvxferd.wire.common import Placement
 
 
 class Placements:
-    """Keeps what is known of a rank's present mover on the rank; each finding is told once."""
+    """Keeps the placement and transports of a rank's present mover on the rank, and records each once."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
 
     def reset(self, rank: LocalRank) -> None:
-        """Another mover: what was known of the last one is void."""
+        """Forget what is known of the rank's last mover: it has another one."""
         rank.placement, rank.transports_used = Placement(), ()
 
     def record_placement(self, rank: LocalRank, placement: Placement) -> None:
-        """The mover has bound the rank, or has proved what it had bound."""
+        """Record how the mover bound the rank, or the result of its test read."""
         rank.placement = placement
         if is_proved(placement) or placement.why:
             record = PlacementRecord(
@@ -36,7 +36,7 @@ class Placements:
             self._context.emit(EmitRecord(record))
 
     def record_transports(self, rank: LocalRank, lanes: TransportsUsed) -> None:
-        """The rank's mover has connected in a way in which it had not before."""
+        """Record transports over which the rank's mover had not connected before."""
         rank.transports_used += (lanes,)
         if lanes.reach == ITSELF:
             return
@@ -51,7 +51,8 @@ class Placements:
 
 
 def own_transports(rank: LocalRank) -> str:
-    """Return by what the rank's mover reads from itself; "" while that is not known."""
+    """Return the transports over which the rank's mover reads from itself; "" while they are not known."""
+
     if rank.placement.lanes:
         return rank.placement.lanes
     return next(

@@ -1,4 +1,4 @@
-"""The source's side: publish, lease, release. Who may read is decided in `granting`."""
+"""The source's side of a transfer: publish, lease, release. `grant_server` decides who may read it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PublishedTransfers:
         self._block_id_memory = block_id_memory
         self.table = TransferTable()
 
-    # --- what workers say
+    # --- publish and ready
 
     def publish(
         self,
@@ -117,10 +117,10 @@ class PublishedTransfers:
 
     @staticmethod
     def _check_blocks(engine: LocalEngine, message: Publish, blocks: dict[GroupName, PackedBlocks]) -> None:
-        """Each rank reads its own groups, so a publish lists those of all: of an engine, not of a rank."""
+        """Check the block lists against the groups of all ranks: each rank reads only its own groups."""
         unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
-            # After a restart: the ranks come back one by one, in any order.
+            # After a restart the ranks come back one by one, in any order.
             raise EngineError(
                 f"cannot publish transfer {message.transfer_id}: no rank that is registered has group "
                 f"{min(unknown)!r}, and ranks {', '.join(map(str, absent))} of engine {engine.key} are not "
@@ -132,9 +132,10 @@ class PublishedTransfers:
     def _incarnations_of(
         self, session: Session, engine: LocalEngine, message: Publish
     ) -> Mapping[Rank, Incarnation]:
-        """Return the mappings that hold the transfer's bytes, as its publisher knew them when it was called.
+        """Return the mappings that hold the transfer's bytes, as the publisher knew them at the call.
 
-        Never as they are now: the call may be older than this daemon, and a rank may have slept since.
+        They are never taken from the registry: the call may be older than this daemon, and a rank may have
+        slept since.
         """
         what = f"cannot publish transfer {message.transfer_id}"
         shape = engine.spec.ranks()
@@ -196,9 +197,9 @@ class PublishedTransfers:
             )
         ended = self.table.tombstones.get((key, message.transfer_id))
         if ended is not None:
-            # Replayed on a new connection before the end of the old one, which released it, was noticed; or
-            # another transfer of the same id: a member's `ready`, or the release that its ranks are still to
-            # be told of, would be taken for the new one's.
+            # A client repeats a publish on a new connection, and the end of the old connection has released
+            # it. Or it is another transfer of the same id: a late `ready` of a member, or a `Released` that
+            # is still under way, would count for the new one.
             raise EngineError(
                 f"{what}: it was released ({ended.why}), and its ranks know; publish under another id",
                 Code.RELEASED if ended.nonce == message.nonce else Code.TRANSFER_EXISTS,
@@ -210,7 +211,10 @@ class PublishedTransfers:
             )
 
     def _check_slot(self, session: SessionId, message: Publish) -> None:
-        """One word, one transfer: else the end of one would void the other. It bounds their number, too."""
+        """Refuse a fence slot that is in use: the end of one transfer would void the other.
+
+        This limits the number of a session's transfers, too.
+        """
         if (holder := self.table.in_slot(session, message.fence_slot)) is not None:
             raise EngineError(
                 f"cannot publish transfer {message.transfer_id}: fence slot {message.fence_slot} is transfer "
@@ -219,9 +223,9 @@ class PublishedTransfers:
             )
 
     def rank_ready(self, record: RankRecord, incarnation: Incarnation, transfer_id: TransferId) -> None:
-        """A rank has finished writing in that mapping of its memory, maybe before the publish arrives.
+        """Record that a rank has finished writing in that mapping of its memory, maybe before the publish.
 
-        Where it is not the mapping that it has now, or that was published, the bytes are gone.
+        If that is not its present mapping, or not the published one, the bytes are gone.
         """
         engine, rank = record.spec.key, record.spec.rank
         key: TransferKey = (engine, transfer_id)
@@ -235,7 +239,7 @@ class PublishedTransfers:
         limit = self._context.settings.limits.max_transfers_per_engine
         owner = _owner_of(record)
         if key not in self.table.early_ready and not self.table.has_room_for_ready(engine, limit, owner):
-            return  # an engine that says ready and never publishes; its transfers stay unready
+            return  # an engine that sends ready and never publishes; its transfers stay unready
         self.table.add_early_ready(key, rank, incarnation, owner)
         self._context.after(
             ("early-ready", key),
@@ -244,28 +248,28 @@ class PublishedTransfers:
         )
 
     def unpublish(self, session: SessionId, engine: EngineKey, transfer_id: TransferId) -> None:
-        """The publisher wants its blocks back. Unknown transfers have been released already."""
+        """Release a transfer for its publisher. An unknown one has been released already."""
         transfer = self.table.live.get((engine, transfer_id))
         if transfer is not None and transfer.session == session:
             self.release(transfer, Code.UNPUBLISHED)
 
     def cancel(self, engine: EngineKey, transfer_id: TransferId) -> None:
-        """The operator ends the transfer. Unknown ones have been released already."""
+        """Release a transfer for the operator. An unknown one has been released already."""
         if transfer := self.table.live.get((engine, transfer_id)):
             self.release(transfer, Code.CANCELLED)
 
     def session_closed(self, session: SessionId) -> None:
-        """Nobody is left who could write the fence words of what the session published."""
+        """Release what the session published: no client is left that could overwrite its fence words."""
         for transfer in self.table.published_by(session):
             self.release(transfer, Code.PUBLISHER_GONE)
 
     def rank_lost(self, engine: EngineKey, why: Code) -> None:
-        """A rank's memory is gone or has another mapping: what the engine published is void."""
+        """Release what the engine published: a rank's memory is gone, or has another mapping."""
         for transfer in self.table.of_engine(engine):
             self.release(transfer, why)
 
     def rank_mapped(self, record: RankRecord) -> None:
-        """A rank has come, maybe back: what was published of another mapping of its memory is void."""
+        """Release what was published of another mapping of the rank's memory: the rank has (re)appeared."""
         key, rank, incarnation = record.spec.key, record.spec.rank, record.incarnation
         for transfer in self.table.of_engine(key):
             if transfer.incarnations.get(rank, incarnation) != incarnation:
@@ -274,7 +278,7 @@ class PublishedTransfers:
         self._rank_reports.report_mapping(key, rank, incarnation)
 
     def rank_suspended(self, record: RankRecord) -> None:
-        """Its worker takes the rank's memory back."""
+        """Release what the engine published: the rank's worker takes its memory back."""
         self.rank_lost(record.spec.key, Code.SUSPENDED)
         self.table.end_early_ready(record.spec.key, record.spec.rank)
 
@@ -298,13 +302,13 @@ class PublishedTransfers:
             self._schedule_lease_check(transfer)
 
     def end_grant(self, grant_id: GrantId) -> None:
-        """Take a grant off its lease. Harmless where there is none."""
+        """Take a grant off its lease. Does nothing where there is none."""
         if grant := self.table.end_grant(grant_id):
             for agent in grant.agents:
                 self._poll_requests.release(agent, grant_id)
 
     def release(self, transfer: Transfer, why: Code) -> None:
-        """End the transfer: the fence word goes first, then its owners may know."""
+        """End the transfer: overwrite the fence word first, then report the release to its owners."""
         context = self._context
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
@@ -349,7 +353,7 @@ class PublishedTransfers:
             )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict themselves."""
+        """Raise AssertionError where the tables contradict each other."""
         for key, transfer in self.table.live.items():
             assert key not in self.table.tombstones, f"{key} is live and ended"
             assert ("lease", key) in self._context.timers, f"{key} has no lease timer"
@@ -364,7 +368,7 @@ class PublishedTransfers:
 
 
 def _owner_of(record: RankRecord) -> Owner:
-    """For whom a rank's early readiness is kept: its user or, where it is of another node, its daemon."""
+    """Return whose share an early `ready` of the rank counts for: its user, or a member rank's daemon."""
     if isinstance(record, LocalRank):
         return record.uid
     return record.identity.key or record.identity.secret or record.route.hex()

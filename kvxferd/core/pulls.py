@@ -34,7 +34,7 @@ FIRST_WITH_RESUME = 2  # version of the worker protocol
 
 
 class Pulls:
-    """Every pull whose blocks are not free yet."""
+    """Every pull of a local rank whose blocks something may still write."""
 
     def __init__(
         self, context: NodeContext, grant_client: GrantClient, movers: Movers, block_id_memory: BlockIdMemory
@@ -44,7 +44,7 @@ class Pulls:
         self._movers = movers
         self._block_id_memory = block_id_memory
         self._pulls: dict[PullId, Pull] = {}
-        # The same by session and ticket: a session with few pulls pays nothing for those of others.
+        # The same pulls by session and ticket: a session with few pulls does not pay for those of others.
         self._by_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
         self._last_id = 0
         self._last_interruption = 0
@@ -56,26 +56,26 @@ class Pulls:
 
     @property
     def num_quarantined(self) -> int:
-        """Pulls that failed and are not proven ended."""
+        """Return how many pulls are in doubt."""
         return sum(pull.phase is PullPhase.IN_DOUBT for pull in self._pulls.values())
 
     @property
     def quarantined_bytes(self) -> int:
-        """The local memory of those pulls' blocks."""
+        """Return the local bytes of the blocks of pulls in doubt."""
         return sum(pull.local_bytes for pull in self._pulls.values() if pull.phase is PullPhase.IN_DOUBT)
 
     def next_id(self) -> PullId:
-        """A pull number never used before."""
+        """Return a pull number that was never used before."""
         self._last_id += 1
         return PullId(self._last_id)
 
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
-        """Raise BusyError where a pull into these blocks would be one too many."""
+        """Raise BusyError if one more pull, into these blocks, passes a limit."""
         self._admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
         self._block_id_memory.check(rank.uid, request_bytes(blocks), what)
 
     def start(self, pull: Pull) -> None:
-        """Follow a pull whose hold has been asked for."""
+        """Start a pull whose grant has been requested."""
         self._pulls[pull.pull_id] = pull
         self._by_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
         self._admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
@@ -83,7 +83,7 @@ class Pulls:
         self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
         self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
 
-    # --- from the hold to the mover
+    # --- from the grant to the mover
 
     def _grant_settled(self, pull: Pull) -> None:
         if pull.phase is not PullPhase.WAITING:
@@ -101,7 +101,7 @@ class Pulls:
         self.post(pull)
 
     def post(self, pull: Pull) -> None:
-        """Give a held pull to its rank's mover; without one it waits for the next bind."""
+        """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
         hold = pull.held_grant
         assert hold.plan is not None and hold.granted is not None
         mover = pull.rank.mover
@@ -127,17 +127,17 @@ class Pulls:
         self._start_on_mover(mover, pull)
 
     def post_waiting(self, rank: LocalRank) -> None:
-        """The rank has a mover again: post what waited for it."""
+        """Post the pulls that wait for the rank's mover: it has one again."""
         for pull in self._pulls_of(rank):
             if pull.phase is PullPhase.WAITING and not pull.awaits_worker:
                 self._post_or_reacquire(pull)
 
     def _post_or_reacquire(self, pull: Pull) -> None:
-        """Post a pull that waited for a mover. Where the source has ended its grant since, ask anew."""
+        """Post a pull that waited for a mover. If the source has ended its grant since, request another."""
         if pull.held_grant.state is GrantState.HELD:
             self.post(pull)
         elif pull.held_grant.state is not GrantState.ENDED:
-            return  # it is asked for, and posted when it is settled
+            return  # the grant is requested, and the pull is posted when it arrives
         elif pull.deadline - self._context.now > MIN_RETRY_S:
             self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
         else:
@@ -147,7 +147,7 @@ class Pulls:
         hold = pull.held_grant
         assert hold.plan is not None and hold.granted is not None and hold.remote is not None
         bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
-        # Two lists travel, each of which may need parts: one stream each.
+        # Two block lists are sent, each of which may need parts: one stream each.
         stream = 2 * pull.pull_id
         local_parts, local = split_block_ids(pull.blocks, stream)
         read = {lane.remote.group for lane in hold.plan.group_reads}
@@ -173,7 +173,7 @@ class Pulls:
     # --- how it ends
 
     def mover_done(self, pull_id: PullId, mover: MoverId, outcome: PullOutcome) -> None:
-        """The mover says that a pull ended for it."""
+        """Handle the mover's report of a pull's end: deliver it, fail it, or read it once more."""
         pull = self._pulls.get(pull_id)
         if pull is None or pull.mover != mover:
             return
@@ -195,7 +195,7 @@ class Pulls:
             self._invalidate_remote(pull.held_grant, mover, outcome.agent)
 
     def _can_retry(self, pull: Pull, outcome: PullOutcome) -> bool:
-        """Whether the engine need not hear of a failure yet. Only where nothing writes any more."""
+        """Whether a failed read is tried again instead of reported. Only where nothing writes any more."""
         return (
             outcome.code is Code.TRANSPORT
             and pull.can(PullTrigger.RETRY)
@@ -204,9 +204,9 @@ class Pulls:
         )
 
     def _retry(self, pull: Pull, mover: MoverId, outcome: PullOutcome) -> None:
-        """Read once more: engine, grant and connection anew, as whoever failed may have been replaced.
+        """Read once more, with a new manifest, grant and connection: the source may have been replaced.
 
-        The new hold is taken before the old one is given back, so that the source never sees the
+        The new grant is requested before the old one is returned, so that the source never sees the
         transfer without a reader.
         """
         pull.transition(PullTrigger.RETRY)
@@ -236,13 +236,13 @@ class Pulls:
             self._grant_client.release(former)
 
     def mover_quiesced(self, pull_id: PullId, mover: MoverId) -> None:
-        """The mover says that every handle of a pull in doubt is terminal now."""
+        """End the doubt: the mover reports that every posted read of the pull is terminal."""
         pull = self._pulls.get(pull_id)
         if pull is not None and pull.mover == mover and pull.phase is PullPhase.IN_DOUBT:
             self._fail(pull, PullTrigger.FINISH, Code.TRANSPORT, "")
 
     def mover_died(self, mover: MoverId) -> None:
-        """Nothing that it posted can write any more: what has time left is read again by the next one."""
+        """Fail the dead mover's pulls, or have the next one read them: its posted reads write no more."""
         interrupted: dict[SessionId, list[Ticket]] = {}
         self._last_interruption += 1
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
@@ -274,8 +274,8 @@ class Pulls:
     def _wait_for_next_mover(self, pull: Pull) -> None:
         """Have the pull wait for its rank's next mover.
 
-        Where movers speak to the worker themselves, this one may have said Delivered, and the engine
-        may use the blocks: only the worker knows.
+        With a delivery socket the dead mover may have sent `Delivered`, and the engine may use the blocks:
+        only the worker knows.
         """
         pull.transition(PullTrigger.RETRY)
         pull.num_movers_lost += 1
@@ -287,7 +287,7 @@ class Pulls:
             self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
 
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
-        """The worker says which pulls of one interruption have not ended for it, and of no other."""
+        """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
         again, arrived = set(message.tickets), set(message.arrived)
         asked = [p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number]
         for pull in asked:
@@ -302,7 +302,7 @@ class Pulls:
                 self._post_or_reacquire(pull)
 
     def runs_on(self, mover: MoverId) -> bool:
-        """Whether a pull of that mover has not ended, other than in doubt."""
+        """Whether the mover has a pull that is not in doubt."""
         running = (PullPhase.POSTED, PullPhase.STOPPING)
         return any(pull.mover == mover and pull.phase in running for pull in self._pulls.values())
 
@@ -363,7 +363,7 @@ class Pulls:
         self._movers.reconsider(mover)
 
     def _retire_mover(self, pull: Pull, mover: MoverId) -> None:
-        """Only the mover's death ends the doubt. Its other pulls end first; another takes what is new."""
+        """Retire the mover: only its death ends the doubt. Its other pulls end first."""
         if self._movers.accepts_pulls(mover):
             self.source_breaker.record_stall(pull.rank.uid, pull.ref)
         self._movers.retire(mover)
@@ -390,30 +390,30 @@ class Pulls:
         self._movers.reconsider(pull.mover)
 
     def mark_delivered_by_mover(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
-        """The worker has these bytes, by its mover's word, which has not come here or never will."""
+        """Record deliveries that the mover reported to the worker, whose report here may never come."""
         for ticket in tickets:
             for pull in self._pulls_of(rank, ticket):
-                # To an engine that was told of a failure, it was no delivery.
+                # For an engine that has received `Failed`, it was no delivery.
                 if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
                     pull.delivered_by_mover = True
                 elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
                     self._deliver(pull, PullOutcome(delivered=True, told=True))
 
     def _pulls_of(self, rank: LocalRank, ticket: Ticket | None = None) -> list[Pull]:
-        """Return the rank's pulls: of one ticket, or all."""
+        """Return the rank's pulls, of one ticket or all."""
         tickets = self._by_session.get(rank.session, {})
         found = tickets.values() if ticket is None else [tickets.get(ticket, [])]
         return [pull for pulls in found for pull in pulls if pull.rank is rank]
 
-    # --- stopping
+    # --- cancel, deadline, loss of the rank
 
     def cancel(self, rank: LocalRank, ticket: Ticket) -> None:
-        """The engine wants the pull no more. Unknown tickets have ended already."""
+        """Cancel a pull for its engine. An unknown ticket has ended already."""
         for pull in self._pulls_of(rank, ticket):
             self._cancel(pull)
 
     def cancel_pull(self, number: PullId) -> None:
-        """The operator ends a pull. Unknown numbers have ended already."""
+        """Cancel a pull for the operator. An unknown number has ended already."""
         if pull := self._pulls.get(number):
             self._cancel(pull)
 
@@ -422,7 +422,7 @@ class Pulls:
         return (pull := self._pulls.get(number)) is not None and pull.can(PullTrigger.CANCEL)
 
     def cancel_transfer(self, rank: LocalRank, ref: TransferRef) -> None:
-        """The engine abandons the transfer."""
+        """Cancel the rank's pulls of a transfer that its engine abandons."""
         for pull in [p for p in self._pulls_of(rank) if p.ref == ref]:
             self._cancel(pull)
 
@@ -451,12 +451,12 @@ class Pulls:
         self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read")
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
-        """Fail the rank's pulls that no mover has."""
+        """Refuse the rank's pulls that no mover has."""
         for pull in [p for p in self._pulls_of(rank) if p.phase is PullPhase.WAITING]:
             self._refuse(pull, code, f"cannot pull transfer {pull.ref.transfer_id}: {message}")
 
     def rank_gone(self, rank: LocalRank) -> None:
-        """The worker is gone: nobody to tell, and its mover is being killed."""
+        """Drop the rank's pulls: its worker is gone, and its mover is being killed."""
         for pull in self._pulls_of(rank):
             self._remove(pull)
             if pull.delivered_by_mover and pull.phase is not PullPhase.IN_DOUBT:
@@ -464,13 +464,13 @@ class Pulls:
             else:
                 self._grant_client.release(pull.held_grant)
 
-    # --- telling
+    # --- messages and records
 
     def _send_to_worker(self, pull: Pull, message: Message) -> None:
         self._context.emit(SendToWorker(pull.rank.session, message))
 
     def _invalidate_remote(self, hold: HeldGrant, mover: MoverId, agent: AgentName) -> None:
-        """A remote agent failed. What was loaded of it goes, unless others are reading from it."""
+        """Forget a remote agent that failed. Its metadata stays loaded while other pulls use the mover."""
         self._grant_client.forget_engine(hold)
         if not any(pull.mover == mover for pull in self._pulls.values()):
             self._movers.drop_remote(mover, agent)
@@ -504,11 +504,11 @@ class Pulls:
         self._context.emit(EmitRecord(record))
 
     def running(self) -> list[Pull]:
-        """Those that have not ended."""
+        """Return the pulls that are not over, those in doubt too."""
         return list(self._pulls.values())
 
     def snapshot_of(self, pull: Pull) -> PullSnapshot:
-        """For people."""
+        """Return the pull as /v1/pulls shows it."""
         now = self._context.now
         return PullSnapshot(
             pull=pull.pull_id,
@@ -527,7 +527,7 @@ class Pulls:
         return tuple(map(self.snapshot_of, self.running()))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict themselves."""
+        """Raise AssertionError where the tables contradict each other."""
         indexed = [p.pull_id for of in self._by_session.values() for pulls in of.values() for p in pulls]
         assert sorted(indexed) == sorted(self._pulls), "pulls are not found by their session and ticket"
         for pull in self._pulls.values():

@@ -1,7 +1,7 @@
-"""Which daemon each rank of an engine is spoken for by, kept while the rank is away for a moment.
+"""The holder of each rank of an engine, kept while the rank is absent for a short time.
 
 A restart of the home leaves every engine without ranks for a second. Without this record the first peer
-that joins a rank in that second has it, and can give the engine another shape or start another generation.
+that joins a rank in that second owns it, and can give the engine another shape or start another generation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvxferd.core.identity import SECRET_HOLDER
 from kvxferd.ids import EngineId, EngineKey, Generation, Rank
 
 # A home has 4,096 ranks of other nodes, 2,048 of one peer, and 128 of its own (`limits.max_ranks`). Twice the
-# first is room for those that have left in the last minutes. An entry takes 0.5 KB: 4 MB. A user may register
-# four ranks a second, so one that does nothing else loses its own oldest entries, and no other user's.
+# first leaves room for the ranks that left in the last minutes. An entry takes 0.5 KB: 4 MB. A user may
+# register four ranks a second: one that does nothing else loses its own oldest entries, and no other user's.
 MAX_HELD_RANKS, MAX_HELD_RANKS_PER_PEER, MAX_HELD_RANKS_PER_USER = 8192, 2048, 512
 
 _USER = "uid:"
 
-# Engine, generation, pipeline and tensor rank, holder: as the shell writes it to disk.
+# Engine, generation, pipeline and tensor rank, and holder, as the shell writes them to disk.
 SavedRank = tuple[EngineId, Generation, int, int, str]
 
 
 def holder_of_user(uid: int) -> str:
-    """The holder of ranks whose workers are that user's, and connected to this daemon."""
+    """Return the holder of a rank whose worker is that user's and is connected to this daemon."""
     return f"{_USER}{uid}"
 
 
@@ -40,33 +40,33 @@ def is_local_user(holder: str) -> bool:
 class _HeldRank:
     holder: str
     is_present: bool
-    has_left: bool = False  # said so; else it was there when an earlier daemon ended
+    has_left: bool = False  # by its own request; False: it was present when an earlier daemon ended
     expires_at: float = 0.0  # where it is not present
 
 
 class RankHolders:
-    """Holders of ranks by engine, generation and rank. What the shell keeps on disk is `listed`."""
+    """Holders of ranks by engine, generation and rank. The shell keeps `saved_ranks()` on disk."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._held: dict[EngineId, dict[tuple[EngineKey, Rank], _HeldRank]] = {}
         self._num = 0
         self._num_by_holder: Counter[str] = Counter()
-        # Those that are not present: of each engine id by holder, and of each holder the oldest first.
+        # The absent ones: of each engine id by holder, and of each holder the oldest first.
         self._num_absent_by_engine: dict[EngineId, Counter[str]] = {}
         self._absent_by_holder: dict[str, dict[tuple[EngineKey, Rank], None]] = {}
-        self._local_left_at: dict[EngineId, float] = {}  # when the last rank of this node went
+        self._local_left_at: dict[EngineId, float] = {}  # when the last rank of this node left
 
     def __len__(self) -> int:
         return self._num
 
     def holder_of(self, key: EngineKey, rank: Rank) -> str | None:
-        """Return who holds the rank, present or not; None: nobody."""
+        """Return the rank's holder, present or not; None: it has none."""
         held = self._get(key, rank)
         return held.holder if held is not None else None
 
     def absent_holder(self, key: EngineKey, rank: Rank) -> str | None:
-        """Return who holds the rank and is not here; None: nobody."""
+        """Return the rank's holder if it is absent, else None."""
         held = self._get(key, rank)
         return held.holder if held is not None and not held.is_present else None
 
@@ -76,12 +76,12 @@ class RankHolders:
         return max(0.0, held.expires_at - self._context.now) if held is not None else 0.0
 
     def has_absent_members(self, engine_id: EngineId, excluding: str = "") -> bool:
-        """Whether a rank of any generation is kept for an absent daemon of another node, `but` excepted."""
+        """Whether a rank of any generation is kept for an absent daemon other than `excluding`."""
         absent = self._num_absent_by_engine.get(engine_id, ())
         return any(not is_local_user(holder) and holder != excluding for holder in absent)
 
     def local_left_recently(self, engine_id: EngineId) -> bool:
-        """Whether a worker of this node that was a rank of the engine may be back within moments."""
+        """Whether a worker of this node that was a rank of the engine left a short time ago."""
         left_at = self._local_left_at.get(engine_id)
         return (
             left_at is not None and self._context.now < left_at + self._context.settings.member_silent_after_s
@@ -97,7 +97,7 @@ class RankHolders:
         )
 
     def saved_ranks(self) -> tuple[SavedRank, ...]:
-        """Return what the next daemon must know: who is here, and who was when this daemon started."""
+        """Return what the next daemon needs: holders that are present, or were when this daemon started."""
         return tuple(
             (key.engine_id, key.generation, rank.pp_rank, rank.tp_rank, held.holder)
             for kept in self._held.values()
@@ -106,10 +106,10 @@ class RankHolders:
         )
 
     def restore(self, listed: Iterable[SavedRank]) -> None:
-        """Take what an earlier daemon listed, as if all had left now.
+        """Load what an earlier daemon saved, as if all ranks had left now.
 
-        Secrets are kept shorter: a member's daemon that restarts too has another one, and its silence is all
-        that shows that it is gone, here as where it is present.
+        Secrets are kept for a shorter time: a member's daemon that restarts too has another secret, and only
+        silence shows that the former one is gone.
         """
         settings = self._context.settings
         for engine_id, generation, pp_rank, tp_rank, holder in listed:
@@ -122,7 +122,7 @@ class RankHolders:
                 )
 
     def set_holder(self, key: EngineKey, rank: Rank, holder: str) -> None:
-        """The rank is here, and that holder's."""
+        """Record the holder of a rank that is present."""
         known = self._get(key, rank)
         if known is not None and known.holder == holder:
             self._set_present(key, rank, known)
@@ -133,9 +133,9 @@ class RankHolders:
             self._context.emit(SaveOwnerships())
 
     def rank_left(self, key: EngineKey, rank: Rank) -> None:
-        """The rank has left. With a key it is kept for its holder: its mover may only be replaced.
+        """Mark the rank absent. With a key it is kept for its holder: maybe its mover is only replaced.
 
-        A member's daemon that restarts has another secret: nothing is kept for that.
+        With a secret nothing is kept: a member's daemon that restarts has another one.
         """
         held, settings = self._get(key, rank), self._context.settings
         if held is None:
@@ -143,7 +143,7 @@ class RankHolders:
         if held.holder.startswith(SECRET_HOLDER):
             self.forget(key, rank)
         elif is_local_user(held.holder):
-            # No other node has it in this generation: it is kept as long as the engine id is its user's.
+            # No other node has it in this generation: it is kept as long as its user owns the engine id.
             self._set_absent(key, rank, settings.ownership_s)
         elif not held.has_left:
             held.has_left = True
@@ -151,12 +151,12 @@ class RankHolders:
             self._context.emit(SaveOwnerships())
 
     def forget(self, key: EngineKey, rank: Rank) -> None:
-        """The rank is nobody's."""
+        """Remove the rank's holder."""
         if self._remove(key, rank):
             self._context.emit(SaveOwnerships())
 
     def forget_absent(self, engine_id: EngineId, excluding: EngineKey | None = None) -> int:
-        """Forget whoever of the engine is not here, in that generation excepted. Return how many ranks."""
+        """Forget the engine's absent holders, except in generation `excluding`. Return how many ranks."""
         kept = self._held.get(engine_id, {})
         absent = [place for place, held in kept.items() if not held.is_present and place[0] != excluding]
         for place in absent:
@@ -164,15 +164,15 @@ class RankHolders:
         return len(absent)
 
     def num_absent(self, engine_id: EngineId) -> int:
-        """Of how many ranks of the engine the holder is not here."""
+        """Return how many ranks of the engine have an absent holder."""
         absent = self._num_absent_by_engine.get(engine_id)
         return absent.total() if absent is not None else 0
 
     def absent_engines(self) -> Iterable[EngineId]:
-        """The engines of which a rank's holder is not here."""
+        """Return the engines of which a rank has an absent holder."""
         return self._num_absent_by_engine
 
-    # --- upkeep
+    # --- the tables
 
     def _get(self, key: EngineKey, rank: Rank) -> _HeldRank | None:
         kept = self._held.get(key.engine_id)
@@ -187,7 +187,7 @@ class RankHolders:
         held = self._get(key, rank)
         if held is None:
             return False
-        self._set_present(key, rank, held)  # out of the books of those that are not
+        self._set_present(key, rank, held)  # takes it out of the tables of absent ones
         kept = self._held[key.engine_id]
         del kept[key, rank]
         if not kept:
@@ -228,7 +228,7 @@ class RankHolders:
         held.is_present, held.has_left = True, False
 
     def _make_room(self, holder: str) -> bool:
-        """At the bound of one, drop its oldest absent entry. Return False at that of all: none is dropped."""
+        """At a holder's limit, drop its oldest absent entry. Return False if there is still no room."""
         limit = MAX_HELD_RANKS_PER_USER if is_local_user(holder) else MAX_HELD_RANKS_PER_PEER
         if self._num_by_holder[holder] >= limit:
             oldest = next(iter(self._absent_by_holder.get(holder, ())), None)

@@ -1,8 +1,8 @@
-"""Which mapping of its memory each rank of an engine has, reported to the sessions that publish for it.
+"""Reports the incarnation of each rank's memory to the sessions that publish for its engine.
 
-A publish is bound to what its session knew when it was called: so a daemon that was away while a rank
-slept can tell what was published of that rank's old memory. The client keeps what was reported over
-reconnects; a report is sent when a session joins, and whenever a rank comes or is mapped anew.
+A publish is bound to the incarnations that its session knew at the call. So a daemon that restarts while a
+rank sleeps can find what was published of that rank's old memory. The client keeps the reports over
+reconnects. A report is sent when a session joins, and whenever a rank comes or is mapped again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvxferd.wire.worker import EngineRanks
 
 
 class RankReports:
-    """Sends each session what is new about its engine's ranks, once."""
+    """Sends each session the changes of its engine's ranks, once."""
 
     def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
@@ -24,7 +24,7 @@ class RankReports:
         self._sessions: dict[EngineKey, dict[SessionId, Session]] = {}
 
     def add(self, session: Session, engine: EngineKey) -> None:
-        """Report the engine's ranks to the session from here on. Before it is answered `Registered`."""
+        """Report the engine's ranks to the session from now on. Called before `Registered` is sent."""
         if session.version < 2:
             return
         self._sessions.setdefault(engine, {})[session.session_id] = session
@@ -34,7 +34,7 @@ class RankReports:
             self._context.emit(SendToWorker(session.session_id, EngineRanks(ranks=ranks)))
 
     def remove(self, session: Session, engine: EngineKey) -> None:
-        """The session does not publish for the engine any more. Harmless where it never did."""
+        """Stop the reports to a session. Does nothing where it gets none."""
         sessions = self._sessions.get(engine)
         if sessions is None:
             return
@@ -43,16 +43,16 @@ class RankReports:
             del self._sessions[engine]
 
     def report_mapping(self, engine: EngineKey, rank: Rank, incarnation: Incarnation) -> None:
-        """A rank has come, or its memory has another mapping."""
+        """Report a rank that has come, or whose memory has another mapping."""
         report = EngineRanks(ranks=((rank, incarnation),))
         for session in self._sessions.get(engine, {}).values():
             if self._may_receive(session, engine):
                 self._context.emit(SendToWorker(session.session_id, report))
 
     def _may_receive(self, session: Session, engine: EngineKey) -> bool:
-        """A session may have attached before the engine's ranks came, which are another user's."""
+        """Whether the session's user owns the engine: it may have attached before another user's ranks."""
         return self._registry.is_owner(session.uid, engine.engine_id)
 
     def num_sessions(self) -> int:
-        """How many sessions get reports."""
+        """Return how many sessions get reports."""
         return sum(map(len, self._sessions.values()))

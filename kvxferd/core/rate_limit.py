@@ -1,4 +1,4 @@
-"""How often each user may do what is dear: some at once, and then so many a second."""
+"""A rate limit for each user: a burst at once, then a number per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Bucket:
 
 
 class RateLimiter:
-    """A token bucket of each user. One that is full again is forgotten."""
+    """A token bucket for each user. A bucket that is full again is forgotten."""
 
     def __init__(self, burst: int, per_s: float) -> None:
         self.burst, self.per_s = burst, per_s
@@ -20,7 +20,7 @@ class RateLimiter:
         self._swept_at = 0.0
 
     def acquire(self, uid: int, now: float) -> float:
-        """Take one where there is one, and return 0; else return how many seconds until there is."""
+        """Take a token and return 0, or return how many seconds it takes until there is one."""
         self._sweep(now)
         bucket = self._buckets.setdefault(uid, _Bucket(self.burst, now))
         bucket.tokens = min(self.burst, bucket.tokens + (now - bucket.updated_at) * self.per_s)

@@ -1,4 +1,4 @@
-"""Room for block ids that arrive in parts, before the request that they belong to."""
+"""The memory of block ids that arrive in parts, before the request that they belong to."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from kvxferd.core.fair_share import FairShare
 from kvxferd.core.session import Session
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
-# Of users who have a rank here: sixteen of the largest requests at a time; one of a million tokens at 16
-# tokens a block is 256 KiB, and arrives within a millisecond.
+# For users who have a rank here: sixteen of the largest requests at a time. A request of a million tokens at
+# 16 tokens a block is 256 KiB, and arrives within a millisecond.
 MAX_REASSEMBLY_BYTES = 16 * MAX_REQUEST_IDS_BYTES
-# Of all others together, schedulers whose ranks have not come yet: what they publish is refused anyway.
+# For all others together, schedulers whose ranks have not come yet: their publishes are refused anyway.
 MAX_REASSEMBLY_BYTES_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
 
 
 class ReassemblyMemory:
-    """Counts what sessions' assemblies hold: a session one of the largest requests, a user its share."""
+    """Counts the bytes of sessions' assemblies: one of the largest requests a session, a share a user."""
 
     def __init__(self, has_rank: Callable[[int], bool]) -> None:
         self._has_rank = has_rank
@@ -24,9 +24,9 @@ class ReassemblyMemory:
         self._other_users = FairShare(MAX_REASSEMBLY_BYTES_WITHOUT_RANK)
 
     def reserve(self, session: Session, num_bytes: int) -> bool:
-        """Take room for so many bytes more, or give it back; return whether there was room."""
+        """Reserve `num_bytes`, or release them where it is negative. Return whether there was room."""
         if num_bytes > 0 and not session.assembly.num_bytes:
-            # Only where nothing is held: bytes go back to the share that they were taken from.
+            # Only while nothing is held: bytes must return to the share that they were taken from.
             session.charged_with_rank = self._has_rank(session.uid)
         shares = self._users_with_rank if session.charged_with_rank else self._other_users
         if num_bytes <= 0:

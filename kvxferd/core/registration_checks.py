@@ -1,4 +1,4 @@
-"""Who may register, attach, or have a mover started, and with what."""
+"""The checks of who may register, attach, or have a mover started, and of the exported regions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvxferd.wire.worker import (
     RegionExport,
 )
 
-# A registration has a mover started, a process of its own; so have a resumption and a mover's end. Of each
-# user two engines of 64 ranks may start at once, twice; then a rank each quarter of a second, which is an
-# engine of 64 every 16 s.
+# A registration, a resume and a mover's end each start a mover, which is a process. Each user may start two
+# engines of 64 ranks at once, twice; then a rank each quarter of a second, which is an engine of 64 every
+# 16 s.
 REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 
 
 class RegistrationChecks:
-    """Raises what a request is refused with; changes nothing but the rate of started movers."""
+    """Raises the refusal of a request. Changes nothing but the rate of started movers."""
 
     def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
@@ -31,7 +31,7 @@ class RegistrationChecks:
         self._started_movers = RateLimiter(REGISTER_BURST, REGISTER_PER_S)
 
     def check_session(self, session: Session) -> None:
-        """Raise EngineError where this connection, or this daemon, registers nothing now."""
+        """Raise EngineError where the connection is attached, or the daemon drains."""
         if session.attached is not None:
             raise EngineError(
                 "cannot register: this connection is attached as a publisher; open another", Code.OUT_OF_PLACE
@@ -42,14 +42,14 @@ class RegistrationChecks:
             )
 
     def check_room(self, session: Session) -> None:
-        """Raise BusyError where the user has all the ranks that it may."""
+        """Raise BusyError where the user has as many ranks as it may have."""
         held_by = self._registry.num_ranks_by_user()
         limit = self._context.settings.limits.max_ranks
         what = f"register: {held_by.total()} ranks are registered here"
         check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
 
     def check_rate(self, session: Session, what: str) -> None:
-        """Raise BusyError where the user starts movers too often. Check it last: it counts one."""
+        """Raise BusyError where the user starts movers too often. Call it last: it counts one."""
         wait_s = self.start_mover_wait_s(session.uid)
         if wait_s > 0:
             raise BusyError(
@@ -59,7 +59,7 @@ class RegistrationChecks:
             )
 
     def check_owner(self, session: Session, engine_id: EngineId) -> None:
-        """Raise EngineError for another user's engine: to add to it, publish for it, or replace it."""
+        """Raise EngineError where another user owns the engine."""
         if not self._registry.is_owner(session.uid, engine_id):
             owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
             raise EngineError(
@@ -70,7 +70,7 @@ class RegistrationChecks:
             )
 
     def check_start(self, session: Session, key: EngineKey) -> None:
-        """Raise EngineError where it would replace a generation that has ranks of other nodes alone."""
+        """Raise EngineError where it would replace a generation whose ranks are all on other nodes."""
         is_own = session.uid == self._context.settings.own_uid
         if not is_own and not self._registry.may_start(session.uid, key):
             newest = self._registry.newest(key.engine_id)
@@ -82,7 +82,7 @@ class RegistrationChecks:
             )
 
     def check_publisher(self, session: Session, engine_id: EngineId) -> None:
-        """Raise EngineError where no mover of the engine would serve this user's fence pages."""
+        """Raise EngineError where no mover of the engine serves this user's fence pages."""
         if not self._registry.may_publish(session.uid, engine_id):
             owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
             raise EngineError(
@@ -92,12 +92,12 @@ class RegistrationChecks:
             )
 
     def start_mover_wait_s(self, uid: int) -> float:
-        """Count one more mover for that user; or return for how long there may be none, above 0."""
+        """Count one more mover for that user and return 0, or return for how long none may be started."""
         return self._started_movers.acquire(uid, self._context.now)
 
 
 def check_problem(problem: Refusal | None) -> None:
-    """Raise EngineError for what the worker socket has found wrong with the message's descriptors."""
+    """Raise EngineError for the worker socket's refusal of the message's descriptors."""
     if problem is not None:
         error = EngineError(problem.message, problem.code)
         error.retry_after_s = problem.retry_after_s
@@ -105,7 +105,7 @@ def check_problem(problem: Refusal | None) -> None:
 
 
 def check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
-    """What was published of the memory that slept must not seem to be in what came back."""
+    """Raise EngineError unless the incarnation is new: resumed memory has none of the published bytes."""
     if incarnation == rank.incarnation or not 0 < len(incarnation) <= MAX_NAME_CHARS:
         raise EngineError(
             f"cannot resume rank {rank.spec.rank} of engine {rank.spec.key} as incarnation "
@@ -132,6 +132,6 @@ def check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None
 
 
 def _format_regions(regions: dict[RegionId, int]) -> str:
-    """As many as one reads: a thousand regions were a sentence of 380 KB."""
+    """Return the first eight regions as text: a thousand were a message of 380 KB."""
     shown = ", ".join(f"{name[:80]!r}: {size}" for name, size in list(regions.items())[:8])
     return f"{{{shown}}}" if len(regions) <= 8 else f"{{{shown}, ...}} ({len(regions)} of them)"

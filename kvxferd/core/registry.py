@@ -39,10 +39,10 @@ from kvxferd.wire.worker import RegionExport
 
 
 class RankState(StrEnum):
-    """Where a local rank is on its way to being readable."""
+    """The steps of a local rank from its registration to a readable one, and back."""
 
     MAPPING = "mapping"  # waits for a mover, or for the mover to map and register its memory
-    JOINING = "joining"  # waits for the engine's home to take note of it
+    JOINING = "joining"  # waits for the reply of the engine's home
     READY = "ready"
     SUSPENDING = "suspending"  # its mover is being ended
     SUSPENDED = "suspended"  # no process but the worker maps its memory
@@ -50,11 +50,11 @@ class RankState(StrEnum):
 
 @dataclass(slots=True)
 class RemotePlan:
-    """What a local rank reads of a remote engine."""
+    """The plan by which a local rank reads a remote engine."""
 
-    remote: Callable[[], object]  # what was learnt of the engine, while anybody else holds it
+    remote: Callable[[], object]  # a weak reference to the engine that it was planned on
     plan: Plan
-    last_used: float  # when it was last asked for
+    last_used: float
 
 
 @dataclass(slots=True)
@@ -66,19 +66,19 @@ class LocalRank:
     layout: RankLayout
     exports: tuple[RegionExport, ...]
     incarnation: Incarnation
-    request: int  # of the Register or Resume that waits for its answer
+    request: int  # of the Register or Resume that waits for its reply
     uid: int = 0  # the worker's user
     pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
-    has_delivery_socket: bool = False  # its movers say Delivered to the worker themselves
+    has_delivery_socket: bool = False  # its movers send Delivered to the worker themselves
     version: int = 1  # of the worker's protocol
     state: RankState = RankState.MAPPING
-    awaits_fds: bool = False  # its worker was told to send the rest
+    awaits_fds: bool = False  # FdsWanted was sent, and the descriptors have not arrived
     registered_sent: bool = False  # Registered was sent for the present mapping
     sends_fence_page: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
-    offer_number: int = 0  # number under which that mover waits for the worker to watch it; 0: it does not
-    awaits_resident: bool = False  # its worker was told to start another mover, and has not brought it
+    offer_number: int = 0  # of the MoverOffered that the worker has not acknowledged; 0: there is none
+    awaits_resident: bool = False  # MoverWanted was sent, and the worker has not started another mover
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""
@@ -86,7 +86,7 @@ class LocalRank:
     metadata: bytes = b""
     placement: Placement = field(default_factory=Placement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
-    remote_plans: dict[EngineId, RemotePlan] = field(default_factory=dict)  # the longest unwanted first
+    remote_plans: dict[EngineId, RemotePlan] = field(default_factory=dict)  # the longest unused first
     topology: TransferTopology = field(init=False)
     block_bytes: dict[GroupName, int] = field(init=False)
     rules: BlockRules = field(init=False)
@@ -97,7 +97,7 @@ class LocalRank:
         self.rules = block_rules(self.layout)
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
-        """The memory of those blocks."""
+        """Return the bytes of those blocks on this rank."""
         return sum(len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items())
 
     @property
@@ -107,11 +107,11 @@ class LocalRank:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether its worker has taken its memory back: what was in it is gone."""
+        """Whether its worker has taken its memory back: the memory's content is gone."""
         return self.state in (RankState.SUSPENDING, RankState.SUSPENDED)
 
     def manifest(self) -> RankManifest:
-        """What a reader needs; only for a rank that has been bound."""
+        """Return what a reader needs. Only for a rank that has been bound."""
         assert self.agent is not None
         binding = Binding(self.agent, self.metadata, self.addresses, self.incarnation)
         return RankManifest(self.spec, self.layout, binding)
@@ -133,7 +133,7 @@ class MemberRank:
 
     @property
     def spec(self) -> EngineSpec:
-        """The rank's own statement."""
+        """The engine's spec, as the rank sent it."""
         return self.joined.spec
 
     @property
@@ -148,21 +148,21 @@ class MemberRank:
 
     @property
     def incarnation(self) -> Incarnation:
-        """Of the rank's present mapping."""
+        """The incarnation of the rank's present mapping."""
         return self.joined.binding.incarnation
 
     @property
     def is_readable(self) -> bool:
-        """A member joins only ranks that are bound."""
+        """True: a member joins only ranks that are bound."""
         return True
 
     @property
     def is_asleep(self) -> bool:
-        """A member takes a rank back before that sleeps."""
+        """False: a member leaves the home before its rank sleeps."""
         return False
 
     def manifest(self) -> RankManifest:
-        """What a reader needs."""
+        """Return what a reader needs."""
         return self.joined
 
 
@@ -171,49 +171,50 @@ RankRecord = LocalRank | MemberRank
 
 @dataclass(slots=True)
 class LocalEngine:
-    """One start of an engine, as far as its ranks are known here."""
+    """One generation of an engine, with the ranks that are known here."""
 
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
-    _rules: BlockRules = ()  # of all ranks; worked out when asked for
+    _rules: BlockRules = ()  # of all ranks; computed on first use
     _interned: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
 
     @property
     def key(self) -> EngineKey:
-        """Engine and generation."""
+        """The engine id and the generation."""
         return self.spec.key
 
     def put(self, record: RankRecord) -> None:
-        """Add a rank, or put it in the place of what it was."""
+        """Add a rank, or replace it."""
         self.ranks[record.spec.rank] = record
         self._rules = ()
 
     def remove(self, rank: Rank) -> None:
-        """A rank is gone."""
+        """Remove a rank."""
         del self.ranks[rank]
         self._rules = ()
 
     @property
     def rules(self) -> BlockRules:
-        """What the block lists of a request must fit, on every rank that is there."""
+        """The rules for the block lists of a request, of all ranks that are here."""
         if not self._rules:
             self._rules = engine_rules(record.rules for record in self.ranks.values())
         return self._rules
 
     def unregistered(self) -> list[Rank]:
-        """The ranks of which nothing is known, not even their groups."""
+        """Return the ranks that are not here at all, whose groups are not known."""
         return [rank for rank in self.spec.ranks() if rank not in self.ranks]
 
     def missing(self) -> list[Rank]:
-        """The ranks that cannot be read (yet)."""
+        """Return the ranks that cannot be read."""
         return [
             r for r in self.spec.ranks() if (record := self.ranks.get(r)) is None or not record.is_readable
         ]
 
     def intern_incarnations(self, named: RankIncarnations) -> Mapping[Rank, Incarnation]:
-        """Return what a publish names, of this engine's ranks. One object for all that name the same:
+        """Return the incarnations of this engine's ranks that a publish names.
 
-        thousands of transfers of 64 ranks would else keep 5 KiB each.
+        Publishes that name the same share one object: thousands of transfers of 64 ranks would otherwise keep
+        5 KiB each.
         """
         if self._interned[0] != named:
             shape = frozenset(self.spec.ranks())
@@ -221,9 +222,9 @@ class LocalEngine:
         return self._interned[1]
 
     def find_remapped(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
-        """Return a rank whose memory is not the mapping that is named there; None where there is none.
+        """Return a rank whose memory has another mapping than `incarnations` names, or None.
 
-        Ranks that are absent are not judged: a daemon that has restarted does not know them yet.
+        Absent ranks are left out: a daemon that has restarted does not know them yet.
         """
         for rank, incarnation in incarnations.items():
             record = self.ranks.get(rank)
@@ -237,14 +238,14 @@ class LocalEngine:
         return not self.missing()
 
     def sessions(self) -> Iterator[SessionId]:
-        """The sessions of its ranks that are connected here."""
+        """Return the sessions of its local ranks."""
         for record in self.ranks.values():
             if isinstance(record, LocalRank):
                 yield record.session
 
 
 class Registry:
-    """Which engines are here. At most one record per rank and generation."""
+    """The engines that are here. There is at most one record for each rank and generation."""
 
     def __init__(self, endpoint: Endpoint, ownerships: Ownerships) -> None:
         self._endpoint = endpoint
@@ -257,22 +258,22 @@ class Registry:
         return iter(self._engines.values())
 
     def get(self, key: EngineKey) -> LocalEngine | None:
-        """The engine, if any rank of it is here."""
+        """Return the engine; None: no rank of it is here."""
         return self._engines.get(key)
 
     def newest(self, engine_id: EngineId) -> EngineKey | None:
-        """The generation that started last, of those that are here."""
+        """Return the generation that started last, of those that are here."""
         return self._newest.get(engine_id)
 
     def owners(self, engine_id: EngineId) -> set[int]:
-        """The users whose workers are ranks of the engine's newest start here; of none, whose it was last."""
+        """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
         engine = self._engines.get(self._newest[engine_id]) if engine_id in self._newest else None
         present = {r.uid for r in engine.ranks.values() if isinstance(r, LocalRank)} if engine else set()
         last = self.ownerships.uid_of(engine_id)
         return present or ({last} if last is not None else set())
 
     def has_local_rank(self, engine_id: EngineId) -> bool:
-        """Whether a rank of any start of the engine is connected here."""
+        """Whether a rank of any generation of the engine is connected here."""
         return any(
             isinstance(record, LocalRank)
             for engine in self._generations.get(engine_id, {}).values()
@@ -280,16 +281,16 @@ class Registry:
         )
 
     def is_owner(self, uid: int, engine_id: EngineId) -> bool:
-        """Whether that user may act for the engine: root, its ranks' user, or anybody while it has none."""
+        """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
         owners = self.owners(engine_id)
         return not owners or uid in (0, *owners)
 
     def may_start(self, uid: int, key: EngineKey) -> bool:
-        """Whether that user may register that start of the engine.
+        """Whether the user may register that generation of the engine.
 
-        An engine that is here only as ranks of other nodes has no user here. Whoever is on this node could
-        else end it by a start of another name. Its users are root, and whoever `ownerships` names. After a
-        restart of this daemon such an engine is here only as what is kept for its members.
+        An engine with ranks of other nodes only has no user here. Any local user could otherwise end it by
+        another generation. Only root, and the user that `ownerships` names, may start one. After a restart of
+        this daemon such an engine exists only as the ranks that are kept for its members.
         """
         if uid == 0 or key in self._engines or self.owners(key.engine_id):
             return self.is_owner(uid, key.engine_id)
@@ -298,7 +299,7 @@ class Registry:
         )
 
     def check_holder(self, spec: EngineSpec) -> None:
-        """Raise EngineError where a rank that a worker here registers is kept for another node's daemon."""
+        """Raise EngineError where the rank of a local worker is kept for another node's daemon."""
         ranks = self.ownerships.rank_holders
         holder = ranks.absent_holder(spec.key, spec.rank)
         if holder is None or is_local_user(holder) or not self.is_home(spec):
@@ -314,40 +315,40 @@ class Registry:
         raise error
 
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
-        """Whether that user may publish for the engine: some rank's mover here serves its fence pages.
+        """Whether the user may publish for the engine: the mover of a rank here serves its fence pages.
 
-        Root as well only where it has a rank: no mover shares pages across users.
+        Root too needs a rank of its own: no mover serves pages of other users.
         """
         owners = self.owners(engine_id)
         return not owners or uid in owners
 
     def num_ranks_by_user(self) -> Counter[int]:
-        """How many ranks each user has here."""
+        """Return how many ranks each user has here."""
         records = (record for engine in self for record in engine.ranks.values())
         return Counter(record.uid for record in records if isinstance(record, LocalRank))
 
     def user_has_rank(self, uid: int) -> bool:
-        """Whether a worker of that user is a rank here."""
+        """Whether the user has a rank here."""
         records = (record for engine in self for record in engine.ranks.values())
         return any(isinstance(record, LocalRank) and record.uid == uid for record in records)
 
     def is_superseded(self, key: EngineKey) -> bool:
-        """Whether a newer start of the engine is here: no new grants for this one."""
+        """Whether a newer generation of the engine is here: this one gets no new grants."""
         newest = self._newest.get(key.engine_id)
         return newest is not None and newest != key
 
     def is_home(self, spec: EngineSpec) -> bool:
-        """Whether this daemon aggregates the engine."""
+        """Whether this daemon is the engine's home."""
         return spec.home in ("", self._endpoint)
 
     def generations_of(self, engine_id: EngineId) -> list[LocalEngine]:
-        """Every generation of the engine that is here."""
+        """Return every generation of the engine that is here."""
         return list(self._generations.get(engine_id, {}).values())
 
     def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
         """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
 
-        `replaced`: the record that this one may take the place of.
+        `replaced`: the record that this one may replace.
         """
         spec = record.spec
         engine = self._engines.get(spec.key)
@@ -387,7 +388,7 @@ class Registry:
         return engine
 
     def remove(self, record: RankRecord) -> None:
-        """Forget the rank, and its engine with the last one. Harmless where another took its place."""
+        """Remove the rank, and its engine with the last one. Does nothing where the rank was replaced."""
         key = record.spec.key
         engine = self._engines.get(key)
         if engine is None or engine.ranks.get(record.spec.rank) is not record:
@@ -406,12 +407,12 @@ class Registry:
             del self._generations[key.engine_id]
 
     def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
-        """Every rank of a complete engine, stage by stage."""
+        """Return the manifests of all ranks of a complete engine, stage by stage."""
         return tuple(engine.ranks[rank].manifest() for rank in engine.spec.ranks())
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
-    """Bytes that one block id of each group stands for on this rank."""
+    """Return the bytes of one block of each group on this rank."""
     groups = {group.name: group for group in layout.groups}
     sizes = dict.fromkeys(groups, 0)
     for tensor in layout.tensors:

@@ -1,4 +1,4 @@
-"""What a local rank reads of a remote engine: worked out once, kept in the rank's topology."""
+"""The plans by which local ranks read remote engines, each computed once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvxferd.core.registry import LocalRank, RemotePlan
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.plan import Plan, PlanCache, require_pp_aware
 
-# Engines that a rank knows its reads of: it reads from tens. With a hybrid engine's its layouts are kept.
+# Engines of which a rank keeps a plan: it reads from tens. The layouts of a hybrid engine stay with the plan.
 MAX_REMOTE_ENGINES = 256
 
 
 class RemoteEngineRegistry:
-    """Plans by digest of the layouts; ranks that are laid out alike share the work."""
+    """Registers remote engines with local ranks. Ranks with equal layouts share their plans."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._plan_cache = PlanCache()
 
     def plan(self, rank: LocalRank, remote: RemoteEngine) -> Plan:
-        """Return what the rank reads of the engine, registering the engine in the rank's topology.
+        """Return the rank's plan for the engine, and register the engine in the rank's topology.
 
         Raises PlanError where the layouts cannot be read from one another, EngineError where the
         engine is the rank's own, is too deep for one that is not PP-aware, or has other facts than
@@ -33,9 +33,7 @@ class RemoteEngineRegistry:
         known = rank.remote_plans.get(engine_id)
         if known is not None and known.remote() is remote:
             known.last_used = self._context.now
-            rank.remote_plans[engine_id] = rank.remote_plans.pop(
-                engine_id
-            )  # the last one wanted is the last in order
+            rank.remote_plans[engine_id] = rank.remote_plans.pop(engine_id)  # the last used is the last
             return known.plan
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")

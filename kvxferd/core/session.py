@@ -1,4 +1,4 @@
-"""Connections on the worker socket, and what each of them has said it is."""
+"""One connection on the worker socket, and what it has registered as."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvxferd.wire.common import TransferRef
 
 @dataclass(slots=True)
 class Session:
-    """One connection. It is a rank, or publishes for an engine, or is nothing yet."""
+    """One connection. It is a rank, or publishes for an engine, or has registered as neither yet."""
 
     session_id: SessionId
     pid: int
     uid: int
     greeted: bool = False
     version: int = 1  # of the worker protocol, once greeted
-    has_delivery_socket: bool = False  # its rank's mover says Delivered to it itself
+    has_delivery_socket: bool = False  # its rank's mover sends Delivered to it directly
     rank: LocalRank | None = None
     attached: EngineKey | None = None
-    awaits_mover: bool = False  # a child was asked for and has not come: there is one at a time
-    num_offers: int = 0  # of movers, each with a number of its own
+    awaits_mover: bool = False  # a child mover was requested and has not come: one at a time
+    num_offers: int = 0  # of movers so far; the last offer has this number
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
-    charged_with_rank: bool = False  # what the assembly holds is counted among users who have a rank
+    charged_with_rank: bool = False  # the assembly's bytes count in the share of users who have a rank
     prepared: dict[TransferRef, HeldGrant] = field(default_factory=dict)
-    num_discarded: int = 0  # holds taken ahead and left, whose questions may still wait for an answer
-    abandoning: set[TransferRef] = field(default_factory=set)  # told to the source, and not answered
+    num_discarded: int = 0  # prepared grants that were dropped while their requests may be open
+    abandoning: set[TransferRef] = field(default_factory=set)  # sent to the source, without a reply yet
 
     @property
     def is_admitted(self) -> bool:
-        """Whether it is a rank, or publishes for an engine: before, nothing is kept of it."""
+        """Whether it is a rank, or publishes for an engine: before that, none of its data is kept."""
         return self.engine is not None
 
     @property
@@ -43,5 +43,5 @@ class Session:
 
     @property
     def own_rank(self) -> Rank | None:
-        """Its own place in that engine; None for a scheduler."""
+        """Its rank in that engine; None for a scheduler."""
         return self.rank.spec.rank if self.rank is not None else None

@@ -1,4 +1,4 @@
-"""What a node knows, as plain structs: for HTTP, the command line, metrics and logs."""
+"""A node's state and history as plain structs: for HTTP, the command line, metrics and logs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to learn a remote engine that ended."""
+    """One attempt to learn a remote engine, ended."""
 
     endpoint: Endpoint
     engine_id: EngineId
@@ -52,7 +52,7 @@ class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One published transfer that is over."""
+    """One published transfer that was released."""
 
     transfer_id: TransferId
     engine_id: EngineId
@@ -61,7 +61,7 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A local rank knows one stage of a remote engine now, and what it reads of it."""
+    """A local rank has a plan for one stage of a remote engine."""
 
     sink: EngineId
     rank: Rank
@@ -71,7 +71,7 @@ class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's memory was found to be reachable in a certain way, or not."""
+    """How a mover reaches a rank's memory, as it bound or tested it."""
 
     engine_id: EngineId
     rank: Rank
@@ -83,7 +83,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's mover has connected to another process in a way in which it had not before."""
+    """A rank's mover connected to another process over transports that it had not used."""
 
     engine_id: EngineId
     rank: Rank
@@ -96,7 +96,7 @@ Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | Placeme
 
 
 class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """How a local rank's memory is reached."""
+    """How the mover reaches a local rank's memory."""
 
     kind: str  # "direct", "resident", "staged"
     proved: bool
@@ -106,7 +106,7 @@ class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in which a rank's mover has connected."""
+    """One set of transports over which a rank's mover has connected."""
 
     reach: str  # "itself", "node", "network"
     transports: tuple[str, ...]  # as UCX names them
@@ -126,7 +126,7 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[TransportsSnapshot, ...] = ()
     worker_pid: int = 0  # of a local rank; as this daemon's PID namespace names it, 0 where it cannot
     worker_uid: int = 0
-    num_stuck: int = 0  # resident movers that were told to end and have not
+    num_stuck: int = 0  # resident movers that were requested to end and have not
     layers: tuple[int, int]
 
 
@@ -192,7 +192,7 @@ class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetiredMoverSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A mover that gets nothing new, and is killed once nothing keeps it."""
+    """A mover that gets no new pulls, and is killed when it is not needed any more."""
 
     mover: MoverId
     agent: AgentName
@@ -200,35 +200,35 @@ class RetiredMoverSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank | None  # None: its worker is gone
     kept_by: str  # among KEPT_BY
     num_pulls: int  # that it still reads
-    num_in_doubt: int  # ended pulls of its, whose blocks are quarantined until it is dead
+    num_in_doubt: int  # its ended pulls whose blocks are quarantined until it is dead
     age_s: float  # since it was retired
 
 
-# What a retired mover waits for, the first of these: pulls that it runs, who reads from it, its own exit.
+# What a retired mover waits for, the first of these: its own pulls, peers that read from it, its exit.
 KEPT_BY = ("pulls", "readers", "exit")
 
 
 class OwnershipSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose an engine id is, and whether ranks of it are kept for a daemon or a worker that is not here."""
+    """The owner of an engine id, and how many of its ranks are kept for absent holders."""
 
     engine_id: EngineId
-    uid: int | None  # None: no local user's is recorded
-    expires_in_s: float | None  # None: ranks of the engine are here, or it is no local user's
+    uid: int | None  # None: no local user owns it
+    expires_in_s: float | None  # None: ranks of the engine are here, or no local user owns it
     num_kept_ranks: int = 0
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything, at one moment."""
+    """The whole state of a node."""
 
     boot: BootId
     endpoint: Endpoint
     draining: bool
     num_sessions: int
-    num_quarantined: int  # pulls whose blocks are not proven quiet
+    num_quarantined: int  # pulls in doubt
     quarantined_bytes: int  # of local memory, those blocks
     engines: tuple[EngineSnapshot, ...]
     peers: tuple[PeerSnapshot, ...]
-    transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.showing`; the counts are of all
+    transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.snapshot_builder`; the counts are of all
     pulls: tuple[PullSnapshot, ...]
     transfer_states: dict[str, int] = {}
     num_grants_given: int = 0

@@ -1,4 +1,4 @@
-"""A node's state as plain structs."""
+"""Builds the structs of `snapshot` from a node's parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.ucx_log import data_transports, slow_transports
 from kvxferd.ids import Endpoint, MoverId, Rank, SessionId
 
-# 2,000 transfers take 5 ms to show. With pauses between such pieces a look at the node holds nobody up.
+# 2,000 transfers take 5 ms. With a pause after each batch a snapshot delays no event by more than that.
 BATCH = 2_000
 # As many transfers, and as many pulls, are shown; all are counted. It is the limit of one engine, and takes
 # 30 ms of a core.
@@ -39,7 +39,7 @@ Shown = TypeVar("Shown", TransferSnapshot, PullSnapshot)
 
 @dataclass(slots=True)
 class Listing(Generic[Shown]):
-    """The first of many things, and how many there are in which state."""
+    """The first `MAX_SHOWN` of many transfers or pulls, and how many there are in each state."""
 
     shown: list[Shown] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ Steps = Generator[None, None, Listing[Shown]]
 def list_transfers(
     published: PublishedTransfers, registry: Registry, context: NodeContext
 ) -> Steps[TransferSnapshot]:
-    """Go through the live transfers of this node's engines in pieces; yield after each, return all."""
+    """List the live transfers of this node's engines in batches; yield after each, return all."""
     listing: Listing[TransferSnapshot] = Listing()
     live = list(published.table.live.values())
     for start in range(0, len(live), BATCH):
@@ -68,7 +68,7 @@ def list_transfers(
 
 
 def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
-    """The same for pulls that have not ended."""
+    """List the pulls that are not over in batches; yield after each, return all."""
     listing: Listing[PullSnapshot] = Listing()
     running = pulls.running()
     for start in range(0, len(running), BATCH):
@@ -82,7 +82,7 @@ def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
 
 
 def engine_snapshots(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
-    """Every engine of which a rank is known here. `endpoint`: this daemon's."""
+    """Return every engine of which a rank is known here. `endpoint`: this daemon's."""
     return tuple(
         _engine_snapshot(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry
     )
@@ -95,7 +95,7 @@ def retired_mover_snapshots(
     sessions: Mapping[SessionId, Session],
     now: float,
 ) -> tuple[RetiredMoverSnapshot, ...]:
-    """The movers that wait for their end, and for what each waits."""
+    """Return the retired movers, and what each waits for."""
     if not (retired := movers.retired()):
         return ()
     reading: Counter[MoverId | None] = Counter()

@@ -1,7 +1,7 @@
-"""Source engines that cost their readers a mover again and again: they are not read for a while.
+"""Refuses source engines whose reads repeatedly do not end, and cost their readers a mover, for a while.
 
-Counted for each user who reads, who is refused alone: a resident mover is in a worker's hands, and one
-that ends nothing would otherwise have a good source refused to everybody.
+Stalls are counted by reading user, and only that user is refused: a resident mover is part of a worker, and
+one that never ends a read would otherwise make a good source refused to all users.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import TransferRef
 
-# Each of these has retired a mover, which takes its rank's other pulls along where they do not end in time.
+# Each of these has retired a mover, and with it its rank's other pulls that did not end in time.
 MAX_STALLS = 3
 WINDOW_S = 60.0
 REFUSED_S = 30.0
@@ -32,7 +32,7 @@ class SourceBreaker:
         return len(self._stalled_at)
 
     def record_stall(self, uid: int, ref: TransferRef) -> None:
-        """A mover of that user's was retired because a read from the reference's engine did not end."""
+        """Count a mover of that user that was retired because a read from the reference's engine hung."""
         source = (uid, ref.endpoint, ref.engine)
         at = self._stalled_at.pop(source, None) or deque(maxlen=MAX_STALLS)
         at.append(self._context.now)
@@ -48,7 +48,7 @@ class SourceBreaker:
             del self._stalled_at[source]
 
     def check(self, uid: int, ref: TransferRef, what: str) -> None:
-        """Raise EngineError(source-stalled) while that user is not to read the reference's engine."""
+        """Raise EngineError(source-stalled) while the user may not read the reference's engine."""
         at = self._stalled_at.get((uid, ref.endpoint, ref.engine))
         if at is None or len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
             return

@@ -1,4 +1,4 @@
-"""Source movers must poll while somebody reads from them: who asked, and who confirmed."""
+"""Source movers must poll while peers read from them: which were requested to, and which have confirmed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.ids import AgentName
 
 @dataclass(slots=True)
 class _PollState:
-    """One agent that was asked to poll."""
+    """One agent that was requested to poll."""
 
     holders: set[Hashable] = field(default_factory=set)
     confirmed: bool = False
@@ -19,15 +19,15 @@ class _PollState:
 
 
 class PollRequests:
-    """Keeps each mover polling from its first holder until a while after its last."""
+    """Keeps each mover polling from its first holder until `polling_linger_s` after its last."""
 
     def __init__(self, context: NodeContext, request_polling: Callable[[AgentName, bool], None]) -> None:
         self._context = context
-        self._request_polling = request_polling  # tells the agent's mover, here or on a member's node
+        self._request_polling = request_polling  # sends to the agent's mover, here or on a member's node
         self._states: dict[AgentName, _PollState] = {}
 
     def acquire(self, agent: AgentName, holder: Hashable) -> None:
-        """Have the agent poll for this holder. `is_attending` says when it does."""
+        """Have the agent poll for this holder. `is_polling` returns whether it does."""
         attendant = self._states.get(agent)
         if attendant is None:
             attendant = self._states[agent] = _PollState()
@@ -43,12 +43,12 @@ class PollRequests:
         return attendant is not None and attendant.confirmed
 
     def has_holders(self, agent: AgentName) -> bool:
-        """Whether somebody reads from the agent, or may."""
+        """Whether a grant, or a home, needs the agent to poll."""
         attendant = self._states.get(agent)
         return attendant is not None and bool(attendant.holders)
 
     def confirm(self, agent: AgentName) -> bool:
-        """The agent's mover polls. Return whether that is news."""
+        """Record that the agent's mover polls. Return whether anything changed."""
         attendant = self._states.get(agent)
         if attendant is None or attendant.confirmed:
             return False
@@ -56,12 +56,12 @@ class PollRequests:
         return True
 
     def request_failed(self, agent: AgentName) -> None:
-        """The agent's mover could not be asked: the next holder asks again."""
+        """Record that the agent's mover could not be reached: the next holder's request is sent again."""
         if attendant := self._states.get(agent):
             attendant.requested = attendant.confirmed
 
     def release(self, agent: AgentName, holder: Hashable) -> None:
-        """This holder reads no more. The last one to leave lets the mover rest, after a while."""
+        """Remove the holder. After the last one the mover may stop polling, `polling_linger_s` later."""
         attendant = self._states.get(agent)
         if attendant is None or holder not in attendant.holders:
             return
@@ -78,6 +78,6 @@ class PollRequests:
         self._request_polling(agent, False)
 
     def forget(self, agent: AgentName) -> None:
-        """The agent is gone."""
+        """Forget an agent whose mover is gone."""
         self._states.pop(agent, None)
         self._context.timers.cancel(("attend-linger", agent))

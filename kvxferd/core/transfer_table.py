@@ -1,4 +1,4 @@
-"""Published transfers: their lease, their grants, who has acknowledged. Data and questions about it."""
+"""The tables of published transfers: their leases, grants, readers and tombstones."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Reader:
 
     @property
     def is_done(self) -> bool:
-        """Whether it needs the blocks no more."""
+        """Whether it does not need the blocks any more."""
         return self.abandoned or len(self.acknowledged) >= self.num_ranks
 
 
 @dataclass(slots=True, kw_only=True)
 class Transfer:
-    """One request's cache, published here. Ended by `Transfers.end`, once."""
+    """One request's cache, published here. `TransferTable.end` ends it, once."""
 
     engine: EngineKey
     transfer_id: TransferId
     nonce: str
     session: SessionId  # the publisher's; its fence page holds the word
-    uid: int  # the publisher's: its share keeps the block ids
+    uid: int  # the publisher's, whose share the block ids count for
     fence_slot: int
     fence_word: bytes
     blocks: dict[GroupName, PackedBlocks]
@@ -60,19 +60,19 @@ class Transfer:
     published_at: float
     lease_expires_at: float
     ready: set[Rank]
-    # Of the mappings that hold its bytes: as the publisher knew them, else as each rank's `ready` named them.
-    # Shared among transfers: replaced, never changed.
+    # The mappings that hold its bytes, as the publisher knew them, else as each rank's `ready` named them.
+    # Transfers share this object: it is replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
-    charged_bytes: int = 0  # that its user is charged with
+    charged_bytes: int = 0  # that count in its user's share
     grants: dict[GrantId, Grant] = field(default_factory=dict)
-    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by asker
+    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
-    reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # what is kept of readers, by asker
+    reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
 
     def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
-        """Take note that a rank has written its bytes; False where it was another mapping of its memory.
+        """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
 
-        A member's daemon of version 1 names no mapping (""): then the publisher must have.
+        A member's daemon of version 1 names no mapping (""): then the publisher must have named it.
         """
         known = self.incarnations.get(rank)
         if known is None and incarnation:
@@ -84,35 +84,35 @@ class Transfer:
 
     @property
     def expires_at(self) -> float:
-        """The lease never ends before its grants."""
+        """When the lease ends: never before the grants on it."""
         return max([self.lease_expires_at, *(grant.expires_at for grant in self.grants.values())])
 
     @property
     def is_read_by_all(self) -> bool:
-        """Whether every reader that was announced has all it needs."""
+        """Whether every announced reader is done."""
         return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
 
     def reader(self, consumer: Consumer) -> Reader:
-        """The consumer's engine among the readers.
+        """Return the consumer's engine among the readers, added if it is new.
 
-        Any holder of the reference may read while the transfer lives: a request that failed on one
-        decode engine may be sent to another, also when some ranks of the first have acknowledged.
+        Any holder of the reference may read while the transfer lives. A request that failed on one decode
+        engine may be sent to another one, also when some ranks of the first have acknowledged.
         """
         return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
 
     def reader_cost(self, consumer: Consumer, acknowledges: bool) -> int:
-        """What is to be kept if the consumer's rank acknowledges, or its engine abandons, in ranks."""
+        """Return the cost, in ranks, of keeping the consumer's acknowledgement or abandonment."""
         known = self.readers.get(_engine_of(consumer))
         if known is None:
             return READER_COST + acknowledges
         return int(acknowledges and consumer.rank not in known.acknowledged)
 
     def state(self, is_ready: bool) -> str:
-        """For people: "granted", "readable" or "writing"."""
+        """Return the state as /v1/transfers shows it: "granted", "readable" or "writing"."""
         return "granted" if self.grants else "readable" if is_ready else "writing"
 
     def snapshot(self, now: float, state: str) -> TransferSnapshot:
-        """For people."""
+        """Return the transfer as /v1/transfers shows it."""
         return TransferSnapshot(
             transfer_id=self.transfer_id,
             engine_id=self.engine.engine_id,
@@ -132,18 +132,18 @@ def _engine_of(consumer: Consumer) -> EngineKey:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """What is remembered of a transfer that has ended."""
+    """The record of a transfer that has ended."""
 
     nonce: str
     why: Code
 
 
 TransferKey = tuple[EngineKey, TransferId]
-# Transfers that are ready before their publish, of all engines: eight with `max_transfers_per_engine` each,
-# 1 KB an entry where names are long.
+# Transfers that are ready before their publish, of all engines: eight engines with `max_transfers_per_engine`
+# each; an entry takes 1 KB where names are long.
 MAX_EARLY_READY = 1 << 16
-# What is kept of readers, in ranks that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of
-# one reader have read and others have not. A reader itself counts as eight more: its names are as long.
+# Ranks of readers that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of one reader have
+# read and others have not. A reader itself counts as eight ranks: its names take as much.
 MAX_ACKNOWLEDGED, READER_COST = 1 << 18, 8
 K = TypeVar("K")
 
@@ -154,7 +154,7 @@ class TransferTable:
     def __init__(self) -> None:
         self.live: dict[TransferKey, Transfer] = {}
         self.tombstones: dict[TransferKey, Tombstone] = {}
-        # Received before the publish arrived; each holds for the mapping that it names.
+        # The `ready` that arrived before the publish; each is valid for the mapping that it names.
         self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
         self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
         self._early_owner: dict[TransferKey, Owner] = {}
@@ -178,9 +178,9 @@ class TransferTable:
         self._by_engine.setdefault(transfer.engine, {})[key] = None
 
     def end(self, transfer: Transfer, why: Code) -> TransferKey | None:
-        """End it. What is asked about it later is answered by its tombstone.
+        """End a transfer, and keep a tombstone for later requests about it.
 
-        Returns the oldest ended transfer where it had to be forgotten for this one.
+        Returns the oldest ended transfer if it had to be forgotten for this one.
         """
         key = (transfer.engine, transfer.transfer_id)
         del self.live[key]
@@ -197,11 +197,11 @@ class TransferTable:
         return oldest
 
     def num_of_engine(self, engine: EngineKey) -> int:
-        """How many live transfers the engine has."""
+        """Return how many live transfers the engine has."""
         return len(self._by_engine.get(engine, ()))
 
     def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
-        """Count what is to be kept of a reader, for the peer that sent it; False where there is no room."""
+        """Charge a reader's acknowledgement or abandonment to its peer; False where there is no room."""
         cost = transfer.reader_cost(consumer, acknowledges)
         if cost and not self._reader_share.acquire(peer_id, cost):
             return False
@@ -209,13 +209,13 @@ class TransferTable:
         return True
 
     def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NO_USER) -> bool:
-        """Whether `ready` was sent for fewer of the engine's transfers before their publish, and in all."""
+        """Whether one more of the engine's transfers may be ready before its publish."""
         return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
 
     def add_early_ready(
         self, key: TransferKey, rank: Rank, incarnation: Incarnation, owner: Owner = NO_USER
     ) -> None:
-        """The rank has written the bytes of a transfer that is not published yet."""
+        """Record that the rank has written the bytes of a transfer that is not published yet."""
         if key not in self.early_ready:
             self._early_owner[key] = owner
             self._early_share.add(owner, 1)
@@ -231,14 +231,14 @@ class TransferTable:
         return ranks
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
-        """Put a grant on the transfer's lease, in place of one of the same name."""
+        """Put a grant on the transfer's lease, in place of a grant with the same id."""
         if grant.grant_id not in transfer.grants:
             transfer.num_grants_of_peer[grant.peer_id] += 1
         transfer.grants[grant.grant_id] = grant
         self.by_grant[grant.grant_id] = transfer
 
     def end_grant(self, grant_id: GrantId) -> Grant | None:
-        """Take a grant off its lease; None: it has ended before."""
+        """Take a grant off its lease and return it; None: it has ended before."""
         transfer = self.by_grant.pop(grant_id, None)
         if transfer is None:
             return None
@@ -249,30 +249,30 @@ class TransferTable:
         return grant
 
     def forget_tombstone(self, key: TransferKey) -> None:
-        """Nobody will ask about that ended transfer any more."""
+        """Forget an ended transfer."""
         self.tombstones.pop(key, None)
 
     def forget_early_ready(self, key: TransferKey) -> None:
-        """The publish never came."""
+        """Forget the early `ready` of a transfer whose publish never came."""
         self._pop_early_ready(key)
 
     def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
-        """What the rank had written is gone, except in its present mapping."""
+        """Forget the rank's early `ready`, except those of its present mapping: the bytes are gone."""
         for key in self._early_by_engine.get(engine, ()):
             ranks = self.early_ready[key]
             if rank in ranks and ranks[rank] != present:
                 del ranks[rank]
 
     def published_by(self, session: SessionId) -> list[Transfer]:
-        """The live transfers that a session published."""
+        """Return the live transfers that a session published."""
         return [self.live[key] for key in self._by_session.get(session, ())]
 
     def in_slot(self, session: SessionId, slot: int) -> Transfer | None:
-        """The live transfer whose word lies in that slot of the session's fence page."""
+        """Return the live transfer whose word lies in that slot of the session's fence page."""
         return self._by_slot.get((session, slot))
 
     def of_engine(self, engine: EngineKey) -> list[Transfer]:
-        """The live transfers of an engine."""
+        """Return the live transfers of an engine."""
         return [self.live[key] for key in self._by_engine.get(engine, ())]
 
 

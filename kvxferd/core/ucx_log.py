@@ -1,8 +1,8 @@
-"""Which transports UCX chose, read from what it says when it connects.
+"""Parses the transports that UCX uses from its log.
 
-UCX tells nobody which of its transports a read goes over. But each time that a process connects in a new
-way it writes one line at its level INFO: to itself, to a process of the same machine or to another
-machine, and by what. The movers write those to standard error, the daemon reads them there.
+UCX has no function that returns the transports of a read. But each time that a process connects in a new way,
+it logs one line at level INFO: whether to itself, to a process of the same machine or to another machine, and
+over which transports. The movers log to standard error, where the daemon reads the lines.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ _LINE = re.compile(
     r"^\[[\d.]+\] \[[^\]]*?:\s*(?P<pid>\d+)\s*:\d+\s*\]\s+\S+\s+UCX\s+(?P<level>[A-Z]+)\s+(?P<text>.*)$"
 )
 _CONNECTED = re.compile(r"(?:^|\s)(?P<reach>self|intra-node|inter-node) cfg#\d+ (?P<lanes>.*)$")
-CONNECTED_MARK = "cfg#"  # in every line about a connection, whatever else of it can be read
+CONNECTED_MARK = "cfg#"  # in every line about a connection, also where the rest cannot be parsed
 _GROUP = re.compile(r"(?P<use>\w+)\((?P<transports>[^)]*)\)")
-# Of what these groups hold, reads of data go over the best; the others are for connecting and watching.
+# Reads of data use the best transport of the groups; these groups only connect and watch.
 _NOT_DATA = frozenset({"ka", "cm"})
 ITSELF, NODE, NETWORK = REACHES = ("itself", "node", "network")
 _REACH = {"self": ITSELF, "intra-node": NODE, "inter-node": NETWORK}
 
 _SLOW = "tcp"
-# With these the bytes of a read are copied once, from process to process, or not by a processor at all.
+# With these the bytes of a read are copied at most once, from process to process.
+
 _HOST_COPIES = frozenset({"cma", "xpmem", "knem"})
 _SHARED_QUEUES = frozenset({"self", "sysv", "posix"})
 
@@ -37,21 +38,21 @@ class UcxLine(NamedTuple):
 
 
 class TransportsUsed(NamedTuple):
-    """One way in which a process has connected."""
+    """The transports of one kind of connection of a process."""
 
     reach: str  # "itself", "node" (another process of this machine) or "network"
     transports: tuple[str, ...]  # "cma/memory", "rc_mlx5/mlx5_0:1", ...; in UCX's order
-    is_fully_parsed: bool = True  # False: something in the line was not understood
+    is_fully_parsed: bool = True  # False: a part of the line could not be parsed
 
 
 def parse_line(line: str) -> UcxLine | None:
-    """Return what UCX said, None where it was somebody else."""
+    """Return the line of UCX's log; None where it is not UCX's."""
     match = _LINE.match(line)
     return UcxLine(int(match["pid"]), match["level"], match["text"].strip()) if match else None
 
 
 def parse_transports(text: str) -> TransportsUsed | None:
-    """Return how a process has connected, None where the text is about something else."""
+    """Return over which transports a process has connected; None where the text is about something else."""
     match = _CONNECTED.search(text)
     if match is None:
         return None
@@ -66,14 +67,14 @@ def parse_transports(text: str) -> TransportsUsed | None:
 
 
 def is_about_connection(text: str) -> bool:
-    """Whether the text is of a connection, in whatever form."""
+    """Whether the text is about a connection, in whatever form."""
     return CONNECTED_MARK in text
 
 
 def data_transports(transports: tuple[str, ...]) -> str:
-    """Return the transports that carry data, shortly: "cma", "rc_mlx5/mlx5_0:1", "tcp".
+    """Return the transports that carry data, in short form: "cma", "rc_mlx5/mlx5_0:1", "tcp".
 
-    TCP is always there, to connect and to be watched by; data goes over it only where nothing else is.
+    TCP is always there, to connect and to watch connections; it carries data only where nothing else can.
     """
     fast = [t for t in transports if transport_kind(t) not in {_SLOW, *_SHARED_QUEUES}]
     names = [transport_kind(t) if t.endswith("/memory") else t for t in fast]
@@ -81,7 +82,7 @@ def data_transports(transports: tuple[str, ...]) -> str:
 
 
 def slow_transports(all_used: tuple[TransportsUsed, ...]) -> tuple[TransportsUsed, ...]:
-    """Return those of a mover's connections that are TCP to a process of its own machine, and need not be."""
+    """Return a mover's connections over TCP to its own machine where a faster transport exists."""
     itself = next((lanes.transports for lanes in all_used if lanes.reach == ITSELF), ())
     return tuple(
         lanes for lanes in all_used if lanes.reach == NODE and is_slow_on_node(itself, lanes.transports)
@@ -89,10 +90,10 @@ def slow_transports(all_used: tuple[TransportsUsed, ...]) -> tuple[TransportsUse
 
 
 def is_slow_on_node(itself: tuple[str, ...], node: tuple[str, ...]) -> bool:
-    """Whether a mover reads from others of its machine over TCP although it could do better.
+    """Whether a mover reads from other processes of its machine over TCP although a faster transport exists.
 
-    What it uses to itself shows what the machine and the settings allow. The difference is the
-    other process: its user, or its PID namespace.
+    The transports to itself show what the machine and the settings allow. What differs is the other
+    process: its user, or its PID namespace.
     """
     could = {transport_kind(t) for t in itself} & _HOST_COPIES
     return bool(node) and bool(could) and not any(transport_kind(t) != _SLOW for t in node)

@@ -1,4 +1,4 @@
-"""What a greeted session asks for about transfers: publish, ready, prepare, pull, cancel, abandon."""
+"""The requests of a session about transfers: publish, ready, prepare, pull, cancel, abandon."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ from kvxferd.wire.worker import (
     Pull as PullRequest,
 )
 
-MAX_PREPARED = 1024  # holds taken ahead, per session; each renews a grant for minutes
-# Of all sessions, 2 KB each: sixteen ranks that prepare all they may, twice. Who gets none pulls without.
+MAX_PREPARED = 1024  # grants requested ahead, per session; each is renewed for minutes
+# Of all sessions, 2 KB each: sixteen ranks at their limit, twice. Without one a pull requests its own grant.
 MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
-# Transfers that a session gives up and whose source has not answered; each is asked again for two minutes. An
-# engine that aborts eight requests a second, whose source is dead, has 1,024. What is not told ends by its
-# lease.
+# Transfers that a session abandons and whose source has not replied; each request is repeated for two
+# minutes. An engine that aborts eight requests a second, with a dead source, has 1,024. A transfer whose
+# abandonment is not sent ends with its lease.
 MAX_ABANDONING, MAX_ABANDONING_PER_NODE = 1024, 16 * 1024
-MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has more, and is handed on to peers
+MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has larger numbers, and the reference is passed on to peers
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
 class WorkerRequests:
-    """Checks what a session asks, and hands it on."""
+    """Checks the requests of a session, and passes them to the part that handles them."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class WorkerRequests:
         self._context.emit(SendToWorker(session.session_id, welcome))
 
     def handle(self, session: Session, message: ClientMessage, fence_word: bytes) -> None:
-        """Do what is asked. Raises ProtocolError for what no correct client sends."""
+        """Handle a request. Raises ProtocolError for a message that no correct client sends."""
         match message:
             case BlockIds():
                 if not session.is_admitted:
@@ -171,12 +171,12 @@ class WorkerRequests:
         elif len(fence_word) != FENCE_WORD_BYTES:
             problem = f"fence slot {message.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
         elif not any(fence_word):
-            # What a late reader finds where a mover has let go of a page: it must be nobody's word.
+            # A late reader finds zeros where a mover has unmapped a page: no transfer may have that word.
             problem = f"fence slot {message.fence_slot} holds no word; write 16 random bytes there first"
         elif not (0 < len(message.transfer_id) <= MAX_NAME_CHARS):
             problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
         elif len(message.nonce) > MAX_NAME_CHARS:
-            # Kept with the transfer and with what is remembered of it, and no reference could name it.
+            # The nonce is kept with the transfer and its tombstone, and no reference could carry this one.
             problem = f"its nonce has {len(message.nonce)} characters; give 32 random hex digits"
         if problem or session.engine is None:
             text = f"cannot publish transfer {message.transfer_id[:80]}: {problem}"
@@ -202,7 +202,7 @@ class WorkerRequests:
             return  # no publish can have that name, no rank that incarnation
         if session.version >= 2 and not message.incarnation:
             raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
-        # A client of version 1 forgets at `suspend` what it was to repeat: what it sends is of this mapping.
+        # A client of version 1 repeats nothing after a `suspend`: its `ready` is of the present mapping.
         incarnation = message.incarnation or rank.incarnation
         if self._registry.is_home(rank.spec):
             self._published.rank_ready(rank, incarnation, message.transfer_id)
@@ -268,7 +268,7 @@ class WorkerRequests:
         return rank, ref
 
     def _parse_ref(self, ref: TransferRef) -> TransferRef:
-        """The reference came over a router: its endpoint is parsed, rebuilt, and one that may be asked."""
+        """Return the reference with its endpoint in the normal form, checked: it came over a router."""
         for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
             if len(name) > MAX_NAME_CHARS:
                 raise EngineError(
@@ -286,7 +286,7 @@ class WorkerRequests:
         return msgspec.structs.replace(ref, endpoint=endpoint)
 
     def _pop_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
-        """A hold taken ahead, unless it has come to nothing: then a new one may fare better."""
+        """Return the session's prepared grant, unless it was refused or has ended: a new one may succeed."""
         hold = session.prepared.pop(ref, None)
         if hold is not None:
             self._context.timers.cancel(("prepared", session.session_id, ref))
@@ -304,11 +304,11 @@ class WorkerRequests:
         try:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
-            return  # the pull will be told
+            return  # the pull is refused for the same reason
         if rank is None or ref in session.prepared or self._context.draining:
             return
         if len(session.prepared) + session.num_discarded >= MAX_PREPARED:
-            return  # a pull takes its own hold
+            return  # the pull requests its own grant
         if not self._prepared_share.acquire(session.uid):
             return
         session.prepared[ref] = self._grant_client.acquire(rank, ref, self._context.settings.handshake_wait_s)
@@ -329,7 +329,7 @@ class WorkerRequests:
                 self._count_discarded(session, hold)
 
     def _count_discarded(self, session: Session, hold: HeldGrant) -> None:
-        """Count it while what it asked may wait: else who prepares and leaves would have no limit."""
+        """Count a dropped grant while its request may be open: else prepare and abandon have no limit."""
         session.num_discarded += 1
 
         def over() -> None:
@@ -372,13 +372,14 @@ class WorkerRequests:
         self._abandoning_share.release(session.uid)
 
     def session_closed(self, session: Session) -> None:
-        """What it had prepared is given back."""
+        """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
         for ref in list(session.prepared):
             self._discard_prepared(session, ref)
 
 
 def _check_groups(blocks: BlocksByGroup) -> None:
-    """Raise ProtocolError for more groups than a request has: what follows looks at each, and sorts them."""
+    """Raise ProtocolError for more groups than any request has: the later steps sort them."""
+
     if len(blocks) > MAX_GROUPS_PER_REQUEST:
         raise ProtocolError(f"cannot take {len(blocks)} groups: at most {MAX_GROUPS_PER_REQUEST} go")
