@@ -1,6 +1,8 @@
 """Movers: the processes that own NIXL agents, and the daemon's side of them.
 
-In the daemon (neither torch nor nixl): `pool` hands out `handle`s; `launch` runs the parent.
-In the parent: `parent` imports the library once and forks. In a mover: `child` sets the process
-up, `loop` serves the daemon, `binding` maps memory, `pulls` reads through a `transport`.
+`supervisor` runs in the daemon: it starts the forkserver, keeps movers ready and hands them out.
+`process` runs in the forkserver, in each mover, and in a resident mover's thread. `transport` reads memory
+through the transfer library, and by copies where the library cannot reach it.
+
+The modules beside the three rooms are what the daemon and a mover share.
 """

@@ -1,4 +1,4 @@
-"""What a lost connection proves of the reads that were under way on it: one table, and who decides by it.
+"""What a lost connection proves of the reads in flight on it: the table by which the daemon decides.
 
 The library reports a disconnect from an endpoint that it has closed by force. On some transports nothing
 lands after that. On a network card it proves nothing: there are two rails, writes may pass one another, a
@@ -15,21 +15,21 @@ from collections.abc import Callable, Sequence
 from kvxferd.core.ucx_log import TransportsUsed, transport_kind
 from kvxferd.wire.mover import DisconnectSeen, FromMover
 
-# The transports on which nothing lands after a disconnect, each with what shows it. Whatever is not here is
-# in doubt: rc, dc and ud (two rails), cuda_ipc, rocm and gaudi (copies of a device), posix, sysv, xpmem and
-# knem (never chosen here: they do not report a peer's death), and whatever is not known.
+# The transports on which nothing lands after a disconnect, each with its evidence. Every other one is in
+# doubt: rc, dc and ud (two rails), cuda_ipc, rocm and gaudi (copies of a device), posix, sysv, xpmem and
+# knem (never chosen here: they do not report a peer's death), and all that are unknown.
 NO_WRITES_AFTER_DISCONNECT = {
     "cma": "the reader's own call copies the bytes; source killed mid-read: no byte after the report",
     "tcp": "the reader's own thread takes the bytes off the socket; source killed mid-read: no byte after it",
-    "self": "the source is this very thread",
+    "self": "the source is the reader's own thread",
 }
 
 
 def transports_prove_over(lanes: Sequence[TransportsUsed]) -> bool:
-    """Whether a disconnect ends every read of a mover that has connected in these ways, and in no other.
+    """Whether a disconnect ends every read of a mover that has connected by these transports alone.
 
-    UCX does not report which peer a line is about. So all of its connections count; where none is known,
-    nothing is proved.
+    UCX does not report which peer a line is about. So all of the mover's connections count; where none is
+    known, nothing is proved.
     """
     return bool(lanes) and all(
         one.is_fully_parsed
@@ -40,15 +40,14 @@ def transports_prove_over(lanes: Sequence[TransportsUsed]) -> bool:
 
 
 def ucx_tls_proves_over(ucx_tls: str) -> bool:
-    """Whether UCX may use nothing but such transports, by its setting `UCX_TLS`."""
+    """Whether the setting `UCX_TLS` allows only transports on which nothing lands after a disconnect."""
     names = [name.strip() for name in ucx_tls.split(",")]
-    return all(
-        name in NO_WRITES_AFTER_DISCONNECT for name in names
-    )  # a negation, an alias or nothing at all is not
+    # A negation, an alias and the empty string are not in the table.
+    return all(name in NO_WRITES_AFTER_DISCONNECT for name in names)
 
 
 class DisconnectRequests:
-    """A mover's questions whether its lost connections are over. One thread."""
+    """A mover's requests to the daemon: are the reads of a lost connection over? One thread."""
 
     def __init__(self, outbox: deque[FromMover] | None = None) -> None:
         self.outbox: deque[FromMover] = deque() if outbox is None else outbox
@@ -56,13 +55,13 @@ class DisconnectRequests:
         self._last_number = 0
 
     def request(self, on_reply: Callable[[bool], None]) -> None:
-        """Have `act` called once with whether what was read over a connection that was just lost is over."""
+        """Ask whether the reads of a connection that was just lost are over. `on_reply` is called once."""
         self._last_number += 1
         self._waiting[self._last_number] = on_reply
         self.outbox.append(DisconnectSeen(number=self._last_number))
 
     def handle_reply(self, number: int, over: bool) -> None:
-        """The daemon's answer. One that was not asked for is ignored."""
-        act = self._waiting.pop(number, None)
-        if act is not None:
-            act(over)
+        """Pass the daemon's reply on. A reply without a request is ignored."""
+        on_reply = self._waiting.pop(number, None)
+        if on_reply is not None:
+            on_reply(over)

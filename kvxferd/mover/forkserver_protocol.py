@@ -1,4 +1,4 @@
-"""Messages between the daemon and the movers' parent."""
+"""Messages between the daemon and the forkserver, from which movers are forked."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from kvxferd.wire.common import Message
 
 
 class Fork(Message, frozen=True, tag="fork"):
-    """Make a mover. Carries its end of the socketpair. Answered by `Forked` or `ForkFailed`."""
+    """Fork a mover. Carries the mover's end of a socketpair. The reply is `Forked` or `ForkFailed`."""
 
     mover: MoverId
     agent: AgentName
 
 
 class LibraryLoaded(Message, frozen=True, tag="ready"):
-    """The library is imported; movers can be forked. First message, or `Unavailable` is."""
+    """The library is imported; movers can be forked. The first message is this or `LibraryUnavailable`."""
 
     library: str
 
 
 class LibraryUnavailable(Message, frozen=True, tag="unavailable"):
-    """There is no transfer library that works: there will be no movers."""
+    """No transfer library works, so there will be no movers."""
 
     reason: str
 
 
 class Forked(Message, frozen=True, tag="forked"):
-    """The mover runs. Carries its pidfd, opened before anybody could reap it."""
+    """The mover runs. Carries its pidfd, opened before the process could be reaped."""
 
     mover: MoverId
     pid: int
 
 
 class ForkFailed(Message, frozen=True, tag="fork-failed"):
-    """There is no such mover."""
+    """The mover was not forked."""
 
     mover: MoverId
     reason: str

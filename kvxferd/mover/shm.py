@@ -1,10 +1,10 @@
 """Where UCX makes its shared memory files, so that a killed mover cannot leave one behind.
 
 UCX unlinks each file right after opening it; a process killed in between leaves 4 MiB in /dev/shm
-that nobody can attribute to anyone. So the movers of one parent get a directory of their own,
-named by the parent's pid; the parent removes it, or else the daemon when the parent is gone, or
-else, where both were killed at once, the next parent on this machine. A parent holds a lock on its
-directory as long as it lives: pids prove nothing where several PID namespaces share /dev/shm.
+that cannot be attributed to anyone. So the movers of one forkserver get a directory of their own,
+named by the forkserver's pid. The forkserver removes it; where it was killed, the daemon does; where both
+were killed at once, the next forkserver on this machine does. A forkserver holds a lock on its directory
+as long as it lives: pids prove nothing where several PID namespaces share /dev/shm.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def make_shm_directory() -> None:
     directory = _directory(os.getpid())
     try:
         _remove_abandoned()
-        remove_shm_directory(os.getpid())  # an earlier process of this pid may have left it to us
-        # Locked before it has its name, so that nobody can take it for an abandoned one.
+        remove_shm_directory(os.getpid())  # an earlier process of this pid may have left one
+        # Locked before it has its name, so that no other forkserver takes it for an abandoned one.
         unnamed = directory.with_name(f".{directory.name}")
         unnamed.mkdir(mode=0o700, exist_ok=True)
         _lock(unnamed)  # until this process ends
         unnamed.rename(directory)
-    except OSError:  # no /dev/shm here, or not ours: UCX finds its own way
+    except OSError:  # no /dev/shm here, or not writable: UCX chooses a place itself
         return
     os.environ[_VARIABLE] = str(directory)
 
 
 def remove_shm_directory(pid: int) -> None:
-    """Remove the directory of a parent that has no movers any more. Idempotent."""
+    """Remove the directory of a forkserver that has no movers any more. Idempotent."""
     shutil.rmtree(_directory(pid), ignore_errors=True)
 
 
@@ -45,14 +45,14 @@ def _remove_abandoned() -> None:
     for directory in _SHM.glob("kvxferd-movers-*"):
         try:
             lock = _lock(directory)
-        except OSError:  # its parent lives, or it is another user's, or has just gone
+        except OSError:  # its forkserver lives, or it is another user's, or was just removed
             continue
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
 
 
 def _lock(directory: Path) -> int:
-    """Return a descriptor that holds the directory's lock. Raises OSError where another does."""
+    """Return a descriptor that holds the directory's lock. Raises OSError where another process holds it."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,16 +1,16 @@
-"""How long a mover waits before it looks again."""
+"""How long a mover waits before it polls again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-SPIN_OVERSUBSCRIBED_S = 5e-6  # how long to spin where a core is wanted by more movers than there are cores
-SPIN_S = 40e-6
+SPIN_OVERSUBSCRIBED_S = 5e-6  # how long to spin where there are more movers than cores
+SPIN_S = 40e-6  # and where there are not
 MIN_PAUSE_S = 50e-6
-MAX_READING_PAUSE_S = 500e-6  # the longest while a read is under way here
-MAX_SERVING_PAUSE_S = 1e-3  # the longest while others may read from here
-MAX_IDLE_PAUSE_S = 2e-3  # and when nobody has for a second
+MAX_READING_PAUSE_S = 500e-6  # while a read of this mover is in flight
+MAX_SERVING_PAUSE_S = 1e-3  # while peers may read from here
+MAX_IDLE_PAUSE_S = 2e-3  # and where no peer has for a second
 # A call into the library that has nothing to do takes 1 us, with cold caches after a sleep up to 30;
 # one that serves a reader takes longer. There is no other sign of being read.
 BUSY_CALL_S = 12e-6
@@ -20,12 +20,12 @@ BUSY_COLD_CALL_S = 40e-6
 class PollBackoff:
     """Spins for tens of microseconds, then sleeps in growing steps.
 
-    It does not yield: under Linux 6.18 whoever yields gives its turn up to everybody who wants the core,
-    while whoever sleeps is given one when it wakes.
+    It does not yield: under Linux 6.18 a thread that yields waits for all others that want the core, while a
+    thread that sleeps gets its turn when it wakes.
     """
 
-    # The posts of a small pull, its fence word's included, follow one another. What takes longer is
-    # a large one's, and the daemon's messages are looked at in between.
+    # The posts of a small pull, its fence word's included, follow one another without a look at the daemon's
+    # messages. A large pull's take longer, and messages are handled in between.
     burst_s = 300e-6
 
     def __init__(self, is_oversubscribed: Callable[[], bool]) -> None:
@@ -34,12 +34,12 @@ class PollBackoff:
         self._has_paused = False
 
     def record_call(self, elapsed_s: float) -> None:
-        """A call into the library took so long: was there something to do for it?"""
+        """Reset the backoff where a call into the library took so long that it had something to do."""
         if elapsed_s > (BUSY_COLD_CALL_S if self._has_paused else BUSY_CALL_S):
             self.reset()
 
     def reset(self) -> None:
-        """Something happened: look again at once."""
+        """Poll again at once, because something happened."""
         self._progress_at = time.perf_counter()
 
     def pause_s(self, is_reading: bool) -> float:

@@ -30,14 +30,14 @@ M = TypeVar("M", Mapping, DeviceMapping)
 
 
 class BoundRegions(NamedTuple):
-    """Regions where they lie in this process, and what of that the library can reach."""
+    """Regions at their addresses in this process, and the spans that readers must load for them."""
 
     regions: tuple[RegionAddress, ...]
     spans: tuple[Span, ...]
 
 
 class Bindings:
-    """Maps and registers memory. Descriptors stay the caller's and may be closed afterwards."""
+    """Maps and registers memory. Descriptors stay the caller's, which may close them afterwards."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Bindings:
         own_regions: Sequence[RegionExport] = (),
         always_stage: bool = False,
     ) -> None:
-        """`driver` is called when there is GPU memory to bind, and not before.
+        """`make_driver` is called when there is GPU memory to bind, and not before.
 
-        `own` are the regions of this process's memory that may be bound where they lie. A child has none.
-        `always_stage`: read GPU memory by copies, whatever the library could do.
+        `own_regions` are the regions of this process's own memory, which may be bound where they lie. A child
+        has none. `always_stage`: stage GPU memory, whatever the library could read.
         """
         self._own_regions = frozenset(own_regions)
         self._mappings: list[Mapping | DeviceMapping] = []
@@ -61,7 +61,7 @@ class Bindings:
         self._always_stage = always_stage
         self._placement = Placement()
         self.regions: tuple[RegionAddress, ...] = ()
-        self.flush: Callable[[], None] | None = None  # what a device asks for before read bytes count
+        self.flush: Callable[[], None] | None = None  # called before bytes read into a device count as read
 
     def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
         """Map and register all regions, or none. Raises KvxferdError."""
@@ -72,39 +72,39 @@ class Bindings:
         check_exports(exports, fds)
         by_kind = {kind: [e for e in exports if e.kind == kind] for kind in ("memfd", "vmm", "resident")}
         with ExitStack() as undoing:
-            spread = [
+            bound = [
                 self._bind_host(by_kind["memfd"], fds, undoing),
                 self._bind_device(by_kind["vmm"], fds, undoing),
                 self._bind_resident(by_kind["resident"], undoing),
             ]
-            metadata = self._transport.metadata([span for part in spread for span in part.spans])
+            metadata = self._transport.metadata([span for one in bound for span in one.spans])
             undoing.pop_all()
-        addresses = {region.region: region for part in spread for region in part.regions}
+        addresses = {region.region: region for one in bound for region in one.regions}
         self.regions = tuple(addresses[export.region] for export in exports)
         return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
     @property
     def has_pages_to_prefault(self) -> bool:
-        """Whether host memory is bound whose pages may not be at hand yet."""
+        """Whether host memory is bound whose pages may not be mapped yet."""
         return bool(self._prefaulting)
 
     def prefault_some(self) -> None:
-        """Map some of them, for less than a millisecond."""
+        """Map some of those pages, for less than a millisecond."""
         for _ in self._prefaulting[0]:
             return
         self._prefaulting.popleft()
 
     def probe_host_memory(self, placement: Placement) -> Placement | None:
-        """Return what a read of the bound host memory shows; None where there is none, or it is known.
+        """Return what a read of the bound host memory shows; None where there is none, or it was probed.
 
-        The first region and the last stand for all: they were mapped and registered alike.
+        The first region and the last stand for all, because all are mapped and registered alike.
         """
         if not self._host_spans or placement.gigabytes_per_s or placement.why:
             return None
         ends = dict.fromkeys((self._host_spans[0], self._host_spans[-1]))
         return placement_of(placement.kind, self._probe(ends))
 
-    # --- one kind each: all or nothing, undone by what is left on the stack
+    # --- one kind of memory each: all or nothing, `undoing` holds the steps back
 
     def _bind_host(self, exports: list[RegionExport], fds: Sequence[int], undoing: ExitStack) -> BoundRegions:
         regions, spans = [], []
@@ -148,10 +148,10 @@ class Bindings:
     def _register_or_stage(
         self, kind: str, driver: Driver, uuid: str, found: Sequence[Span], undoing: ExitStack
     ) -> tuple[Span, ...]:
-        """Have a GPU's memory read by the library, or by copies. Returns what readers must load.
+        """Register a GPU's memory, or stage it where the library cannot read it. Returns what readers load.
 
-        A registration that succeeds proves nothing: only a read does. And a read proves nothing of the
-        order in which the device sees what a network card writes: that the driver must say.
+        A registration that succeeds proves nothing; only a read does. And a read proves nothing of the order
+        in which the device sees what a network card writes; only the driver can report that.
         """
         why = "mover.placement is staged" if self._always_stage else ""
         order = driver.write_order(uuid)
@@ -174,14 +174,14 @@ class Bindings:
                     undoing.push(registering.pop_all())
                     return tuple(found)
                 why = proof.why
-                if proof.is_stuck:  # nothing is taken from under a read that may go on
+                if proof.is_stuck:  # a read may go on, so its memory stays registered
                     undoing.push(registering.pop_all())
         _LOG.warning("memory of a GPU is read by copies: %s", why)
         self._placement = Placement("staged", why)
         return self._transport.stage(driver, found)
 
     def _probe(self, spans: Iterable[Span], driver: Driver | None = None) -> ProbeOutcome:
-        """Return the first proof that fails, or else the last: all were mapped and registered alike."""
+        """Return the first outcome that fails, or else the last: all were mapped and registered alike."""
         proof = ProbeOutcome(True, "", False, 0.0)
         for span in spans:
             proof = probe_span(self._transport, span, driver)
@@ -190,7 +190,7 @@ class Bindings:
         return proof
 
     def _bind_resident(self, exports: list[RegionExport], undoing: ExitStack) -> BoundRegions:
-        """Memory of this very process: the mover is a thread of the worker."""
+        """Register memory of this process itself: the mover is a thread of the worker."""
         for export in exports:
             if export not in self._own_regions:
                 raise EngineError(
@@ -241,9 +241,9 @@ class Bindings:
         return FenceMapped(session=session, address=mapping.address, metadata=metadata)
 
     def unmap_fence(self, session: SessionId) -> None:
-        """Let go of a session's page. A late reader finds zeros there, which are nobody's word.
+        """Release a session's page. A late reader finds zeros there, which are no transfer's word.
 
-        Its address stays taken: over TCP this process sends what a peer with old metadata asks for, at any
+        Its address stays in use: over TCP this process sends what a peer with old metadata asks for, at any
         later time, and would die by SIGSEGV where nothing is mapped. That costs 64 KiB of addresses a session
         and no memory. The kernel makes one mapping of neighbours: after 3,000 sessions, 16 at a time, the
         mover had 32 mappings more of the 65,530 that a process may have, and 132 KiB more resident.
@@ -254,9 +254,9 @@ class Bindings:
             mapping.blank()
 
     def close(self) -> None:
-        """Unmap everything, for a mover whose process goes on. Only when the agent is gone.
+        """Unmap everything, for a mover whose process goes on. Call it only when the agent is gone.
 
-        Whoever unmaps what an agent may still send dies by SIGSEGV.
+        An agent that still sends from unmapped memory kills its process by SIGSEGV.
         """
         self._prefaulting.clear()
         for mapping in (*self._mappings, *self._fences.values()):
@@ -283,7 +283,7 @@ def _only_device(exports: Iterable[RegionExport]) -> str:
 
 
 def _sizes_by_descriptor(exports: Iterable[RegionExport]) -> dict[int, int]:
-    """Return what regions say of the descriptors that they share."""
+    """Return the size of each descriptor. Raises EngineError where two regions disagree about one."""
     sizes: dict[int, int] = {}
     for export in exports:
         for number, size in enumerate(export.pieces, export.fd_index):
@@ -297,7 +297,7 @@ def _sizes_by_descriptor(exports: Iterable[RegionExport]) -> dict[int, int]:
 
 
 def pieces_of(export: RegionExport) -> tuple[tuple[int, int], ...]:
-    """Return (count, size) of the stretches of a region that are registered each by itself; () for one."""
+    """Return (count, size) of the parts of a region that are registered each by itself; () for one part."""
     if len(export.pieces) == 1:
         return ()
     sizes = list(export.pieces)

@@ -1,4 +1,4 @@
-"""What a mover's process does after the fork."""
+"""A mover's process after the fork: it isolates itself, makes its agent, and serves."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LOG = logging.getLogger(__name__)
 
 
 class ForkContext(NamedTuple):
-    """What a mover has from its parent."""
+    """What a mover inherits from the forkserver."""
 
-    forkserver_pid: int  # its process id
+    forkserver_pid: int
     mover_count: MoverCount
     keep_fds: tuple[int, ...]  # descriptors that stay open besides the mover's own
 
 
 def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: ForkContext) -> NoReturn:
-    """Be a mover on the socket `link` until the daemon, the parent or the worker goes.
+    """Serve as a mover on the socket until the daemon, the forkserver or the worker is gone.
 
     Ends the process; never returns.
     """
@@ -45,12 +45,12 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         prepare_thread("kvxferd-mover")
         close_all_but((0, 1, 2, socket_fd, *context.keep_fds))
-        # No events: only the hang-up, which is reported always.
+        # No events: poll reports a hang-up always, and nothing else ends the mover.
         exit_when(socket_fd, 0, "lifeline")
         stream = FrameSocket(socket.socket(fileno=socket_fd))
         transport = NixlTransport(library, agent)
-        pacer = PollBackoff(lambda: context.mover_count.is_oversubscribed)
-        MoverLoop(stream, transport, pacer, _exit_with_worker).serve()
+        backoff = PollBackoff(lambda: context.mover_count.is_oversubscribed)
+        MoverLoop(stream, transport, backoff, _exit_with_worker).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover %s ends: %s", agent, error.message)
@@ -59,7 +59,7 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
     except BaseException:
         _LOG.exception("mover %s ends", agent)
     finally:
-        # Not sys.exit: destructors of the transport library have nothing to say any more, and could hang.
+        # Not sys.exit: destructors of the transfer library have nothing left to do, and could hang.
         os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""What a mover tells its worker itself: that a pull is delivered. All else the daemon says."""
+"""The socket by which a mover reports deliveries to its worker itself. The daemon sends all else."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvxferd.wire.worker import Delivered
 
 
 class DeliverySocket:
-    """The writing end of a worker's notices; owns the descriptor."""
+    """The writing end of a worker's delivery socket; owns the descriptor."""
 
     def __init__(self, fd: int) -> None:
         """Raises OSError where it is no socket; the descriptor is then still the caller's."""
         self._socket = socket.socket(fileno=fd)
 
     def send(self, delivered: Delivered) -> bool:
-        """Return whether the worker will read it; never waits. If not, it has many that it has not read."""
+        """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
         try:
             self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:

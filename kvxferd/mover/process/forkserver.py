@@ -1,4 +1,4 @@
-"""The movers' parent: imports the transfer library once, makes no agent, forks movers on request.
+"""The forkserver: imports the transfer library once, makes no agent, and forks movers on request.
 
     python -m kvxferd.mover.process.forkserver --control-fd N [--lock-fd M]...
 
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Forkserver:
-    """Forks movers and reaps them. One thread, or its children could inherit a lock that nobody frees."""
+    """Forks movers and reaps them. One thread, or a child could inherit a lock that no thread releases."""
 
     def __init__(self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str) -> None:
         self._control = control
@@ -57,7 +57,8 @@ class Forkserver:
             self._wait_for_daemon()
             return
         self._send(LibraryLoaded(library=library.description))
-        # What is there now stays as it is: the collector's marks would copy every page in each child.
+        # Objects that exist now are never collected: the collector's marks would copy every page in each
+        # child.
         gc.collect()
         gc.freeze()
         try:
@@ -67,12 +68,12 @@ class Forkserver:
             self._end_movers()
 
     def _serve_once(self, library: TransferLibrary) -> bool:
-        link = self._control.fileno()
-        readable = wait_readable([link, *self._pidfds])
-        for pidfd in readable:
-            if pidfd != link:
-                self._reap(pidfd)
-        if link not in readable:
+        control = self._control.fileno()
+        readable = wait_readable([control, *self._pidfds])
+        for fd in readable:
+            if fd != control:
+                self._reap(fd)
+        if control not in readable:
             return True
         frames = self._control.receive()
         for frame in frames or ():
@@ -81,19 +82,19 @@ class Forkserver:
 
     def _fork(self, frame: Frame, library: TransferLibrary) -> None:
         request: Fork = TO_FORKSERVER.decode(frame.payload)
-        (link,) = frame.fds
-        if link == LOST_FD:
+        (socket_fd,) = frame.fds
+        if socket_fd == LOST_FD:
             self._send(ForkFailed(mover=request.mover, reason="no descriptor is left for its socket"))
             return
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(link)
+            os.close(socket_fd)
             self._send(ForkFailed(mover=request.mover, reason=str(error)))
             return
         if pid == 0:
-            child_main.run(link, request.agent, library, self._fork_context)
-        os.close(link)
+            child_main.run(socket_fd, request.agent, library, self._fork_context)
+        os.close(socket_fd)
         try:
             pidfd, copy = _open_pidfds(pid)
         except OSError as error:
@@ -111,14 +112,14 @@ class Forkserver:
         self._mover_count.set(len(self._pidfds))
 
     def _end_movers(self) -> None:
-        """They would die with this process; but then nobody might reap them."""
+        """Kill and reap all movers. They would die with this process, but perhaps without being reaped."""
         for pid in self._pidfds.values():
             os.kill(pid, signal.SIGKILL)
         for pidfd in list(self._pidfds):
             self._reap(pidfd)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """`fds` are closed when they are sent."""
+        """Send a message; `fds` are closed once they are sent."""
         self._control.send(encode(message), fds)
         self._control.flush()
         while not self._control.is_flushed:
@@ -135,7 +136,7 @@ class Forkserver:
 
 
 def _open_pidfds(pid: int) -> tuple[int, int]:
-    """Return one to keep and one to send. Raises OSError, and then keeps none."""
+    """Return a pidfd to keep and one to send. Raises OSError, and then keeps none."""
     pidfd = os.pidfd_open(pid)
     try:
         return pidfd, os.dup(pidfd)
@@ -154,7 +155,7 @@ def _load_library(use: str) -> TransferLibrary:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the forkserver."""
     arguments = argparse.ArgumentParser(prog="kvxferd.mover.process.forkserver", description=__doc__)
     arguments.add_argument("--control-fd", type=int, required=True)
     arguments.add_argument(
@@ -168,7 +169,7 @@ def main() -> None:
         "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
     )
     given = arguments.parse_args()
-    os.dup2(2, 1)  # the library logs to standard output, which is the daemon's to use
+    os.dup2(2, 1)  # the library logs to standard output, which belongs to the daemon
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLineFormatter("%(levelname)s %(name)s[%(process)d] %(message)s"))
@@ -176,7 +177,7 @@ def main() -> None:
     prepare_thread("kvxferd-parent")
     make_shm_directory()
     if "UCX_LOG_FILE" not in os.environ:
-        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.lanes`
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.ucx_log`
     control = FrameSocket(socket.socket(fileno=given.control_fd))
     control.accept_lost_fds()
     try:

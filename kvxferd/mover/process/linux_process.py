@@ -1,4 +1,4 @@
-"""What a mover's process asks of the kernel: to die with others, wake in time, and hold nothing extra."""
+"""Linux calls for a mover's process: die with others, wake in time, and hold no descriptor too many."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TIMER_SLACK_NS = 5_000  # the default of 50 us is longer than the shortest paus
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the parent dies, however it does."""
+    """Make the kernel kill this process when its parent dies, however that happens."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 
@@ -36,7 +36,7 @@ def close_all_but(keep: Iterable[int]) -> None:
     kept = set(keep)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of this listing is closed already
                 os.close(int(name))
 
 
@@ -57,7 +57,7 @@ def exit_when(fd: int, events: int, why: str) -> None:
 
 
 class MoverCount:
-    """How many movers run, shared by the parent that counts and the movers that look."""
+    """How many movers run. The forkserver counts; the movers read."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
@@ -65,10 +65,10 @@ class MoverCount:
         self._count = ctypes.c_uint32.from_buffer(self._page)
 
     def set(self, num_movers: int) -> None:
-        """Say how many there are (the parent)."""
+        """Set the number; the forkserver does."""
         self._count.value = num_movers
 
     @property
     def is_oversubscribed(self) -> bool:
-        """More movers than cores: whoever spins keeps another from working."""
+        """Whether there are more movers than cores, so that one that spins keeps another from working."""
         return self._count.value > self._num_cores

@@ -1,8 +1,8 @@
-"""How a mover and the movers' parent write a record of their log: as one line that is nobody else's.
+"""How a mover and the forkserver write a log record: as one line, which cannot be mistaken for UCX's.
 
-The daemon reads there, line by line, how UCX connects (see `core.lanes`), and believes a lost connection
-by it. A record holds what a peer or a library has written. So no record may end its line before its end, be
-taken for a line of UCX, or be so long that others write into it.
+The daemon reads the same pipe, line by line, for UCX's own lines (see `core.ucx_log`), and judges lost
+connections by them. A record may hold text of a peer or a library. So no record may contain a line break, be
+taken for a line of UCX, or be so long that other processes write into it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F
 
 
 class OneLineFormatter(logging.Formatter):
-    """Every record is one line, its traceback included. Of a long one the middle is left out."""
+    """Writes every record as one line, its traceback included. A long line loses its middle."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).translate(_CONTROLS)

@@ -1,4 +1,4 @@
-"""A mover: takes the daemon's messages, keeps pulls going, and polls no more than it must."""
+"""A mover's loop: it handles the daemon's messages, moves pulls on, and polls no more than it must."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MoverLoop:
         own_regions: Sequence[RegionExport] = (),
         max_runs: int = MAX_RUNS,
     ) -> None:
-        """`own`: as `Bindings` takes it. `max_runs`: about as many runs are worked out at a time."""
+        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time."""
         self._stream = stream
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
@@ -64,15 +64,15 @@ class MoverLoop:
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
         self._is_polling = False
-        self._delivery_socket: DeliverySocket | None = None  # none: the daemon tells the worker everything
-        self._tickets: dict[PullId, Ticket] = {}  # of the pulls that it would be told of
+        self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
+        self._tickets: dict[PullId, Ticket] = {}  # of the pulls whose delivery goes to the worker directly
         self._bind_reply: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
-        self._readable_ms = select.poll()  # costs a third of the other, but counts in ms
+        self._readable_ms = select.poll()  # costs a third of `PreciseWait`, but counts in milliseconds
         self._readable_ms.register(stream.fileno(), select.POLLIN)
         self._readable_us = PreciseWait(stream.fileno())
 
     def serve(self) -> None:
-        """Run until the daemon closes its end. Raises ProtocolError if it sends nonsense."""
+        """Run until the daemon closes its end. Raises ProtocolError where it sends a malformed message."""
         self._send(
             wire.MoverUp(agent=self._transport.agent, library=self._transport.library, pid=os.getpid())
         )
@@ -87,14 +87,14 @@ class MoverLoop:
                 has_ended = self._receive()
 
     def close(self) -> None:
-        """Let go of all that was mapped. Only when the transport is closed."""
+        """Unmap and close everything. Call it only when the transport is closed."""
         self._bindings.close()
         close_fds(self._early_fds.pop_all())
         if self._delivery_socket is not None:
             self._delivery_socket.close()
 
     def _report(self, message: wire.FromMover) -> None:
-        """Tell the daemon; that a pull is delivered, its worker first, which waits for just that."""
+        """Report to the daemon. A delivery goes to the worker first, because the engine is waiting for it."""
         if isinstance(message, wire.PullDone):
             ticket = self._tickets.pop(message.pull, None)
             outcome = message.outcome
@@ -120,7 +120,7 @@ class MoverLoop:
                     close_fds(frame.fds)
                 self._send_bind_reply()
         finally:
-            close_frame_fds(waiting)  # behind one that cannot be taken: a resident mover's process goes on
+            close_frame_fds(waiting)  # behind a malformed frame: a resident mover's process goes on
         return frames is None
 
     def _work(self) -> None:
@@ -138,7 +138,7 @@ class MoverLoop:
             self._backoff.record_call(time.perf_counter() - began)
 
     def _wait(self) -> bool:
-        """Return whether there is something to take, after a pause if it is time for one."""
+        """Pause if it is time to, and return whether the stream is readable."""
         pause: float | None = None
         if self._is_polling or self._engine.is_busy:
             pause = self._backoff.pause_s(self._engine.is_busy)
@@ -202,16 +202,17 @@ class MoverLoop:
             if len(fds) < num_last:
                 raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
             with ExitStack() as undoing:
-                # Before anything is bound: where no descriptor is left, nothing is, and it is tried again.
-                notices, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
-                undoing.callback(close_fds, (notices, worker))
-                answer = self._bindings.bind(message.regions, fds[:-num_last])
-                self._engine.bind(answer.regions, self._bindings.flush)
+                # Before anything is bound: where no descriptor is left, nothing is bound, and the daemon can
+                # try again.
+                delivery_fd, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
+                undoing.callback(close_fds, (delivery_fd, worker))
+                bound = self._bindings.bind(message.regions, fds[:-num_last])
+                self._engine.bind(bound.regions, self._bindings.flush)
                 undoing.pop_all()
             if message.notices:
-                self._open_delivery_socket(notices)
+                self._open_delivery_socket(delivery_fd)
             self._watch_worker(worker)
-            self._bind_reply = answer
+            self._bind_reply = bound
         except KvxferdError as error:
             self._bind_reply = wire.BindRefused(code=error.code, message=error.message)
         except Exception as error:
@@ -219,7 +220,7 @@ class MoverLoop:
             self._bind_reply = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
 
     def _map_fence(self, message: wire.MapFence, fd: int) -> wire.FenceMapped | wire.FenceRefused:
-        """A page that cannot be used is its session's trouble alone: this mover serves others."""
+        """Map a page, or return why not. A page that cannot be used concerns its session alone."""
         try:
             return self._bindings.map_fence(message.session, message.size_bytes, fd)
         except KvxferdError as error:
@@ -230,9 +231,9 @@ class MoverLoop:
             return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
 
     def _open_delivery_socket(self, fd: int) -> None:
-        """Write what is delivered to the worker's notices; where that is no socket, the daemon tells it.
+        """Send deliveries to the worker by this descriptor. Where it is no socket, the daemon sends them.
 
-        Once: a mover is bound once, and a second `Bind` is refused before it comes here.
+        Called once: a mover is bound once, and a second `Bind` is refused before.
         """
         try:
             self._delivery_socket = DeliverySocket(fd)
@@ -241,15 +242,15 @@ class MoverLoop:
             os.close(fd)
 
     def _send_bind_reply(self) -> None:
-        """Host memory is registered for certain: the worker is not kept waiting for the proof."""
-        if (answer := self._bind_reply) is None:
+        """Send the reply to `Bind`, then probe: host memory is registered, and the worker need not wait."""
+        if (reply := self._bind_reply) is None:
             return
         self._bind_reply = None
-        self._send(answer)
-        if isinstance(answer, wire.Bound):
+        self._send(reply)
+        if isinstance(reply, wire.Bound):
             self._stream.flush()
-            if (proved := self._bindings.probe_host_memory(answer.placement)) is not None:
-                self._send(wire.ProbeResult(placement=proved))
+            if (placement := self._bindings.probe_host_memory(reply.placement)) is not None:
+                self._send(wire.ProbeResult(placement=placement))
 
     def _with_early_block_ids(self, message: wire.StartPull) -> wire.StartPull:
         if not message.stream:
@@ -268,6 +269,6 @@ class MoverLoop:
 
 
 def _duplicate_present(fds: Sequence[int]) -> tuple[int, ...]:
-    """Return copies of those that there are. Raises OSError, and then keeps none."""
+    """Return copies of the descriptors, -1 for -1. Raises OSError, and then keeps none."""
     copies = iter(dup_fds(fd for fd in fds if fd >= 0))
     return tuple(next(copies) if fd >= 0 else -1 for fd in fds)

@@ -1,16 +1,16 @@
-"""The pull engine: posts many pulls fairly, reads each one's fence word, says how each ended.
+"""The pull engine: it posts many pulls fairly, reads each one's fence word, and reports how each ended.
 
-No I/O but the transport's. `step` is called for as long as `is_busy`; what is to be told collects
-in `outbox`. What a failed read proves, and what the engine says of it:
+It does no I/O but the transport's. `step` is called for as long as `is_busy`; messages to send collect in
+`outbox`. What a failed read proves, and what the engine does about it:
 
-* an address or agent that the library refuses: nothing was posted.
-* a lost connection: every read from that agent is over where the transports prove that, which the daemon
-  is asked (`disconnects`); else as any other failure.
-* any other failure of a posted read proves nothing: the pull ends with ``finished=False`` and no
-  `PullQuiet` will come, because the library has no way to ask again. Only this mover's death ends it.
+* The library refuses an address or an agent: nothing was posted.
+* A connection is lost: every read from that agent is over where the transports prove it, which the daemon
+  decides (`disconnect_requests`); otherwise it is as any other failure.
+* Any other failure of a posted read proves nothing: the pull ends with ``finished=False``, and no
+  `PullQuiesced` follows, because the library has no way to ask again. Only this mover's death ends the doubt.
 
-A pull that failed while other reads of it are under way waits `SETTLE_S` for them, and then ends
-in doubt; `PullQuiet` follows when they are terminal.
+A pull that failed while other reads of it are in flight waits `FAILED_PULL_WAIT_S` for them, and then ends
+in doubt; `PullQuiesced` follows when they are terminal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
 
 _LOG = logging.getLogger(__name__)
 
-MAX_INFLIGHT = 16  # posts under way, all pulls together
+MAX_INFLIGHT = 16  # posts in flight, all pulls together
 MAX_INFLIGHT_PER_PULL = 3  # so that five large pulls leave room for a small one
 FAILED_PULL_WAIT_S = 0.1
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
@@ -54,7 +54,7 @@ class PullEngine:
         max_runs: int = MAX_RUNS,
         disconnects: DisconnectRequests | None = None,
     ) -> None:
-        """`max_runs`: about as many runs of one pull are worked out at a time."""
+        """`max_runs`: about how many runs of one pull are expanded at a time."""
         self._disconnects = DisconnectRequests() if disconnects is None else disconnects
         self.outbox: deque[FromMover] = self._disconnects.outbox
         self.remote_agents = RemoteAgents(transport)
@@ -70,45 +70,45 @@ class PullEngine:
         self._region_map: RegionMap | None = None
         self._plans: dict[Digest, Expander] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
-        self._num_short_in_a_row = 0  # short pulls in a row that went ahead of their turn
+        self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
         self._by_id: dict[PullId, PullState] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Something is waiting or under way: call `step`."""
+        """Whether a pull or a warm-up read needs `step`."""
         return bool(self._by_id) or self._warmup.is_busy
 
     @property
     def num_inflight(self) -> int:
-        """Posts under way."""
+        """The number of posts in flight."""
         return sum(len(pull.inflight) for pull in self._active)
 
     @property
     def is_polling(self) -> bool:
-        """Whether `step` asks the library about something, which drives it."""
+        """Whether `step` polls a read, which drives the library."""
         return self._warmup.is_busy or self.num_inflight > 0
 
     def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
-        """Say where the local regions lie.
+        """Set the local regions' addresses.
 
-        `flush`, where a GPU asks for it, makes what was written there visible to the GPU's own work.
-        Raises DeviceError.
+        `flush`, where a GPU needs it, makes what was written there visible to the GPU's own work. It raises
+        DeviceError.
         """
         self._flush = flush
         self._region_addresses = {region.region: region.address for region in regions}
         self._region_map = None if is_plain(regions) else RegionMap(regions)
 
     def load_plan(self, digest: Digest, encoded: bytes) -> None:
-        """Keep a plan. One that cannot be decoded is unknown to the pulls that name it."""
+        """Keep a plan. Where it cannot be decoded, pulls that name it fail."""
         try:
             self._plans[digest] = Expander(decode_plan(encoded))
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("cannot load plan %s: %s", digest, error)
 
     def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
-        """Get to know an agent, or more of it, and connect to it if some of its host memory is known."""
+        """Load an agent, or more of its memory. `word`: an address to read ahead of any pull, 0 for none."""
         self.remote_agents.load(agent, metadata)
         if word:
             self._warmup.start(agent, word)
@@ -119,7 +119,7 @@ class PullEngine:
         self._warmup.forget(agent)
 
     def start(self, request: StartPull) -> None:
-        """Queue a pull. Exactly one `PullDone` will come of it."""
+        """Queue a pull. Exactly one `PullDone` follows."""
         if request.pull in self._by_id:
             _LOG.error("cannot start pull %s: it is running", request.pull)
             return
@@ -128,14 +128,14 @@ class PullEngine:
         self._queued.append(pull)
 
     def abort(self, number: PullId) -> None:
-        """Post nothing more for a pull. One that has ended is no error."""
+        """Post nothing more for a pull. Does nothing where it has ended."""
         pull = self._by_id.get(number)
         if pull is not None:
             pull.fail(PullFailure(Code.CANCELLED, f"pull {number} was cancelled", self._clock()))
             self._finish_if_over(pull)
 
     def step(self) -> bool:
-        """Move everything on by at most one expansion and one post; return whether anything moved."""
+        """Advance everything, by at most one expansion and one post; return whether anything advanced."""
         moved = self._warmup.poll()
         for pull in tuple(self._active):
             moved |= self._poll(pull)
@@ -146,7 +146,7 @@ class PullEngine:
             moved |= self._finish_if_over(pull)
         return moved
 
-    # --- a pull's stations, in order
+    # --- a pull's steps, in order
 
     def _expand_next(self) -> bool:
         if not self._queued:
@@ -160,7 +160,7 @@ class PullEngine:
         return True
 
     def _expand_more(self) -> bool:
-        """Work out the next part of one pull that has posted all it had."""
+        """Expand the next part of one pull that has posted all it had."""
         for pull in self._active:
             if pull.needs_expansion:
                 self._expand(pull, PullState.expand_next_part)
@@ -202,8 +202,9 @@ class PullEngine:
     def _post_next(self) -> bool:
         """Post one slice, of the pull that has waited longest for its turn.
 
-        What takes no time goes ahead of that: a fence word, and short pulls, some in a row. Behind a
-        large one's slices a short pull would wait for two of them, before its data and before its word.
+        Reads that take no time go ahead of it: a fence word, and up to `MAX_SHORT_PULLS_IN_A_ROW` posts of
+        short pulls. Behind a large pull's slices a short one would wait for two of them, before its data and
+        before its word.
         """
         if self.num_inflight >= MAX_INFLIGHT:
             return False
@@ -261,36 +262,36 @@ class PullEngine:
         finally:
             pull.post_s += self._clock() - began
         pull.started = True
-        flight = InflightRead(handle, agent, began, was_full)
+        read = InflightRead(handle, agent, began, was_full)
         if handle.done:
-            self._on_read_done(pull, flight)
+            self._on_read_done(pull, read)
         else:
-            pull.inflight.append(flight)
+            pull.inflight.append(read)
 
     def _poll(self, pull: PullState) -> bool:
         moved = False
-        for flight in tuple(pull.inflight):
+        for read in tuple(pull.inflight):
             try:
-                if not self._transport.poll(flight.handle):
+                if not self._transport.poll(read.handle):
                     continue
             except Exception as error:
-                pull.inflight.remove(flight)
-                self._on_read_failed(pull, flight.agent, error)
+                pull.inflight.remove(read)
+                self._on_read_failed(pull, read.agent, error)
             else:
-                pull.inflight.remove(flight)
-                self._on_read_done(pull, flight)
+                pull.inflight.remove(read)
+                self._on_read_done(pull, read)
             moved = True
         return moved
 
-    def _on_read_done(self, pull: PullState, flight: InflightRead) -> None:
+    def _on_read_done(self, pull: PullState, read: InflightRead) -> None:
         now = self._clock()
-        self._transport.release(flight.handle)
-        self.remote_agents.read_ended(flight.agent)
+        self._transport.release(read.handle)
+        self.remote_agents.read_ended(read.agent)
         if pull.fence_posted_at is None:
             pull.data_done_at = now
-        budget = self._budgets.get(flight.agent)
+        budget = self._budgets.get(read.agent)
         if budget is not None:
-            budget.update(now - flight.posted_at, flight.used_whole_budget)
+            budget.update(now - read.posted_at, read.used_whole_budget)
 
     def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
         if isinstance(error, TransportError):
@@ -314,15 +315,15 @@ class PullEngine:
         pull.in_doubt |= not over
 
     def _finish_if_over(self, pull: PullState) -> bool:
-        """Tell what there is to tell of a pull; forget it once it is quiet."""
+        """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
         if pull.inflight or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
-            fault = pull.failure
+            failure = pull.failure
             if (
-                fault is None
-                or fault.code is Code.CANCELLED
+                failure is None
+                or failure.code is Code.CANCELLED
                 or pull.reported
-                or now < fault.at + FAILED_PULL_WAIT_S
+                or now < failure.at + FAILED_PULL_WAIT_S
             ):
                 return False
             self._report(pull, now)
@@ -341,19 +342,19 @@ class PullEngine:
         return True
 
     def _flush_writes(self, pull: PullState, now: float) -> None:
-        """Every read is terminal. The GPU must see the bytes before the blocks are delivered or free."""
+        """Make the GPU see what was read, before the blocks are delivered or free. Every read is terminal."""
         pull.are_writes_flushed = True
         if self._flush is None:
             return
         try:
             self._flush()
         except DeviceError as error:
-            pull.in_doubt = True  # what the card has sent may not have arrived
+            pull.in_doubt = True  # bytes that the network card has sent may not have arrived
             pull.fail(PullFailure(error.code, error.message, now))
 
     @staticmethod
     def _is_over(pull: PullState) -> bool:
-        """Nothing is under way, and nothing more will be."""
+        """Whether nothing more of it will be posted. Nothing is in flight where this is called."""
         if pull.failure is not None:
             return True
         if pull.expanded_at is None or pull.unposted or pull.parts is not None:
@@ -382,5 +383,5 @@ class PullEngine:
 
 
 def _was_not_posted(error: Exception) -> bool:
-    """The library said no before it posted anything."""
+    """Whether the library refused before it posted anything."""
     return isinstance(error, TransportError) and error.settled and not error.lost

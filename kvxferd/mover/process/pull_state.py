@@ -1,4 +1,4 @@
-"""One pull inside a mover: what is left to read, what is under way, what went wrong."""
+"""One pull inside a mover: what is left to read, what is in flight, and why it failed."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class PullFailure:
 
 @dataclass(slots=True, eq=False)
 class PullState:
-    """State of one `StartPull` until its `PullDone`, and until it is quiet."""
+    """State of one `StartPull` until its `PullDone`, and until none of its reads writes any more."""
 
     request: StartPull
     arrived_at: float
-    # What is not worked out yet: a request of many millions of runs is expanded a part at a time.
+    # What is not expanded yet: a request of many millions of runs is expanded a part at a time.
     parts: Iterator[dict[Rank, Runs]] | None = None
     unposted: deque[tuple[AgentName, ReadKinds, Slicer]] = field(default_factory=deque)
     local_map: RegionMap | None = None  # None: plain host memory
-    remote_maps: dict[Rank, RegionMap] = field(default_factory=dict)  # of ranks whose memory is not
+    remote_maps: dict[Rank, RegionMap] = field(default_factory=dict)  # of ranks with other memory than that
     inflight: list[InflightRead] = field(default_factory=list)
     failure: PullFailure | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
-    num_awaiting_disconnect_reply: int = 0  # reads whose connection was lost, which may be over or not
+    num_awaiting_disconnect_reply: int = 0  # reads whose connection was lost, and may be over
     started: bool = False
-    are_writes_flushed: bool = False  # what it read is visible to the GPU that it was read for
+    are_writes_flushed: bool = False  # the GPU can see what was read into its memory
     reported: bool = False
     fence_word_slot: int | None = None
     fence_posted_at: float | None = None
@@ -67,32 +67,32 @@ class PullState:
 
     @property
     def pull_id(self) -> PullId:
-        """Its name."""
+        """The pull's id."""
         return self.request.pull
 
     @property
     def can_post(self) -> bool:
-        """Data is left to read, and nothing speaks against reading it."""
+        """Whether data is left to read, and the pull has not failed."""
         return self.failure is None and bool(self.unposted)
 
     @property
     def is_short(self) -> bool:
-        """It is over in no time, as far as it is worked out."""
+        """Whether what is expanded of it takes less than half a millisecond."""
         return self.cost_bytes <= SHORT_BYTES
 
     @property
     def needs_expansion(self) -> bool:
-        """What was worked out is posted, and there is more."""
+        """Whether all that was expanded is posted, and there is more to expand."""
         return self.parts is not None and not self.unposted
 
     @property
     def needs_fence_read(self) -> bool:
-        """All data is here; the fence word has not been asked for."""
+        """Whether all data is here, and the read of the fence word is not posted."""
         left = self.unposted or self.parts is not None or self.inflight
         return self.failure is None and not left and self.fence_posted_at is None
 
     def expand_next_part(self) -> None:
-        """Work out the next part, or find that there is none. Raises what the expansion raises."""
+        """Expand the next part, or find that there is none. Raises what the expansion raises."""
         assert self.parts is not None
         part = next(self.parts, None)
         if part is None:
@@ -108,25 +108,25 @@ class PullState:
                     self.cost_bytes += slicer.cost_bytes
                     self.unposted.append((agents[rank], kinds, slicer))
 
-    def fail(self, fault: PullFailure) -> None:
-        """Post nothing more. The first reason counts."""
+    def fail(self, failure: PullFailure) -> None:
+        """Post nothing more. The first failure counts."""
         if self.failure is None:
-            self.failure = fault
+            self.failure = failure
         self.unposted.clear()
         self.parts = None
 
     def outcome(self, now: float) -> PullOutcome:
-        """Say how it ended, at `now`."""
-        fault = self.failure
+        """Return how it ended, at `now`."""
+        failure = self.failure
         data_done_at = now if self.data_done_at is None else self.data_done_at
         return PullOutcome(
-            delivered=fault is None,
+            delivered=failure is None,
             started=self.started,
             finished=not self.inflight and not self.in_doubt and not self.num_awaiting_disconnect_reply,
             quiet_follows=not self.in_doubt,
-            code=fault.code if fault else None,
-            message=fault.message if fault else "",
-            agent=fault.agent if fault else None,
+            code=failure.code if failure else None,
+            message=failure.message if failure else "",
+            agent=failure.agent if failure else None,
             bytes=self.num_bytes,
             runs=self.num_runs,
             queue_s=self.queue_s,

@@ -1,4 +1,4 @@
-"""What one side's regions are made of: the kind of memory under each address, and where runs must end."""
+"""The kind of memory under each address of one side's regions, and the addresses at which runs must end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NO_BOUNDARIES = np.empty(0, dtype=np.uint64)
 
 
 def is_plain(regions: Iterable[RegionAddress]) -> bool:
-    """Whether all is host memory, one piece a region: then there is nothing to cut or to tell apart."""
+    """Whether all is host memory in one part a region, so that runs need neither cuts nor kinds."""
     return all(r.mem_type == "DRAM" and not r.pieces and not r.staged and not r.device for r in regions)
 
 
 class RegionMap:
-    """Regions by address. Every address asked for lies in one of them."""
+    """Regions by address. Every address that is looked up lies in one of them."""
 
     def __init__(self, regions: Sequence[RegionAddress]) -> None:
         by_address = sorted(regions, key=lambda region: region.address)
@@ -33,7 +33,7 @@ class RegionMap:
         kinds = [MemoryKind(region.mem_type, region.device, region.staged) for region in by_address]
         self.places = tuple(dict.fromkeys(kinds))
         self._kind_numbers = np.array([self.places.index(place) for place in kinds], dtype=np.int64)
-        # What is staged is copied, and a copy crosses them.
+        # Staged memory is copied, and a copy crosses boundaries.
         boundaries = [_boundaries_of(region) for region in by_address if region.pieces and not region.staged]
         self.cuts = np.concatenate(boundaries) if boundaries else _NO_BOUNDARIES
 
@@ -43,7 +43,7 @@ class RegionMap:
 
 
 def _boundaries_of(region: RegionAddress) -> Uint64s:
-    """Return the addresses inside the region at which one piece ends and the next begins."""
+    """Return the addresses inside the region at which one registered part ends and the next begins."""
     sizes = np.concatenate([np.full(count, size, dtype=np.uint64) for count, size in region.pieces])
     return np.uint64(region.address) + np.cumsum(sizes)[:-1]
 
@@ -51,7 +51,7 @@ def _boundaries_of(region: RegionAddress) -> Uint64s:
 def split_by_memory(
     runs: Runs, local: RegionMap | None, remote: RegionMap | None
 ) -> list[tuple[ReadKinds, Runs]]:
-    """Return the runs cut at both sides' boundaries, by kind. None: that side is plain."""
+    """Return the runs, cut at both sides' boundaries, by the kind of both sides' memory. None: plain."""
     if local is None and remote is None:
         return [(HOST, runs)]
     runs = split_at_boundaries(

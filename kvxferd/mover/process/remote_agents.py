@@ -1,4 +1,4 @@
-"""Remote agents that a mover has loaded, and when it is safe to touch that."""
+"""Remote agents that a mover has loaded, and when it is safe to drop or reload one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteAgents:
-    """Loads, drops and repairs remote agents. Nothing is unloaded under a read that is under way.
+    """Loads, drops and repairs remote agents. No agent is unloaded while a read from it is in flight.
 
     A lost connection to a living agent stays dead in the library until the agent is dropped and
-    loaded again. That is done here, from the metadata kept, before the next read that wants it.
+    loaded again. That is done here, from the kept metadata, before the next read from it.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
-        self._stale: set[AgentName] = set()  # to be dropped from the library once nothing is under way
+        self._stale: set[AgentName] = set()  # to be dropped from the library once no read is in flight
         self._load_errors: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
-        """Get to know an agent or more of it. What goes wrong is said by `prepare`."""
+        """Load an agent, or more of its memory. `ensure_loaded` reports what went wrong."""
         known = self._metadata.setdefault(agent, [])
         if metadata in known:
             return
@@ -35,13 +35,13 @@ class RemoteAgents:
             self._load_one(agent, metadata)
 
     def drop(self, agent: AgentName) -> None:
-        """Forget an agent as soon as nothing is read from it."""
+        """Drop an agent as soon as no read from it is in flight."""
         if self._metadata.pop(agent, None) is not None:
             self._stale.add(agent)
             self._drop_if_idle(agent)
 
     def ensure_loaded(self, agent: AgentName) -> str:
-        """Make sure that the agent can be read; return why it cannot be, "" if it can."""
+        """Load the agent again if need be; return why it cannot be read, "" if it can."""
         if agent not in self._metadata:
             return f"cannot read from agent {agent}: it is not known here"
         if agent in self._stale:
@@ -52,11 +52,11 @@ class RemoteAgents:
         return self._load_errors.get(agent, "")
 
     def read_started(self, agent: AgentName) -> None:
-        """A read from the agent is posted."""
+        """Count a read from the agent that is about to be posted."""
         self._in_flight[agent] += 1
 
     def read_ended(self, agent: AgentName, lost: bool = False) -> None:
-        """That read is terminal; `lost`: its connection is dead."""
+        """Count a read from the agent that is terminal; `lost`: its connection is dead."""
         self._in_flight[agent] -= 1
         if not self._in_flight[agent]:
             del self._in_flight[agent]
@@ -81,7 +81,7 @@ class RemoteAgents:
             name = self._transport.load_remote(metadata, agent)
         except TransportError as error:
             self._load_errors[agent] = error.message
-            # The peer may only be away: the next read tries again.
+            # The peer may be back later: the next read tries again.
             self._stale.add(agent)
             return
         if name != agent:

@@ -1,4 +1,4 @@
-"""One pull's runs, cut into posts that are short in time."""
+"""Cuts one pull's runs into posts that take a short time each."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ DESCRIPTOR_COST_BYTES = 16 << 10
 MAX_DESCRIPTORS = 2048
 # Less than half a millisecond, at the 5 GB/s of two processes on one machine.
 SHORT_BYTES = 2 << 20
-# A longer run is cut, so that no post is larger than its budget by more than one piece.
+# A longer run is cut, so that no post is larger than its budget by more than one run.
 MAX_RUN_BYTES = 4 << 20
 
 
 class Slicer:
-    """Hands out the runs of one remote rank in order, a slice at a time."""
+    """The runs of one remote rank, handed out in order, a slice at a time."""
 
     def __init__(self, runs: Runs) -> None:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
         self._runs = runs if self.num_bytes <= MAX_RUN_BYTES else split_long_runs(runs, MAX_RUN_BYTES)
-        # Most pulls are one slice: what each of its runs costs need not be known.
+        # Most pulls are one slice, for which the cost of each run is not needed.
         self._total_cost = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
         self._cumulative_cost: npt.NDArray[np.uint64] | None = None
         self._next = 0
 
     @property
     def cost_bytes(self) -> int:
-        """What all of it costs, in bytes that take as long."""
+        """How long all of it takes, as the number of bytes that take as long."""
         return self._total_cost
 
     @property
     def is_empty(self) -> bool:
-        """Everything has been handed out."""
+        """Whether everything was handed out."""
         return self._next >= len(self._runs.length)
 
     def next_slice(self, budget_bytes: int) -> Runs:
-        """Return the next slice; at least one descriptor."""
+        """Return the next slice, which has at least one descriptor."""
         start = self._next
         if not start and self._total_cost <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
             self._next = len(self._runs.length)
@@ -69,7 +69,7 @@ class SliceBudget:
         self.bytes = self.START_BYTES
 
     def update(self, elapsed_s: float, was_full: bool) -> None:
-        """Learn from one slice: from before its post until it was terminal."""
+        """Adapt to one slice. `elapsed_s`: from before its post until it was terminal."""
         if elapsed_s > self.LONG_S:
             self.bytes = max(self.MIN_BYTES, self.bytes // 2)
         elif elapsed_s < self.SHORT_S and was_full:
@@ -77,7 +77,7 @@ class SliceBudget:
 
 
 def split_long_runs(runs: Runs, max_bytes: int) -> Runs:
-    """Return the same bytes in the same order, no run longer than that."""
+    """Return the same bytes in the same order, no run longer than `max_bytes`."""
     local, remote, length = (np.ascontiguousarray(column, dtype=np.uint64) for column in runs)
     piece = np.uint64(max_bytes)
     if not len(length) or length.max() <= piece:

@@ -1,7 +1,7 @@
-"""Connections made ahead: a word is read from each agent when it is loaded, for nothing but that.
+"""Connects to agents ahead of the first pull, by reading one word from each when it is loaded.
 
-The library connects with the first read, which takes 11 ms between two processes of a node. What
-goes wrong here, the first pull finds again, and says.
+The library connects with the first read, which takes 11 ms between two processes of a node. A failure here
+is only logged: the first pull meets it again, and reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvxferd.mover.transport.scratch import WordSlots, single_word_run
 
 _LOG = logging.getLogger(__name__)
 
-# By then there is a connection, or nobody at the other end: no reason to keep a core awake.
+# By then there is a connection, or nothing at the other end, and no reason to keep a core awake.
 WARMUP_TIMEOUT_S = 2.0
 
 
@@ -30,7 +30,7 @@ class _WarmupRead(NamedTuple):
 
 
 class ConnectionWarmup:
-    """The reads that are under way. One thread."""
+    """The warm-up reads in flight. One thread."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ConnectionWarmup:
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way that is worth waiting for."""
+        """Whether a read is in flight that is worth polling for."""
         return bool(self._reads) and self._clock() < self._reads[-1].deadline
 
     def start(self, agent: AgentName, address: int) -> None:
@@ -71,23 +71,23 @@ class ConnectionWarmup:
         self._reads.append(_WarmupRead(handle, agent, slot, self._clock() + WARMUP_TIMEOUT_S))
 
     def forget(self, agent: AgentName) -> None:
-        """The agent is dropped: who comes under its name is met anew."""
+        """Forget an agent that was dropped. Another of its name is read again."""
         self._started.discard(agent)
 
     def poll(self) -> bool:
-        """Return whether any is over."""
+        """Poll all reads; return whether any has ended."""
         moved = False
-        for reading in tuple(self._reads):
+        for read in tuple(self._reads):
             try:
-                if not self._transport.poll(reading.handle):
+                if not self._transport.poll(read.handle):
                     continue
             except TransportError as error:
-                self._on_failure(reading.agent, reading.slot, error)
+                self._on_failure(read.agent, read.slot, error)
             else:
-                self._transport.release(reading.handle)
-                self._remotes.read_ended(reading.agent)
-                self._word_slots.release(reading.slot)
-            self._reads.remove(reading)
+                self._transport.release(read.handle)
+                self._remotes.read_ended(read.agent)
+                self._word_slots.release(read.slot)
+            self._reads.remove(read)
             moved = True
         return moved
 
@@ -95,7 +95,7 @@ class ConnectionWarmup:
         _LOG.info("agent %s was not connected ahead: %s", agent, error.message)
         self._started.discard(agent)
         self._remotes.read_ended(agent, error.lost)
-        if error.settled:  # else something may still land there
+        if error.settled:  # otherwise something may still land there
             self._word_slots.release(slot)
         elif error.lost:
             self._disconnects.request(lambda over: self._word_slots.release(slot) if over else None)

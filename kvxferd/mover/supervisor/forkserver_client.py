@@ -1,4 +1,4 @@
-"""The daemon's end of the movers' parent: starts it, asks it for movers, notices when it is gone."""
+"""The daemon's end of the forkserver: starts it, requests movers from it, and detects its exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvxferd.wire.framing import Frame
 
 _LOG = logging.getLogger(__name__)
 
-# What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; no user may ask for more.
+# What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; an unprivileged user gets no more.
 STDERR_PIPE_BYTES = 1 << 20
 SHUTDOWN_S = 3.0  # it may be importing the library, which it cannot leave
 
@@ -41,11 +41,11 @@ ForkserverMessage = LibraryLoaded | LibraryUnavailable | Forked | ForkFailed
 class ForkserverClient:
     """One run of `kvxferd.mover.process.forkserver`.
 
-    Making one raises OSError, and then leaves nothing of it.
+    The constructor raises OSError, and then leaves neither process nor descriptor behind.
 
-    `on_said` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
-    `on_exit` comes once, after the last of them. `on_ucx`: what UCX says in any of its processes.
-    `on_loss`: some of that may be lost.
+    `on_message` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
+    `on_exit` is called once, after the last message. `on_ucx_line` gets what UCX logs in any of its
+    processes; `on_loss` is called where some of those lines may be lost.
     """
 
     def __init__(
@@ -82,20 +82,20 @@ class ForkserverClient:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The forkserver's process id."""
         return self._process.pid
 
     def fork(self, mover: MoverId, agent: AgentName, sock: socket.socket) -> None:
-        """Ask for a mover on the given end of a socketpair, which the caller closes."""
+        """Request a mover on the given end of a socketpair, which the caller closes."""
         self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
         self._flush()
 
     def read_stderr(self) -> None:
-        """Take all that its processes have written so far."""
+        """Read all that its processes have written so far."""
         self._stderr.read_available()
 
     def shutdown(self) -> None:
-        """Have it end its movers and itself; `on_exit` follows. Idempotent."""
+        """Make it end its movers and itself; `on_exit` follows. Idempotent."""
         self._close_stream()
         self._loop.call_later(SHUTDOWN_S, self._kill)
 
@@ -120,7 +120,7 @@ class ForkserverClient:
                 for frame in waiting:
                     self._decode_frame(frame)
             finally:
-                close_frame_fds(waiting)  # behind one that is nonsense
+                close_frame_fds(waiting)  # behind a malformed frame
         except (ProtocolError, OSError) as error:
             _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
             frames = None
@@ -131,16 +131,16 @@ class ForkserverClient:
 
     def _decode_frame(self, frame: Frame) -> None:
         try:
-            said = FROM_FORKSERVER.decode(frame.payload)
-            if len(frame.fds) != isinstance(said, Forked):
-                raise ProtocolError(f"cannot take {len(frame.fds)} descriptors with {type(said).__name__}")
+            message = FROM_FORKSERVER.decode(frame.payload)
+            if len(frame.fds) != isinstance(message, Forked):
+                raise ProtocolError(f"cannot take {len(frame.fds)} descriptors with {type(message).__name__}")
         except ProtocolError:
             close_fds(frame.fds)
             raise
-        if isinstance(said, Forked) and frame.fds == (LOST_FD,):
-            # It cannot be watched, so it is no mover: it ends as its socket is closed.
-            said = ForkFailed(mover=said.mover, reason="no descriptor is left for its pidfd")
-        self._on_message(said, frame.fds[0] if isinstance(said, Forked) else -1)
+        if isinstance(message, Forked) and frame.fds == (LOST_FD,):
+            # Without a pidfd its exit cannot be detected. It ends when its socket is closed.
+            message = ForkFailed(mover=message.mover, reason="no descriptor is left for its pidfd")
+        self._on_message(message, frame.fds[0] if isinstance(message, Forked) else -1)
 
     def _handle_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -162,7 +162,7 @@ class ForkserverClient:
 
 
 def _kill_at_once(process: subprocess.Popen[bytes]) -> None:
-    """It has only just been started: it holds nothing that would keep it from dying."""
+    """Kill a process that was just started, and wait: it holds nothing yet that delays its death."""
     process.kill()
     process.wait()
     remove_shm_directory(process.pid)
@@ -171,12 +171,12 @@ def _kill_at_once(process: subprocess.Popen[bytes]) -> None:
 def _stderr_pipe() -> tuple[int, int]:
     """Return both ends of a pipe whose writers lose lines rather than wait for a daemon that is stopped.
 
-    The flag belongs to the pipe's writing end, which the movers alone share. What libraries print through C's
-    stdio, and Python's logging, drop what the pipe does not take.
+    The non-blocking flag is set on the writing end, which only the movers share. C's stdio and Python's
+    logging drop what the pipe does not take.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writing, False)
-    with suppress(OSError):  # past the user's share of pipe memory it keeps its 64 KiB
+    with suppress(OSError):  # beyond the user's limit of pipe memory it keeps its 64 KiB
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, STDERR_PIPE_BYTES)
     return reading, writing
 
@@ -184,7 +184,7 @@ def _stderr_pipe() -> tuple[int, int]:
 def _spawn(
     control: int, stderr: int, library: str, lock_fds: tuple[int, ...], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # -P: what lies in the daemon's working directory is not imported.
+    # -P: modules in the daemon's working directory are not imported.
     command = [sys.executable, "-P", "-m", "kvxferd.mover.process.forkserver", "--control-fd", str(control)]
     command += ["--library", library]
     inherited = [control]
@@ -196,7 +196,7 @@ def _spawn(
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=stderr,  # the library logs there too; the daemon's own is not for it
+        stdout=stderr,  # the library logs to standard output too, and the daemon's own is not for that
         stderr=stderr,
         pass_fds=inherited,
         env={**os.environ, **quiet, **environment},

@@ -1,4 +1,4 @@
-"""The daemon's end of one mover."""
+"""The daemon's end of one mover: its socket, its pidfd, and what UCX logs of its connections."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class MoverHandle:
-    """One mover process. Made by the pool; belongs to one rank from `MoverPool.take` on.
+    """One mover process. Made by the pool; belongs to one rank from `MoverPool.acquire` on.
 
-    `pidfd` is open until `on_exit` has returned; whoever needs it longer duplicates it.
+    `pidfd` is open until `on_exit` has returned; a caller that needs it longer duplicates it.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class MoverHandle:
         self.library = ""
         self.pid = -1
         self.pidfd = -1
-        self.transports_used: list[TransportsUsed] = []  # how it has connected so far
-        self.has_unknown_transports = False  # it has connected in a way that cannot be read, or not any more
+        self.transports_used: list[TransportsUsed] = []  # by which it has connected so far
+        self.has_unknown_transports = False  # a line about a connection of it was lost or cannot be parsed
         self._stream = FrameSocket(sock)
         self._on_message = on_message
         self._on_exit = on_exit
@@ -52,7 +52,7 @@ class MoverHandle:
 
     @property
     def is_alive(self) -> bool:
-        """It runs; False may be ahead of `on_exit`."""
+        """Whether the process runs. It may be False before `on_exit` is called."""
         if self.pidfd < 0:
             return False
         poller = select.poll()  # select would fail in a daemon of more than 1,024 descriptors
@@ -61,17 +61,15 @@ class MoverHandle:
 
     @property
     def num_queued_bytes(self) -> int:
-        """What it has not read yet, beside what the socket holds."""
+        """How much waits to be sent to it, beside what the socket holds."""
         return self._stream.queued_bytes
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message; never blocks. To a mover that is gone it does nothing: `on_exit` tells."""
+        """Queue a message; never blocks. Does nothing for a mover that is gone, which `on_exit` reports."""
         if self._stream.fileno() < 0:
             return
-        payload, copies = (
-            encode(message),
-            dup_fds(fds),
-        )  # all or none: parts alone would go with the next one
+        payload = encode(message)
+        copies = dup_fds(fds)  # all or none: a part of them would go with the next message
         for ahead, part in leading_fd_batches(copies):
             self._stream.send(encode(ahead), part)
         self._stream.send(payload, copies[start_of_last_batch(len(copies)) :])
@@ -79,7 +77,7 @@ class MoverHandle:
             self._flush()
 
     def kill(self) -> None:
-        """End the process, whatever it is doing; `on_exit` follows. Idempotent."""
+        """Kill the process, whatever it is doing; `on_exit` follows. Idempotent."""
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -87,14 +85,14 @@ class MoverHandle:
     # --- for the pool
 
     def attach(self, pid: int, pidfd: int) -> None:
-        """The process runs: listen to it. Takes the pidfd."""
+        """Begin to read from the process, which runs. Takes ownership of the pidfd."""
         self.pid = pid
         self.pidfd = pidfd
         self._loop.add_reader(self._stream.fileno(), self._read)
         self._loop.add_reader(pidfd, self._handle_exit)
 
     def discard(self) -> None:
-        """There was never a process, or nobody is to hear of it: no callback will come."""
+        """Close it without a callback: the process was never made, or is of no interest any more."""
         self._close_stream()
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
@@ -122,14 +120,14 @@ class MoverHandle:
                 for frame in waiting:
                     self._decode_frame(frame.payload, frame.fds)
             finally:
-                close_frame_fds(waiting)  # behind one that is nonsense
+                close_frame_fds(waiting)  # behind a malformed frame
         except (ProtocolError, OSError) as error:
             _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
             self._close_stream()
             self.kill()
             return False
         if frames is None:
-            # A mover that closes its end and lives on would never be heard of again.
+            # A mover that closes its end and lives on could not be reached any more.
             self._close_stream()
             self.kill()
             return False

@@ -1,4 +1,4 @@
-"""Movers for the daemon: some kept ready, so that a registration need not wait for one."""
+"""The daemon's pool of movers. Some are kept ready, so that a registration need not wait for a fork."""
 
 from __future__ import annotations
 
@@ -23,33 +23,30 @@ from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, FromMover, Move
 
 _LOG = logging.getLogger(__name__)
 
-REFILL_DELAY_S = 0.25  # after a mover was taken: its registration goes first
-MAX_EARLY_TRANSPORTS = 256  # a mover connects in fewer than 10 ways before its first pull
-RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a parent that dies; the last one repeats
-FORK_RETRY_DELAYS_S = (
-    0.25,
-    0.5,
-    2.0,
-    5.0,
-)  # where a mover cannot be forked: descriptors or processes are short
+REFILL_DELAY_S = 0.25  # after a mover was acquired: its registration goes first
+MAX_EARLY_TRANSPORTS = 256  # lines; a mover writes fewer than 10 of them before its first pull
+RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a forkserver that dies; the last one repeats
+# Where a mover cannot be forked, because descriptors or processes are short; the last one repeats.
+FORK_RETRY_DELAYS_S = (0.25, 0.5, 2.0, 5.0)
 
 
 class PoolStatus(NamedTuple):
-    """For people."""
+    """The pool's state, for people."""
 
-    num_warm: int
+    num_warm: int  # ready, and assigned to no rank
     num_starting: int
     num_assigned: int
-    library: str  # "" until the parent has imported one
-    reason: str  # why there are no movers; "" when there can be
+    library: str  # "" until the forkserver has imported one
+    reason: str  # why there are no movers; "" where there can be some
 
 
 class MoverPool:
     """Keeps `size` movers ready. All methods belong to the event loop that called `start`.
 
-    `on_message` gets what a taken mover says, in order; `on_exit` comes once for each taken mover,
-    after its last message, when its process is gone and nothing of it writes any more. `on_lanes` gets
-    each new way in which a taken mover connects; those from before are in its handle.
+    `on_message` gets the messages of acquired movers, in order. `on_exit` is called once for each acquired
+    mover, after its last message, when its process is gone and nothing that it posted writes any more.
+    `on_transports` gets the transports of each new connection of an acquired mover; the earlier ones are in
+    its handle.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class MoverPool:
         library: str = "auto",
         mover_ids: Iterator[int] | None = None,
     ) -> None:
-        """`numbers` are those of its movers; shared where other movers are numbered too."""
+        """`mover_ids` yields ids for new movers, and is shared with every other maker of movers."""
         self._boot = boot
         self._size = size
         self._on_message = on_message
@@ -74,12 +71,12 @@ class MoverPool:
         self._early_transports: dict[int, list[TransportsUsed]] = {}  # by process id
         self._lock_fds = tuple(lock_fds)
         self._environment = dict(environment or {})
-        self._library_choice = library  # "nixl", "rixl", or "auto": the first that can be imported
+        self._library_choice = library  # "nixl", "rixl", or "auto" for the first that can be imported
         self._forkserver: ForkserverClient | None = None
         self._library = ""
         self._reason = ""
         self._num_restarts = 0
-        self._num_failed_forks = 0  # since the last that succeeded
+        self._num_failed_forks = 0  # since the last fork that succeeded
         self._is_busy = False
         self._is_stopping = False
         self._mover_ids = itertools.count(1) if mover_ids is None else mover_ids
@@ -91,13 +88,13 @@ class MoverPool:
         self._empty = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the parent; the first movers get ready while the caller goes on."""
+        """Start the forkserver; the first movers get ready while the caller goes on."""
         self._start_forkserver()
 
     async def acquire(self) -> MoverHandle:
-        """Return a ready mover, or else a new one when it is.
+        """Return a ready mover, or wait for a new one.
 
-        Raises MoverError: nixl-unavailable with the reason, or mover-lost where one died on the way.
+        Raises MoverError: nixl-unavailable with the reason, or mover-lost where the new one died.
         """
         if self._reason:
             raise MoverError(self._reason, Code.NIXL_UNAVAILABLE)
@@ -115,26 +112,26 @@ class MoverPool:
             self._fill()
             return await waiter
         except BaseException:
-            with suppress(ValueError):  # a mover or a refusal took it out
+            with suppress(ValueError):  # it was removed when it was given a mover or an error
                 self._waiters.remove(waiter)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release_unclaimed(waiter.result())
             raise
 
     def set_busy(self, busy: bool) -> None:
-        """While busy no movers are made but those that somebody waits for."""
+        """While busy, fork only the movers for which a caller of `acquire` waits."""
         self._is_busy = busy
         if not busy:
             self._fill_later()
 
     def status(self) -> PoolStatus:
-        """Say how many movers there are, of which library, or why there are none."""
+        """Return how many movers there are and of which library, or why there are none."""
         return PoolStatus(
             len(self._warm), len(self._starting), len(self._assigned), self._library, self._reason
         )
 
     async def stop(self) -> None:
-        """Kill all movers and their parent; return when they are gone."""
+        """Kill all movers and the forkserver; return when they are gone."""
         self._is_stopping = True
         if self._refill is not None:
             self._refill.cancel()
@@ -146,7 +143,7 @@ class MoverPool:
         self._signal_if_empty()
         await self._empty.wait()
 
-    # --- the parent
+    # --- the forkserver
 
     def _start_forkserver(self) -> None:
         if self._is_stopping:
@@ -166,58 +163,62 @@ class MoverPool:
             self._fail_waiters(MoverError(f"cannot start the movers' parent: {error}", Code.MOVER_LOST))
             self._restart_later()
 
-    def _on_forkserver_message(self, said: ForkserverMessage, pidfd: int) -> None:
-        match said:
+    def _on_forkserver_message(self, message: ForkserverMessage, pidfd: int) -> None:
+        match message:
             case LibraryLoaded():
-                self._library = said.library
+                self._library = message.library
                 self._num_restarts = 0
                 self._fill()
             case LibraryUnavailable():
-                _LOG.error("no movers: %s", said.reason)
-                self._reason = said.reason
-                self._fail_waiters(MoverError(said.reason, Code.NIXL_UNAVAILABLE))
+                _LOG.error("no movers: %s", message.reason)
+                self._reason = message.reason
+                self._fail_waiters(MoverError(message.reason, Code.NIXL_UNAVAILABLE))
             case Forked():
                 self._num_failed_forks = 0
-                self._starting[said.mover].attach(said.pid, pidfd)
-                self._starting[said.mover].transports_used += self._early_transports.pop(said.pid, [])
+                mover = self._starting[message.mover]
+                mover.attach(message.pid, pidfd)
+                mover.transports_used += self._early_transports.pop(message.pid, [])
                 if not self._has_pending_forks():
                     self._early_transports.clear()
                 if self._is_stopping:
-                    self._starting[said.mover].kill()
+                    mover.kill()
             case ForkFailed():
-                _LOG.error("cannot fork a mover: %s", said.reason)
-                self._starting.pop(said.mover).discard()
+                _LOG.error("cannot fork a mover: %s", message.reason)
+                self._starting.pop(message.mover).discard()
                 if not self._has_pending_forks():
                     self._early_transports.clear()
-                self._fail_one_waiter(MoverError(f"cannot fork a mover: {said.reason}", Code.MOVER_LOST))
+                self._fail_one_waiter(MoverError(f"cannot fork a mover: {message.reason}", Code.MOVER_LOST))
                 self._retry_fork_later()
 
     def _on_ucx_lines_lost(self) -> None:
-        """Lines may be lost, of any mover."""
+        """Lines may be lost, and they may be of any mover."""
         for mover in self._all_movers():
             mover.has_unknown_transports = True
 
     def _on_ucx_line(self, line: UcxLine) -> None:
         if not is_about_connection(line.text):
             return
-        lanes = parse_transports(line.text)
-        if lanes is None:  # whose it is does not matter: it is of a version of UCX that is not known
+        used = parse_transports(line.text)
+        if used is None:  # an unknown version of UCX wrote it, so every mover's lines are unreadable
             self._on_ucx_lines_lost()
             return
         mover = next((mover for mover in self._all_movers() if mover.pid == line.pid), None)
         if mover is None:
-            self._keep_early_transports(line.pid, lanes)
+            self._keep_early_transports(line.pid, used)
             return
-        mover.transports_used.append(lanes)
+        mover.transports_used.append(used)
         if mover.mover_id in self._assigned:
-            self._on_transports(mover.mover_id, lanes)
+            self._on_transports(mover.mover_id, used)
 
-    def _keep_early_transports(self, pid: int, lanes: TransportsUsed) -> None:
-        """Keep what may be of a mover whose `Forked` comes another way. Others are dead, or never were."""
+    def _keep_early_transports(self, pid: int, used: TransportsUsed) -> None:
+        """Keep a line of a mover whose `Forked` may still arrive, as that comes by another descriptor.
+
+        Where no fork is pending, the line is that of a dead mover or of no mover.
+        """
         if not self._has_pending_forks():
             return
         if sum(map(len, self._early_transports.values())) < MAX_EARLY_TRANSPORTS:
-            self._early_transports.setdefault(pid, []).append(lanes)
+            self._early_transports.setdefault(pid, []).append(used)
         else:
             self._on_ucx_lines_lost()
 
@@ -228,7 +229,7 @@ class MoverPool:
         self._early_transports.clear()
         self._forkserver = None
         self._library = ""
-        # Movers that it had not told of: their pidfds never came, and they die with it.
+        # Their pidfds never came, and they die with the forkserver.
         for mover in [m for m in self._starting.values() if m.pidfd < 0]:
             del self._starting[mover.mover_id]
             mover.discard()
@@ -243,7 +244,7 @@ class MoverPool:
         self._num_restarts += 1
         asyncio.get_running_loop().call_later(delay, self._start_forkserver)
 
-    # --- movers on their way
+    # --- movers that start
 
     def _fill_later(self, delay_s: float = REFILL_DELAY_S) -> None:
         if self._refill is None and not self._is_stopping:
@@ -269,7 +270,7 @@ class MoverPool:
         for _ in range(wanted - len(self._starting)):
             try:
                 self._fork(self._forkserver)
-            except (OSError, ValueError) as error:  # no descriptor is left, or the parent's end is closed
+            except (OSError, ValueError) as error:  # no descriptor is left, or the forkserver's end is closed
                 _LOG.error("cannot ask for a mover: %s; it is tried again", error)
                 self._retry_fork_later()
                 if len(self._waiters) <= len(self._starting):
@@ -277,8 +278,8 @@ class MoverPool:
                 text = f"cannot ask for a mover: {error}; register again"
                 self._fail_one_waiter(MoverError(text, Code.MOVER_LOST))
 
-    def _fork(self, parent: ForkserverClient) -> None:
-        """Ask for one more. Raises OSError or ValueError, and then keeps nothing of it."""
+    def _fork(self, forkserver: ForkserverClient) -> None:
+        """Request one more mover. Raises OSError or ValueError, and then keeps nothing of it."""
         mover_id = MoverId(next(self._mover_ids))
         agent = AgentName(f"{self._boot}/{secrets.token_hex(8)}")
         ours, theirs = socket.socketpair()
@@ -286,7 +287,7 @@ class MoverPool:
         self._starting[mover_id] = mover
         try:
             with theirs:
-                parent.fork(mover_id, agent, theirs)
+                forkserver.fork(mover_id, agent, theirs)
         except BaseException:
             del self._starting[mover_id]
             mover.discard()
@@ -309,9 +310,9 @@ class MoverPool:
         self._warm.append(mover)
 
     def _has_no_reads_left(self, mover: MoverHandle) -> bool:
-        """Whether a connection that the mover has lost has no read under way any more.
+        """Whether no read is in flight any more on a connection that the mover has lost.
 
-        Its line in the log was written before the mover could read anything: by now it is in the pipe.
+        UCX wrote the connection's line before the mover could read over it, so the line is in the pipe.
         """
         if self._forkserver is None:
             return False
@@ -323,7 +324,7 @@ class MoverPool:
             if not self._is_stopping:
                 _LOG.error("a mover died before its agent was made")
             self._fail_one_waiter(MoverError("the mover died before its agent was made", Code.MOVER_LOST))
-            # Not tried again before somebody asks: a library that cannot make agents would fork for ever.
+            # The next `acquire` tries again: with a library that cannot make agents this would fork for ever.
         elif self._assigned.pop(mover.mover_id, None) is not None:
             self._on_exit(mover.mover_id)
         elif mover in self._warm:
@@ -332,11 +333,11 @@ class MoverPool:
         self._signal_if_empty()
 
     def _release_unclaimed(self, mover: MoverHandle) -> None:
-        """Whoever waited for it is gone."""
+        """Make a mover warm again whose waiter was cancelled."""
         if self._assigned.pop(mover.mover_id, None) is not None and mover.is_alive:
             self._warm.append(mover)
 
-    # --- those who wait
+    # --- callers that wait
 
     def _fail_one_waiter(self, error: MoverError) -> None:
         while self._waiters:

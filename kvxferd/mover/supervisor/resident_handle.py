@@ -1,4 +1,4 @@
-"""The daemon's end of a mover that is a thread of a worker: told to end, never killed."""
+"""The daemon's end of a mover that is a thread of a worker: it is asked to end, and never killed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
 
-# A worker may send as fast as it likes. One frame takes some 15 us, a read holds 13,000 of the smallest:
-# then the loop's other sockets have their turn.
+# A worker may send as fast as it likes. One frame takes some 15 us, and a read holds 13,000 of the smallest.
+# After these many the event loop's other sockets have their turn.
 MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN = 1, 64
-STUCK_S = 2.0  # one that was told to end is gone within milliseconds, or is stuck in its library
+STUCK_S = 2.0  # a mover that is asked to end is gone within milliseconds, or is stuck in its library
 
 
 class ResidentHandle(MoverHandle):
-    """One resident mover. `on_exit` comes when its stream has ended, or its worker is dead.
+    """One resident mover. `on_exit` is called when its stream has ended, or its worker is dead.
 
-    The mover closes its end after it has destroyed its agent, so the stream's end is what a dead
-    process is of a child: nothing that it posted writes any more. Nobody can force it to come.
+    The mover closes its end after it has destroyed its agent. EOF here means what process exit means for a
+    child mover: nothing that it posted writes any more. It cannot be forced.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class ResidentHandle(MoverHandle):
         on_message: Callable[[MoverHandle, FromMover], None],
         on_exit: Callable[[MoverHandle], None],
     ) -> None:
-        """`worker`: its process id, and a descriptor that is readable once it is dead; -1: there is none.
+        """`worker`: its process id, and a descriptor that is readable once it is dead, -1 for none.
 
-        The descriptor is the handle's from here on. The agent's name comes with the mover's `Up`.
+        The handle owns the descriptor. The agent's name comes with the mover's `MoverUp`.
         """
         super().__init__(mover_id, AgentName(""), sock, on_message, on_exit)
         self.pid, self._worker_exit_fd = worker
         self._end_requested = False
-        self._frames: deque[Frame] = deque()  # and not dealt with yet
-        self._is_read_scheduled = False  # more of them on the loop's next turn
-        self._discards_input = False  # it has spoken nonsense: only its end is waited for
+        self._frames: deque[Frame] = deque()  # received, and not handled yet
+        self._is_read_scheduled = False  # more are handled on the event loop's next turn
+        self._discards_input = False  # it sent a malformed frame: only EOF is waited for
         self._loop.add_reader(self._stream.fileno(), self._read)
         if self._worker_exit_fd >= 0:
             self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
@@ -58,7 +58,7 @@ class ResidentHandle(MoverHandle):
         return self._stream.fileno() >= 0 and not self._end_requested
 
     def kill(self) -> None:
-        """Have it end: it reads the end of its stream, destroys its agent, and closes. Idempotent."""
+        """Ask it to end, by closing the sending side: at EOF it destroys its agent and closes. Idempotent."""
         if self.is_alive:
             self._end_requested = True
             self._loop.remove_writer(self._stream.fileno())
@@ -66,7 +66,7 @@ class ResidentHandle(MoverHandle):
             self._loop.call_later(STUCK_S, self._log_stuck)
 
     def discard(self) -> None:
-        """Let go of it, whatever it does: no callback will come."""
+        """Close everything, whatever the mover does; no callback follows."""
         self._drop_frames()
         self._close_stream()
         self._close_worker_exit_fd()
@@ -131,8 +131,8 @@ class ResidentHandle(MoverHandle):
         self._on_exit(self)
 
     def _close_worker_exit_fd(self) -> None:
-        death, self._worker_exit_fd = self._worker_exit_fd, -1
-        if death >= 0:
-            self._loop.remove_reader(death)
+        exit_fd, self._worker_exit_fd = self._worker_exit_fd, -1
+        if exit_fd >= 0:
+            self._loop.remove_reader(exit_fd)
             with contextlib.suppress(OSError):
-                os.close(death)
+                os.close(exit_fd)

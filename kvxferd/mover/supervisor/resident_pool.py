@@ -1,4 +1,4 @@
-"""Resident movers for the daemon: each comes as a socket that its worker has sent."""
+"""Resident movers in the daemon: each arrives as a socket that its worker has sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvxferd.mover.supervisor.resident_handle import ResidentHandle
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.mover import DisconnectSeen, FromMover, MoverLeaving, MoverUp
 
-MAX_UNREAD_REPLY_BYTES = 1 << 20  # of answers; 30,000 of them
+MAX_UNREAD_REPLY_BYTES = 1 << 20  # 30,000 replies
 UP_TIMEOUT_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
 
 
 class ResidentPool:
-    """Takes resident movers in. All methods belong to one event loop.
+    """Accepts resident movers. All methods belong to one event loop.
 
-    `on_message` and `on_exit` are as a `MoverPool`'s; `numbers` is shared with it.
+    `on_message` and `on_exit` are as a `MoverPool`'s; `mover_ids` is shared with it.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class ResidentPool:
     ) -> None:
         self._boot = boot
         self._mover_ids = mover_ids
-        self._is_name_used = is_name_used  # whether a mover of that agent's name lives here
+        self._is_name_used = is_name_used  # whether a mover of this daemon has that agent's name
         self._on_message = on_message
         self._on_exit = on_exit
-        self._starting: dict[MoverId, asyncio.Future[None]] = {}  # for the agent to be made
+        self._starting: dict[MoverId, asyncio.Future[None]] = {}  # done once the agent is made
         self._handles: dict[MoverId, ResidentHandle] = {}
 
     async def accept(self, sock: socket.socket, worker: tuple[int, int]) -> ResidentHandle:
         """Return the mover at the other end of the socket once its agent is made.
 
-        `worker`: as `ResidentHandle` takes it. Both descriptors are this object's. Raises MoverError:
-        with the mover's own reason, or mover-lost.
+        `worker`: as `ResidentHandle` takes it. This object owns both descriptors. Raises MoverError: with the
+        mover's own reason, or mover-lost.
         """
         number = MoverId(next(self._mover_ids))
         handle = ResidentHandle(number, sock, worker, self._on_mover_message, self._on_mover_exit)
@@ -67,7 +67,7 @@ class ResidentPool:
         return handle
 
     def close(self) -> None:
-        """Let go of all: they read the end of their streams, and their workers know when they are gone."""
+        """Close all streams: the movers end at EOF, and their workers see when they are gone."""
         for handle in self._handles.values():
             handle.discard()
         self._handles.clear()
@@ -75,7 +75,7 @@ class ResidentPool:
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
         waiting = self._starting.get(mover.mover_id)
         if isinstance(message, DisconnectSeen) and mover.num_queued_bytes > MAX_UNREAD_REPLY_BYTES:
-            return  # it asks and does not read: its worker's affair, not this daemon's memory
+            return  # it sends requests and does not read the replies, which would fill this daemon's memory
         if waiting is None:
             if mover.mover_id in self._handles:
                 self._on_message(mover.mover_id, message)
@@ -92,7 +92,7 @@ class ResidentPool:
                 waiting.set_exception(MoverError(message.message, message.code))
 
     def _is_name_free(self, agent: AgentName) -> bool:
-        """A mover that takes another's name would be read in its place."""
+        """Whether a new mover may have this name: peers would read it in place of another of that name."""
         fits = agent.startswith(f"{self._boot}/") and len(agent) <= MAX_NAME_CHARS
         return fits and not self._is_name_used(agent)
 
@@ -103,7 +103,7 @@ class ResidentPool:
                 text = f"the resident mover of worker {mover.pid} ended before its agent was made"
                 waiting.set_exception(MoverError(text, Code.MOVER_LOST))
                 return
-            # Its agent was made, and nobody has heard of it yet: `adopt` returns it first.
+            # Its agent was made, and `accept` has not returned it yet: its exit is reported after that.
             asyncio.get_running_loop().call_soon(self._on_mover_exit, mover)
             return
         if self._handles.pop(mover.mover_id, None) is not None:

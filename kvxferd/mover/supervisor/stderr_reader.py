@@ -1,4 +1,4 @@
-"""What the movers' parent and its movers write to standard error, as lines of the daemon's own log."""
+"""Copies what the forkserver and its movers write to standard error into the daemon's own log."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvxferd.core.ucx_log import UcxLine, is_about_connection, parse_line
 _LOG = logging.getLogger(__name__)
 
 READ_BYTES = 64 << 10
-MAX_LINE_BYTES = 4 << 10  # a traceback's line; what is longer is cut, what never ends is not kept
+MAX_LINE_BYTES = 4 << 10  # enough for a traceback's line; a longer one is cut, and its rest is not kept
 
 
 class StderrReader:
-    """Reads a pipe until its last writer is gone. Transfer libraries write there as they please."""
+    """Reads a pipe until its last writer is gone. Transfer libraries write there without any format."""
 
     def __init__(
         self, pipe: int, on_ucx_line: Callable[[UcxLine], None], on_loss: Callable[[], None] = lambda: None
     ) -> None:
-        """Take over the reading end. `on_ucx` gets what UCX says for information; the rest are warnings.
+        """Take over the reading end. `on_ucx_line` gets UCX's lines of level INFO; the rest are warnings.
 
-        `on_loss`: the pipe was so full that lines may be lost.
+        `on_loss` is called where the pipe was so full that lines may be lost.
         """
         self._on_ucx_line = on_ucx_line
         self._on_loss = on_loss
@@ -38,7 +38,7 @@ class StderrReader:
         self._loop.add_reader(pipe, self._read)
 
     def read_available(self) -> None:
-        """Take all that was written before this call."""
+        """Read all that was written before this call."""
         left = self._num_unread_bytes()
         while left > 0 and self._pipe >= 0:
             self._read()
@@ -50,7 +50,8 @@ class StderrReader:
         return int(struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
 
     def _read(self) -> None:
-        # A line that does not fit into a page's rest begins another page: a pipe is full at half its bytes.
+        # A line that does not fit into the rest of a page begins another: a pipe may be full at half its
+        # capacity.
         if self._num_unread_bytes() > self._capacity // 4:
             self._on_loss()
         try:
@@ -66,18 +67,18 @@ class StderrReader:
 
     def _log(self, line: bytes) -> None:
         text = line[:MAX_LINE_BYTES].decode(errors="replace").strip()
-        said = parse_line(text)
-        if said is not None and said.level == "INFO":
+        ucx_line = parse_line(text)
+        if ucx_line is not None and ucx_line.level == "INFO":
             _LOG.debug("%s", text)
-            self._on_ucx_line(said)
+            self._on_ucx_line(ucx_line)
             return
         if is_about_connection(text):
-            self._on_loss()  # whose it is cannot be read: something else was written into the line
+            self._on_loss()  # its process cannot be read: something else was written into the line
         if text:
             _LOG.warning("%s", text)
 
     def read_rest_and_close(self) -> None:
-        """Take what is there and stop: the parent is gone, and its movers with it."""
+        """Read the rest and close: the forkserver is gone, and its movers with it."""
         for _ in range(16):
             if self._pipe >= 0:
                 self._read()
