@@ -1,6 +1,6 @@
-"""What a mover needs from a transfer library, and what it may rely on.
+"""The contract of a transport: what a mover needs from a transfer library, and what it may rely on.
 
-Two implementations keep this contract and pass one suite: `NixlTransport` and `MemoryTransport`.
+`NixlTransport` keeps it, and so does a transport of the tests; both pass one suite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvxferd.plan import Runs
 
 
 class Span(NamedTuple):
-    """One stretch of this process's memory, as it is registered."""
+    """A range of this process's memory that is registered as one."""
 
     address: int
     size_bytes: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class MemoryKind(NamedTuple):
-    """What kind of memory addresses are in, as one side names it."""
+    """The kind of memory that addresses lie in, as one side names it."""
 
     mem_type: str = "DRAM"
     device: int = 0
@@ -31,7 +31,7 @@ class MemoryKind(NamedTuple):
 
 
 class ReadKinds(NamedTuple):
-    """Where reads land and where they come from."""
+    """The kinds of memory that reads land in and come from."""
 
     local: MemoryKind = MemoryKind()
     remote: MemoryKind = MemoryKind()
@@ -45,7 +45,7 @@ class TransportError(MoverError):
 
     `settled`: nothing that the failed call or handle posted can still write. `lost`: the connection
     to the agent is dead; every post to it fails until it is dropped and loaded again. Lost and not
-    settled: whether something can still write depends on the transports (`disconnects`).
+    settled: whether a read can still write depends on the transports used (`kvxferd.mover.disconnects`).
     """
 
     def __init__(self, message: str, *, settled: bool, lost: bool = False) -> None:
@@ -55,22 +55,22 @@ class TransportError(MoverError):
 
 
 def check_agent_name(name: AgentName | None, wanted: AgentName | None) -> None:
-    """Raise TransportError where metadata names another agent than the one that it is said to be of."""
+    """Raise TransportError where metadata names another agent than the wanted one."""
     if name is not None and wanted is not None and name != wanted:
         raise TransportError(f"cannot load agent {wanted}: its metadata is that of {name[:80]}", settled=True)
 
 
 class ReadHandle(Protocol):
-    """One posted read. Terminal once `done`, or once `poll` has raised."""
+    """One posted read. It is terminal once `done`, or once `poll` has raised."""
 
     @property
     def done(self) -> bool:
-        """All bytes are here."""
+        """Whether all bytes are here."""
         ...
 
 
 class Transport(Protocol):
-    """One agent: one thread calls everything, and nothing here blocks longer than one copy."""
+    """One agent. One thread calls all methods, and none blocks for longer than one copy."""
 
     @property
     def agent(self) -> AgentName:
@@ -79,7 +79,7 @@ class Transport(Protocol):
 
     @property
     def library(self) -> str:
-        """Name and version, for people."""
+        """Return the library's name and version, for people."""
         ...
 
     def register(self, span: Span) -> None:
@@ -87,29 +87,30 @@ class Transport(Protocol):
         ...
 
     def deregister(self, span: Span) -> None:
-        """Undo `register`. Reads of it that are under way must have ended."""
+        """Undo `register`. Reads of the memory must have ended."""
         ...
 
     def metadata(self, spans: Sequence[Span]) -> bytes:
         """Return what a reader loads to read these spans, how to connect included.
 
-        A reader that has loaded the agent already may load it again: it gets to know more spans.
+        A reader that has loaded the agent already may load it again, to read more spans.
         """
         ...
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
-        """Get to know an agent, or more of its memory. Raises TransportError.
+        """Load an agent, or more of its memory; return its name. Raises TransportError.
 
-        `agent`: whose it must be. Another's is not loaded: what fails to load spoils the agent that it names.
+        `agent`: whose metadata it must be. Another's is not loaded, because metadata that fails to load
+        spoils the agent that it names.
         """
         ...
 
     def drop_remote(self, agent: AgentName) -> None:
-        """Forget an agent; reads from it must have ended. An agent that is not loaded is no error."""
+        """Unload an agent; reads from it must have ended. Does nothing where the agent is not loaded."""
         ...
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
-        """Start to read these stretches, which are of one kind; the handle may be done at once.
+        """Start to read these runs, which are of one kind; the handle may be done at once.
 
         An agent reads its own memory under its own name, without loading it.
 
@@ -119,23 +120,23 @@ class Transport(Protocol):
         ...
 
     def poll(self, handle: ReadHandle) -> bool:
-        """Return whether the read is done, after moving it on. Raises TransportError, once."""
+        """Advance the read, and return whether it is done. Raises TransportError, once."""
         ...
 
     def release(self, handle: ReadHandle) -> None:
-        """Give a terminal handle back."""
+        """Release a terminal handle."""
         ...
 
     def progress(self) -> None:
-        """Serve others' reads. A source that does not call this stalls them."""
+        """Serve peers' reads. A source that does not call this stalls them."""
         ...
 
     def notify(self, agent: AgentName, payload: bytes) -> None:
-        """Tell a loaded agent something. Raises TransportError; what is told may still be lost."""
+        """Send a notification to a loaded agent. Raises TransportError; a sent one may still be lost."""
         ...
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
-        """Return what other agents have told this one, after serving their reads."""
+        """Return the notifications that have arrived, each with its sender, after serving peers' reads."""
         ...
 
     def close(self) -> None:

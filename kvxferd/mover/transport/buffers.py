@@ -13,10 +13,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class PinnedBuffer:
-    """A pinned and registered buffer, and the stream of its copies. Owned: `close` once, by its maker."""
+    """A pinned and registered buffer, and the stream of its copies. Its maker calls `close` once."""
 
     def __init__(self, transport: Transport, driver: Driver, size_bytes: int) -> None:
-        """The device is current. Raises DeviceError, TransportError; then nothing is left of it."""
+        """The device is current. Raises DeviceError or TransportError, and then leaves nothing behind."""
         self.driver = driver
         with ExitStack() as undoing:
             self.span = Span(driver.allocate_host(size_bytes), size_bytes)
@@ -28,19 +28,19 @@ class PinnedBuffer:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The buffer's first address."""
         return self.span.address
 
     def discard(self, transport: Transport) -> None:
-        """Give it back before anything has used it."""
+        """Free a buffer that nothing has used."""
         transport.deregister(self.span)
         self.close()
 
     def close(self) -> None:
-        """Give it back, when the transport is closed and nothing reads it any more.
+        """Free it, when the transport is closed and nothing reads it any more.
 
-        Raises nothing: what a broken driver does not take back goes with the process, and whoever waits for
-        the end of the mover must not wait for that.
+        Raises nothing: memory that a broken driver does not free goes with the process, and the end of the
+        mover must not wait for that.
         """
         driver = self.driver
         for step, what in (

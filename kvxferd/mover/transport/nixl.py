@@ -39,37 +39,36 @@ _LOG = logging.getLogger(__name__)
 
 LIBRARIES = ("nixl", "rixl")
 
-# The bindings' exception classes live in a module whose name depends on the wheel.
+# Compared by name, because the bindings' exception classes are in a module whose name depends on the wheel.
 _DISCONNECT_ERROR = "nixlRemoteDisconnectError"
 _NOT_FOUND_ERROR = "nixlNotFoundError"
-MAX_NOTIFICATIONS = (
-    1024  # a reader waits for each answer before it asks for more: a hundred at a time are many
-)
-_JOINED_PREFIX = b"kvxferd-joined:"  # the library's own begin otherwise
+# A reader waits for each reply before it requests more: a hundred at a time are many.
+MAX_NOTIFICATIONS = 1024
+_JOINED_PREFIX = b"kvxferd-joined:"  # the library's own metadata begins otherwise
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 
 class TransferLibrary:
-    """The imported library. Made once in the parent, inherited by every mover it forks."""
+    """The imported library. Made once in the forkserver, and inherited by every mover."""
 
     def __init__(self, module: Any, description: str) -> None:
         self.api = module
         self.description = description
 
     def preload(self) -> None:
-        """Load the UCX plugin, which takes 0.4 s, and make no backend: forks stay possible."""
+        """Load the UCX plugin, which takes 0.4 s, without making a backend, so that forks stay possible."""
         config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self.api.nixl_agent("preload", config).get_plugin_params("UCX")
 
     def plugins(self) -> list[str]:
-        """Return the names of its backends' plugins that are installed."""
+        """Return the names of the backend plugins that are installed."""
         config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
         return sorted(self.api.nixl_agent("plugins", config).get_plugin_list())
 
 
 def import_library(use: str = "auto") -> TransferLibrary:
-    """Import the named library; auto: nixl, or else rixl. Raises MoverError(nixl-unavailable), saying why."""
+    """Import the named library; auto: nixl, or else rixl. Raises MoverError(nixl-unavailable) with why."""
     _prepare_environment()
     reasons = []
     for name in LIBRARIES if use == "auto" else (use,):
@@ -92,9 +91,9 @@ def _prepare_environment() -> None:
 
 
 def _import_api(name: str) -> Any:
-    # To choose its CUDA wheel nixl asks torch for its CUDA version: it reads that off the disk, and
-    # imports torch (0.9 s, 190 MB) only when torch was built without CUDA, to learn just that.
-    # Where nixl can do without, torch.version is hidden from it while it looks.
+    # To choose its CUDA wheel nixl reads torch's CUDA version from the disk, and imports torch (0.9 s,
+    # 190 MB) only when torch was built without CUDA, to find just that out. Where nixl can do without,
+    # torch.version is hidden from it meanwhile.
     hide = importlib.util.find_spec("nixl_meta_utils") is not None and "torch" not in sys.modules
     with block_import("torch.version") if hide else nullcontext():
         return importlib.import_module(f"{name}._api")
@@ -128,7 +127,7 @@ class NixlTransport:
         self._disconnect_proves_over = ucx_tls_proves_over(os.environ.get("UCX_TLS", ""))
         self._registered: dict[Span, Any] = {}
         self._read_handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
-        # Where nobody takes them, what anybody sends is kept no longer than the next thousand.
+        # Bounded: where this mover never reads them, peers could send any number.
         self._notifications: deque[tuple[AgentName, bytes]] = deque(maxlen=MAX_NOTIFICATIONS)
         config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
         try:
@@ -239,10 +238,10 @@ class NixlTransport:
         return handle.done
 
     def _read_error(self, agent: AgentName, error: Exception) -> TransportError:
-        """Say what a failed transfer proves: see `disconnects` for a lost connection.
+        """Return the error with what a failed transfer proves; for a lost connection see `disconnects`.
 
-        Any other failure of something posted proves nothing, because the library reports the last
-        descriptor's error while others may be under way.
+        Any other failure of a posted transfer proves nothing, because the library reports the last
+        descriptor's error while others may be in flight.
         """
         lost = type(error).__name__ == _DISCONNECT_ERROR
         text = f"cannot read from agent {agent}: {_text_of(error)}"
@@ -253,7 +252,7 @@ class NixlTransport:
         self._nixl.release_xfer_handle(handle.request)
 
     def progress(self) -> None:
-        # Asking for notifications is what drives UCX.
+        # The call for notifications drives UCX.
         for agent, notes in self._nixl.get_new_notifs().items():
             fit = (bytes(note) for note in notes if len(note) <= MAX_STAGING_MESSAGE_BYTES)
             self._notifications.extend((AgentName(agent), note) for note in fit)
@@ -273,7 +272,7 @@ class NixlTransport:
         return notes
 
     def close(self) -> None:
-        """End the agent, with what it has under way. Raises MoverError where it lives on; then ask again.
+        """End the agent and its reads. Raises MoverError where the agent lives on; then call it again.
 
         The library's agent ends with its last reference, and every handle holds one.
         """
@@ -297,7 +296,7 @@ def _registration_descriptor(span: Span) -> tuple[int, int, int, str]:
 
 
 def join_metadata(parts: Sequence[bytes]) -> bytes:
-    """Return one blob: the library describes one type of memory at a time."""
+    """Return one blob of several, because the library describes one type of memory at a time."""
     return parts[0] if len(parts) == 1 else _JOINED_PREFIX + msgspec.msgpack.encode(parts)
 
 
@@ -313,10 +312,10 @@ _METADATA_PREFIX = b"nixlSerDes|Agent"
 
 
 def agent_name_in(metadata: bytes) -> AgentName | None:
-    """Return whose metadata it is, None where this is not how the library writes it.
+    """Return whose metadata it is, None where the format is unknown.
 
-    Known before it is loaded: NIXL 1.5.1 that fails to load a cut copy of an agent's metadata refuses the
-    whole one, too, until the agent is removed.
+    It is read before the metadata is loaded: NIXL 1.5.1 that fails to load a cut copy of an agent's metadata
+    refuses the whole one, too, until the agent is removed.
     """
     if not metadata.startswith(_METADATA_PREFIX):
         return None

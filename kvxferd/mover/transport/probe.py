@@ -1,8 +1,8 @@
-"""Is memory that was registered really readable? One read through the library, checked byte by byte.
+"""Tests whether registered memory is really readable, by one read that is compared byte by byte.
 
 A registration that succeeds proves nothing: a library may find a wrong way to the memory, or none, and
-say so at the first read only. So a mover reads a sample of its own memory through its own agent,
-into memory of the same kind, and compares. Nothing is ever written into what is proved: it may be live.
+report that at the first read only. So a mover reads a sample of its own memory through its own agent, into
+memory of the same kind, and compares. The probed memory is never written, because it may be live.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvxferd.mover.transport.base import MemoryKind, ReadHandle, ReadKinds, Span
 from kvxferd.plan import Runs
 from kvxferd.wire.common import Placement
 
-SAMPLE_BYTES = 4096  # compared, at the beginning, the middle and the end
-TIMED_BYTES = 1 << 20  # read once more, for the clock: 0.2 ms of a memory copy, 1 ms of TCP
-NUM_TIMED_READS = 2  # the first pays for pages that nobody has touched
-LIMIT_S = 0.5  # for all of it; a mover does nothing else meanwhile
-# Of a GPU, where the first read makes what the library needs on the device, and comes before the rank is
-# bound: nothing waits but its registration, and a hasty "no" would have all its reads copied for ever.
+SAMPLE_BYTES = 4096  # compared at the beginning, in the middle and at the end
+TIMED_BYTES = 1 << 20  # read to measure the rate: 0.2 ms by a memory copy, 1 ms over TCP
+NUM_TIMED_READS = 2  # the first pays for pages that were never touched
+LIMIT_S = 0.5  # for the whole probe; a mover does nothing else meanwhile
+# For a GPU, where the first read makes what the library needs on the device, before the rank is bound. Only
+# the registration waits, and a hasty failure would have all of the rank's reads staged for ever.
 DEVICE_LIMIT_S = 5.0
-NUM_ATTEMPTS = 3  # what is live may change between two looks at it
+NUM_ATTEMPTS = 3  # live memory may change between two reads of it
 
 _INVERTED = bytes(255 - byte for byte in range(256))
 _TCP_INFO_BYTES = 232
@@ -43,21 +43,21 @@ class ProbeOutcome(NamedTuple):
     """What a probe found."""
 
     ok: bool
-    why: str  # not ok
+    why: str  # why not, "" where it is ok
     over_tcp: bool  # the bytes went through TCP sockets, by the kernel's count
-    gigabytes_per_s: float  # 0: nothing was timed
-    is_stuck: bool = False  # a read of it may go on for ever: it must stay registered
+    gigabytes_per_s: float  # 0: not measured
+    is_stuck: bool = False  # a read of the memory may go on for ever, so it must stay registered
 
 
 class ProbedMemory(Protocol):
-    """Memory of one kind, as a probe needs it."""
+    """Access to memory of one kind, beside the transfer library."""
 
     def read(self, address: int, size_bytes: int) -> bytes:
-        """Return what is there, without the transfer library."""
+        """Return the bytes there."""
         ...
 
     def write(self, address: int, content: bytes) -> None:
-        """Write; into the probe's own memory only."""
+        """Write into the probe's own memory."""
         ...
 
     def allocate_target(self) -> Span:
@@ -65,16 +65,16 @@ class ProbedMemory(Protocol):
         ...
 
     def free_target(self, span: Span) -> None:
-        """Give the landing back."""
+        """Free what `allocate_target` returned."""
         ...
 
     def close(self) -> None:
-        """Give back what helped to look."""
+        """Free what `read` and `write` used."""
         ...
 
 
 class ProbedHostMemory:
-    """Memory that this process can touch."""
+    """Host memory, which this process reads and writes itself."""
 
     def __init__(self) -> None:
         self._targets: dict[int, mmap.mmap] = {}
@@ -97,11 +97,11 @@ class ProbedHostMemory:
         self._targets.pop(span.address).close()
 
     def close(self) -> None:
-        """Nothing helped."""
+        """Do nothing."""
 
 
 class ProbedDeviceMemory:
-    """Memory of the device that is current, looked at by copies."""
+    """Memory of the current device, read and written by copies."""
 
     def __init__(self, driver: Driver, span: Span) -> None:
         self._driver = driver
@@ -127,7 +127,7 @@ class ProbedDeviceMemory:
         self._driver.synchronize(self._stream)
 
     def allocate_target(self) -> Span:
-        """As workers' memory is: made to be exported."""
+        """Allocate exportable memory, as workers' is."""
         driver, size = self._driver, _round_up(TIMED_BYTES, self._driver.granularity(self._uuid))
         with ExitStack() as undoing:
             handle = driver.create(self._uuid, size)
@@ -137,7 +137,7 @@ class ProbedDeviceMemory:
                 driver.map(address, size, handle)
                 undoing.callback(driver.unmap, address, size)
             finally:
-                driver.release(handle)  # it lives while it is mapped
+                driver.release(handle)  # mapped memory lives until it is unmapped
             driver.set_access(self._uuid, address, size)
             undoing.pop_all()
         return Span(address, size, self._span.mem_type, self._span.device)
@@ -152,9 +152,9 @@ class ProbedDeviceMemory:
 
 
 def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
-    """Return what the daemon is told of a proof."""
-    lanes = "tcp" if proof.over_tcp else ""  # what else it is, UCX says to whoever reads its log
-    return Placement(kind, proof.why, lanes, float(f"{proof.gigabytes_per_s:.3g}"))
+    """Return the placement that a mover reports for a probe's outcome."""
+    transports = "tcp" if proof.over_tcp else ""  # the other transports are in UCX's log
+    return Placement(kind, proof.why, transports, float(f"{proof.gigabytes_per_s:.3g}"))
 
 
 def _round_up(size: int, granularity: int) -> int:
@@ -164,8 +164,8 @@ def _round_up(size: int, granularity: int) -> int:
 def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
     """Read samples of a registered span through the transport, and compare. Raises nothing.
 
-    `driver`: the span is memory of its current device; None: of the host. Takes about a millisecond, and at
-    most `LIMIT_S`, or `DEVICE_LIMIT_S`.
+    `driver`: the span is memory of its current device; None: of the host. It takes about a millisecond, and
+    at most `LIMIT_S`, or `DEVICE_LIMIT_S`.
     """
     try:
         memory: ProbedMemory = ProbedHostMemory() if driver is None else ProbedDeviceMemory(driver, span)
@@ -191,26 +191,26 @@ class _Probe:
         self._kinds = ReadKinds(local=place, remote=place)
 
     def run(self) -> ProbeOutcome:
-        with self._registered_target() as landing:
+        with self._registered_target() as target:
             for address in self._sample_addresses():
-                if why := self._compare_sample(address, landing):
+                if why := self._compare_sample(address, target):
                     return ProbeOutcome(False, why, False, 0.0)
-            return self._measure(landing)
+            return self._measure(target)
 
     def _sample_addresses(self) -> list[int]:
         first, size = self._span.address, self._span.size_bytes
         last = first + max(0, size - SAMPLE_BYTES)
         return sorted({first, first + (last - first) // 2, last})
 
-    def _compare_sample(self, address: int, landing: Span) -> str:
+    def _compare_sample(self, address: int, target: Span) -> str:
         """Return what is wrong with one sample, "" if nothing is."""
         size = min(SAMPLE_BYTES, self._span.size_bytes)
         for _ in range(NUM_ATTEMPTS):
             before = self._memory.read(address, size)
-            # Every byte must change, or memory full of zeros would pass for a landing that nothing reached.
-            self._memory.write(landing.address, before.translate(_INVERTED))
-            self._read(address, size, landing)
-            came = self._memory.read(landing.address, size)
+            # Every byte must change, or a read that moves nothing would pass for one of memory full of zeros.
+            self._memory.write(target.address, before.translate(_INVERTED))
+            self._read(address, size, target)
+            came = self._memory.read(target.address, size)
             if came in (before, self._memory.read(address, size)):
                 return ""
         num_wrong = sum(a != b for a, b in zip(came, before, strict=True))
@@ -219,21 +219,21 @@ class _Probe:
             "other than those that lie there"
         )
 
-    def _measure(self, landing: Span) -> ProbeOutcome:
+    def _measure(self, target: Span) -> ProbeOutcome:
         size = min(TIMED_BYTES, self._span.size_bytes)
         over_tcp, best = False, float("inf")
         for number in range(NUM_TIMED_READS):
             before = tcp_bytes_received() if not number else 0
             began = time.perf_counter()
-            self._read(self._span.address, size, landing)
+            self._read(self._span.address, size, target)
             best = min(best, time.perf_counter() - began)
             if not number:
                 over_tcp = tcp_bytes_received() - before >= size // 2
         return ProbeOutcome(True, "", over_tcp, size / best / 1e9)
 
-    def _read(self, address: int, size: int, landing: Span) -> None:
+    def _read(self, address: int, size: int, target: Span) -> None:
         transport = self._transport
-        runs = Runs(*(np.array([value], dtype=np.uint64) for value in (landing.address, address, size)))
+        runs = Runs(*(np.array([value], dtype=np.uint64) for value in (target.address, address, size)))
         try:
             handle = self._post(runs)
             while not transport.poll(handle):
@@ -250,17 +250,17 @@ class _Probe:
 
     @contextmanager
     def _registered_target(self) -> Iterator[Span]:
-        landing = self._memory.allocate_target()
+        target = self._memory.allocate_target()
         try:
-            self._transport.register(landing)
+            self._transport.register(target)
             try:
-                yield landing
+                yield target
             finally:
                 if not self._is_stuck:
-                    self._transport.deregister(landing)
+                    self._transport.deregister(target)
         finally:
-            if not self._is_stuck:  # what may still be written to stays
-                self._memory.free_target(landing)
+            if not self._is_stuck:  # otherwise the read may still write it
+                self._memory.free_target(target)
 
 
 def tcp_bytes_received() -> int:
@@ -272,9 +272,9 @@ def tcp_bytes_received() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as duplicate:
                 if duplicate.type == socket.SOCK_STREAM and duplicate.family != socket.AF_UNIX:
-                    told = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED_OFFSET)
+                    tcp_info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    (received,) = struct.unpack_from("Q", tcp_info, _BYTES_RECEIVED_OFFSET)
                     total += received
-        except (OSError, struct.error):  # gone meanwhile, or a socket that is not TCP's
+        except (OSError, struct.error):  # closed meanwhile, or not a TCP socket
             continue
     return total

@@ -1,9 +1,9 @@
-"""A transport for memory that the library cannot reach: by copies through a ring of the mover's own.
+"""A transport for memory that the library cannot reach: by copies through a staging buffer of the mover.
 
-`StagedTransport` stands between the pull engine and the real transport. What both sides can reach goes
-straight on. A read into staged memory lands in a slot and is copied from there; a read from staged
-memory is asked of the source's mover, which lends it in chunks (`StagingSource`). Several chunks are under
-way at once, so that copy and wire overlap.
+`StagedTransport` stands between the pull engine and the real transport. Reads between memory that both
+libraries can reach are passed on. A read into staged memory lands in a slot and is copied from there; a read
+from staged memory is requested from the source's mover, which leases it in chunks (`StagingSource`). Several
+chunks are in flight at once, so that copy and wire overlap.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from kvxferd.wire.staging import (
 
 _LOG = logging.getLogger(__name__)
 
-# As long as the longest run that the pull engine posts. Two rings of eight are 64 MiB of pinned memory for
-# a mover that stages, and enough that one slot is copied while others are on the wire.
+# As long as the longest run that the pull engine posts. Two pools of eight slots are 64 MiB of pinned memory
+# for a mover that stages, and enough that one slot is copied while others are on the wire.
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
-MAX_ACTIVE_CHUNKS = 4  # chunks of one read
-MAX_PACKED_RUNS = 2048  # as in any post; a chunk that is asked for has fewer
-CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that is asked and does not answer is gone
+MAX_ACTIVE_CHUNKS = 4  # of one read
+MAX_PACKED_RUNS = 2048  # as in any post; a requested chunk has fewer
+CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that does not reply by then is gone
 
 
 class StagedTransport:
-    """See `Transport` for the promises, which hold for staged memory too; and `stage`, which makes it so."""
+    """Keeps the contract of `Transport` for staged memory too; `stage` makes memory staged."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class StagedTransport:
         self._slots: SlotPool | None = None
         self._source: StagingSource | None = None
         self._stamp_slots: WordSlots | None = None
-        self._reply_metadata = b""  # by which a source finds its way back
+        self._reply_metadata = b""  # which a source loads to reply
         self._chunk_numbers = itertools.count(1)
         self._requested: dict[int, tuple[AgentName, Chunk]] = {}
         self._refused: dict[int, str] = {}
         self._loaded_agents: set[AgentName] = set()
 
-    # --- what is passed on
+    # --- calls that are passed on
 
     @property
     def agent(self) -> AgentName:
@@ -108,34 +108,34 @@ class StagedTransport:
         self._inner.notify(agent, payload)
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
-        """Return none: they are this class's own."""
+        """Return none: all notifications are between instances of this class."""
         self.progress()
         return []
 
     # --- memory that the library cannot reach
 
     def stage(self, driver: Driver, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Serve this memory by copies. Returns what readers must load instead; raises KvxferdError.
+        """Serve this memory by copies. Returns the spans that readers load instead; raises KvxferdError.
 
         The memory's device is current on the calling thread, which is the mover's.
         """
-        lender = self._source or self._open_buffers(driver)
+        source = self._source or self._open_buffers(driver)
         for span in spans:
-            lender.add(span)
-        return (lender.pinned.span,)
+            source.add(span)
+        return (source.pinned.span,)
 
     def _open_buffers(self, driver: Driver) -> StagingSource:
         """Make both buffers, or none."""
         slots = self._slot_bytes, self._num_slots
-        lender = StagingSource(self._inner, driver, *slots, self._loaded_agents.__contains__)
+        source = StagingSource(self._inner, driver, *slots, self._loaded_agents.__contains__)
         try:
             self._pinned = PinnedBuffer(self._inner, driver, self._slot_bytes * self._num_slots)
         except BaseException:
-            lender.pinned.discard(self._inner)
+            source.pinned.discard(self._inner)
             raise
         self._slots = SlotPool(self._pinned.address, *slots)
-        self._source = lender
-        return lender
+        self._source = source
+        return source
 
     # --- reads
 
@@ -185,7 +185,7 @@ class StagedTransport:
     # --- one read's chunks
 
     def _advance_read(self, read: StagedRead) -> None:
-        """Move all chunks of a read on, and begin new ones where there is room."""
+        """Advance all chunks of a read, and start new ones where there is room."""
         for chunk in tuple(read.active):
             self._try_step(read, chunk, self._advance_chunk)
         while read.error is None and read.next is not None and len(read.active) < MAX_ACTIVE_CHUNKS:
@@ -202,9 +202,9 @@ class StagedTransport:
             self._try_step(read, chunk, self._start_chunk)
         read.done = read.error is None and read.next is None and not read.active
 
-    def _try_step(self, read: StagedRead, chunk: Chunk, move: Callable[[StagedRead, Chunk], None]) -> None:
+    def _try_step(self, read: StagedRead, chunk: Chunk, step: Callable[[StagedRead, Chunk], None]) -> None:
         try:
-            move(read, chunk)
+            step(read, chunk)
         except TransportError as error:
             self._fail_chunk(read, chunk, error)
         except DeviceError as error:
@@ -220,13 +220,13 @@ class StagedTransport:
     def _request_chunk(self, read: StagedRead, chunk: Chunk) -> None:
         chunk.state, chunk.number = ChunkState.REQUESTED, next(self._chunk_numbers)
         self._open_stamp_slots()
-        ask = ChunkRequest(
+        request = ChunkRequest(
             number=chunk.number,
             addresses=chunk.runs.remote.astype("<u8").tobytes(),
             lengths=chunk.runs.length.astype("<u4").tobytes(),
             metadata=self._reply_metadata,
         )
-        self._inner.notify(read.agent, encode(ask))
+        self._inner.notify(read.agent, encode(request))
         self._requested[chunk.number] = (read.agent, chunk)
 
     def _open_stamp_slots(self) -> WordSlots:
@@ -317,7 +317,7 @@ class StagedTransport:
         assert self._pinned is not None
         runs, driver, stream = chunk.runs, self._pinned.driver, self._pinned.stream
         source = packed_addresses(chunk.slot, runs.length)
-        chunk.state = ChunkState.COPYING  # before: where a driver refuses the second copy, the first runs
+        chunk.state = ChunkState.COPYING  # set before: a driver that refuses the second copy runs the first
         driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), stream)
         chunk.copy_event = driver.record(stream)
 
@@ -327,13 +327,13 @@ class StagedTransport:
             self._slots.release(chunk.slot)
 
     def _release_chunk(self, read: StagedRead, chunk: Chunk) -> None:
-        """Tell the source that the chunk is not needed any more."""
+        """Release the chunk at its source, which may use its slot again."""
         self._requested.pop(chunk.number, None)
         self._refused.pop(chunk.number, None)
         try:
             self._inner.notify(read.agent, encode(ChunkRelease(number=chunk.number)))
         except TransportError as error:
-            _LOG.info("%s", error.message)  # its loan ends by itself
+            _LOG.info("%s", error.message)  # its lease expires
         chunk.number = 0
 
     def _fail_chunk(self, read: StagedRead, chunk: Chunk, error: TransportError) -> None:
@@ -347,17 +347,17 @@ class StagedTransport:
             self._release_slots(chunk, error.settled)
         settled = error.settled
         if chunk.slot is not None:
-            # What may still land lands in the slot; only a copy writes the place where it belongs.
+            # A read lands in the slot; only the copy writes the destination.
             settled |= chunk.state is not ChunkState.COPYING
         elif chunk.state is ChunkState.VERIFYING:
-            settled = True  # the chunk itself is read
+            settled = True  # the chunk's own read has ended
         first, message = read.error, error.message if read.error is None else read.error.message
-        fault = TransportError(message, settled=settled, lost=error.lost)
-        if first is None or _doubt_level(fault) > _doubt_level(first):
-            read.error = fault
+        failure = TransportError(message, settled=settled, lost=error.lost)
+        if first is None or _doubt_level(failure) > _doubt_level(first):
+            read.error = failure
 
     def _release_slots(self, chunk: Chunk, over: bool) -> None:
-        """Take a failed chunk's slots back, or lose them where something may still land."""
+        """Release a failed chunk's slots, or quarantine them where something may still land there."""
         if chunk.stamp_slot is not None and over:
             self._open_stamp_slots().release(chunk.stamp_slot)
         if chunk.slot is not None and self._slots is not None:
@@ -366,7 +366,7 @@ class StagedTransport:
             else:
                 self._slots.quarantine(chunk.slot)
 
-    # --- what other movers say
+    # --- messages of other movers
 
     def _serve_notifications(self) -> None:
         now = self._clock()
@@ -379,38 +379,38 @@ class StagedTransport:
             self._source.step(now)
 
     def _handle(self, agent: AgentName, payload: bytes, now: float) -> None:
-        note = decode_staging_message(payload)
-        match note:
+        message = decode_staging_message(payload)
+        match message:
             case ChunkRequest():
                 if self._source is not None:
-                    self._source.handle_request(agent, note, now)
+                    self._source.handle_request(agent, message, now)
             case ChunkRelease():
                 if self._source is not None:
-                    self._source.handle_release(agent, note.number)
+                    self._source.handle_release(agent, message.number)
             case ChunkReady() | ChunkRefused():
-                whose, chunk = self._requested.get(note.number, (None, None))
-                if whose != agent or chunk is None or chunk.ready is not None:
+                source, chunk = self._requested.get(message.number, (None, None))
+                if source != agent or chunk is None or chunk.ready is not None:
                     return
-                if isinstance(note, ChunkRefused):
-                    self._refused[note.number] = note.message[:MAX_SENTENCE_CHARS]
-                elif _is_plausible(note):
-                    chunk.ready = note
+                if isinstance(message, ChunkRefused):
+                    self._refused[message.number] = message.message[:MAX_SENTENCE_CHARS]
+                elif _is_plausible(message):
+                    chunk.ready = message
                 else:
-                    self._refused[note.number] = "it lends what cannot be"
+                    self._refused[message.number] = "it lends what cannot be"
 
 
-def _doubt_level(fault: TransportError) -> int:
-    """How little a failure proves: 0: it is over, 1: it is over where a disconnect proves it, 2: nothing."""
-    return 0 if fault.settled else 1 if fault.lost else 2
+def _doubt_level(error: TransportError) -> int:
+    """Return how little a failure proves. 0: it is over, 1: over where a disconnect proves it, 2: nothing."""
+    return 0 if error.settled else 1 if error.lost else 2
 
 
-def _is_plausible(lent: ChunkReady) -> bool:
-    """Whether another mover's word can be used: what it says is where this one reads, and how much."""
-    places = (lent.address, lent.stamp_address)
-    return len(lent.stamp) == STAMP_BYTES and all(0 < place < MAX_ADDRESS - SLOT_BYTES for place in places)
+def _is_plausible(ready: ChunkReady) -> bool:
+    """Whether a chunk's addresses and stamp can be used: this mover reads there, as a peer has written it."""
+    addresses = (ready.address, ready.stamp_address)
+    return len(ready.stamp) == STAMP_BYTES and all(0 < one < MAX_ADDRESS - SLOT_BYTES for one in addresses)
 
 
 def single_run(local: int, remote: int, size_bytes: int) -> Runs:
-    """Return a single stretch."""
+    """Return a single run."""
 
     return Runs(*(np.array([number], dtype=np.uint64) for number in (local, remote, size_bytes)))

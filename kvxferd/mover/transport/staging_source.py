@@ -1,8 +1,8 @@
-"""The source's side of staging: chunks of memory that the library cannot reach, copied to where it can.
+"""The source's side of staging: it copies chunks of memory that the library cannot reach to where it can.
 
-A reader that is gone never gives back: a loan ends by itself after `LOAN_S`, its stamp overwritten
-before its slot is used again. A reader that finds its stamp unchanged after it has read the chunk has
-read the chunk; no clock decides that.
+A reader that is gone never releases its chunks: a lease expires after `CHUNK_LEASE_S`, and its stamp is
+overwritten before its slot is used again. A reader that finds the stamp unchanged after it has read the
+chunk has read that chunk; no clock decides that.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvxferd.wire.staging import (
 
 _LOG = logging.getLogger(__name__)
 
-CHUNK_LEASE_S = 30.0  # a reader has read a chunk long before
-# A reader asks for a dozen chunks at a time; more than this are 5,000 reads waiting for one GPU.
+CHUNK_LEASE_S = 30.0  # a reader has read a chunk long before that
+# A reader requests a dozen chunks at a time; more than this are 5,000 reads waiting for one GPU.
 MAX_WAITING = 4096
 MAX_WAITING_PER_AGENT = 256
-READER_IDLE_S = 60.0  # after which a reader that asks for nothing is forgotten
+READER_IDLE_S = 60.0  # after which a reader without requests is forgotten
 
 _ChunkKey = tuple[AgentName, int]
 
@@ -50,12 +50,12 @@ class _ChunkLease:
     request: ChunkRequest
     slot: int = 0
     stamp: bytes = b""
-    copy_event: Any = None  # event; None once it is done
+    copy_event: Any = None  # None once it is done
     expires_at: float = 0.0
 
 
 class StagingSource:
-    """Serves asks for one mover's staged memory, in order, through its own ring and stream."""
+    """Serves requests for one mover's staged memory, in order, through its own slots and stream."""
 
     def __init__(
         self,
@@ -65,7 +65,10 @@ class StagingSource:
         num_slots: int,
         is_loaded_elsewhere: Callable[[AgentName], bool],
     ) -> None:
-        """`keep` says whether somebody else needs an agent loaded. Raises DeviceError, TransportError."""
+        """Raises DeviceError, TransportError.
+
+        `is_loaded_elsewhere`: whether an agent is loaded for another purpose, and must stay so.
+        """
         self._transport = transport
         self._driver = driver
         self._is_loaded_elsewhere = is_loaded_elsewhere
@@ -76,56 +79,51 @@ class StagingSource:
         self._spans: list[Span] = []
         self._waiting: deque[_ChunkLease] = deque()
         self._leases: dict[_ChunkKey, _ChunkLease] = {}
-        self._readers: dict[AgentName, float] = {}  # loaded to be answered: when they last asked
+        self._readers: dict[AgentName, float] = {}  # loaded for replies, with the time of the last request
 
     def add(self, span: Span) -> None:
-        """Lend from this memory too."""
+        """Serve this memory too."""
         self._spans.append(span)
 
-    @property
-    def is_busy(self) -> bool:
-        """Something is to be copied, or to be given back."""
-        return bool(self._waiting or self._leases)
+    # --- messages of readers
 
-    # --- what readers say
-
-    def handle_request(self, agent: AgentName, ask: ChunkRequest, now: float) -> None:
-        """Take an ask, or deny it."""
+    def handle_request(self, agent: AgentName, request: ChunkRequest, now: float) -> None:
+        """Queue a request, or refuse it."""
         self._readers[agent] = now
         try:
-            self._check_request(agent, ask)
+            self._check_request(agent, request)
         except EngineError as error:
-            self._notify_reader(agent, ask, ChunkRefused(number=ask.number, message=error.message))
+            self._notify_reader(agent, request, ChunkRefused(number=request.number, message=error.message))
             return
-        self._waiting.append(_ChunkLease(agent, ask))
+        self._waiting.append(_ChunkLease(agent, request))
 
-    def _check_request(self, agent: AgentName, ask: ChunkRequest) -> None:
-        waiting = sum(loan.agent == agent for loan in self._waiting)
+    def _check_request(self, agent: AgentName, request: ChunkRequest) -> None:
+        waiting = sum(lease.agent == agent for lease in self._waiting)
         if len(self._waiting) >= MAX_WAITING or waiting >= MAX_WAITING_PER_AGENT:
             raise EngineError(f"cannot lend more: {len(self._waiting)} chunks are waited for")
-        if (agent, ask.number) in self._leases or any(
-            (loan.agent, loan.request.number) == (agent, ask.number) for loan in self._waiting
+        if (agent, request.number) in self._leases or any(
+            (lease.agent, lease.request.number) == (agent, request.number) for lease in self._waiting
         ):
-            raise EngineError(f"cannot lend chunk {ask.number} twice")
-        num_runs, odd = divmod(len(ask.addresses), 8)
-        if odd or len(ask.lengths) != 4 * num_runs or not 0 < num_runs <= MAX_CHUNK_RUNS:
+            raise EngineError(f"cannot lend chunk {request.number} twice")
+        num_runs, odd = divmod(len(request.addresses), 8)
+        if odd or len(request.lengths) != 4 * num_runs or not 0 < num_runs <= MAX_CHUNK_RUNS:
             raise EngineError(f"cannot lend {num_runs} stretches: 1 to {MAX_CHUNK_RUNS}, each with a length")
-        start, length = _requested_ranges(ask)
+        start, length = _requested_ranges(request)
         if not length.all() or int(length.sum()) > self._slot_bytes:
             raise EngineError(f"cannot lend {int(length.sum())} bytes: stretches of 1 to {self._slot_bytes}")
         inside = np.zeros(num_runs, dtype=bool)
         for span in self._spans:
             first, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
-            # Not start + length, which a lie makes wrap around.
+            # Not start + length, which a malicious request makes wrap around.
             inside |= (start >= first) & (start < end) & (length <= end - np.minimum(start, end))
         if not inside.all():
             raise EngineError("cannot lend memory that is not this rank's")
 
     def handle_release(self, agent: AgentName, number: int) -> None:
-        """The reader has read it, or does not want it any more."""
-        loan = self._leases.get((agent, number))
-        if loan is not None:
-            loan.expires_at = 0.0  # a copy that is under way comes first
+        """End a chunk's lease, or its request: the reader has read it, or does not need it any more."""
+        lease = self._leases.get((agent, number))
+        if lease is not None:
+            lease.expires_at = 0.0  # a running copy ends first
             return
         for waiting in self._waiting:
             if (waiting.agent, waiting.request.number) == (agent, number):
@@ -135,59 +133,59 @@ class StagingSource:
     # --- work
 
     def step(self, now: float) -> None:
-        """Move every loan on. Raises DeviceError where copies fail: nothing can be lent any more."""
-        for key, loan in list(self._leases.items()):
-            if loan.copy_event is not None:
-                if not self._driver.is_done(loan.copy_event):
+        """Advance every lease. Raises DeviceError where copies fail, and then no chunk can be served."""
+        for key, lease in list(self._leases.items()):
+            if lease.copy_event is not None:
+                if not self._driver.is_done(lease.copy_event):
                     continue
-                self._driver.drop_event(loan.copy_event)
-                loan.copy_event = None
-                if loan.expires_at:
-                    self._send_ready(loan)
-            if now >= loan.expires_at:
+                self._driver.drop_event(lease.copy_event)
+                lease.copy_event = None
+                if lease.expires_at:
+                    self._send_ready(lease)
+            if now >= lease.expires_at:
                 self._end_lease(key)
         while self._waiting and (slot := self.slots.acquire()) is not None:
             self._start_copy(self._waiting.popleft(), slot, now)
-        for agent in [a for a, asked in self._readers.items() if now > asked + READER_IDLE_S]:
+        for agent in [a for a, used_at in self._readers.items() if now > used_at + READER_IDLE_S]:
             self._forget_reader(agent)
 
-    def _start_copy(self, loan: _ChunkLease, slot: int, now: float) -> None:
-        loan.slot, loan.expires_at = slot, now + CHUNK_LEASE_S
-        loan.stamp = os.urandom(STAMP_BYTES)
-        # Before the first byte of the copy: who still reads an earlier loan must find out.
-        ctypes.memmove(self._stamp_address(slot), loan.stamp, STAMP_BYTES)
-        start, length = _requested_ranges(loan.request)
-        self._leases[loan.agent, loan.request.number] = loan
+    def _start_copy(self, lease: _ChunkLease, slot: int, now: float) -> None:
+        lease.slot, lease.expires_at = slot, now + CHUNK_LEASE_S
+        lease.stamp = os.urandom(STAMP_BYTES)
+        # Before the first byte of the copy, so that a reader of an earlier lease finds the stamp changed.
+        ctypes.memmove(self._stamp_address(slot), lease.stamp, STAMP_BYTES)
+        start, length = _requested_ranges(lease.request)
+        self._leases[lease.agent, lease.request.number] = lease
         stream = self.pinned.stream
         self._driver.copy(packed_addresses(slot, length).tolist(), start.tolist(), length.tolist(), stream)
-        loan.copy_event = self._driver.record(stream)
+        lease.copy_event = self._driver.record(stream)
 
     def _stamp_address(self, slot: int) -> int:
         return self._stamps_address + (slot - self.pinned.address) // self._slot_bytes * STAMP_BYTES
 
-    def _send_ready(self, loan: _ChunkLease) -> None:
-        lent = ChunkReady(
-            number=loan.request.number,
-            address=loan.slot,
-            stamp_address=self._stamp_address(loan.slot),
-            stamp=loan.stamp,
+    def _send_ready(self, lease: _ChunkLease) -> None:
+        ready = ChunkReady(
+            number=lease.request.number,
+            address=lease.slot,
+            stamp_address=self._stamp_address(lease.slot),
+            stamp=lease.stamp,
         )
-        if not self._notify_reader(loan.agent, loan.request, lent):
-            loan.expires_at = 0.0
+        if not self._notify_reader(lease.agent, lease.request, ready):
+            lease.expires_at = 0.0
 
     def _end_lease(self, key: _ChunkKey) -> None:
-        loan = self._leases.pop(key)
-        ctypes.memmove(self._stamp_address(loan.slot), os.urandom(STAMP_BYTES), STAMP_BYTES)
-        self.slots.release(loan.slot)
+        lease = self._leases.pop(key)
+        ctypes.memmove(self._stamp_address(lease.slot), os.urandom(STAMP_BYTES), STAMP_BYTES)
+        self.slots.release(lease.slot)
 
-    def _notify_reader(self, agent: AgentName, ask: ChunkRequest, note: StagingMessage) -> bool:
-        """Answer a reader; return whether that could be tried. It is loaded from what it sent, if need be."""
-        payload = encode(note)
+    def _notify_reader(self, agent: AgentName, request: ChunkRequest, message: StagingMessage) -> bool:
+        """Send a reply; return whether it was sent. The reader is loaded from its request if need be."""
+        payload = encode(message)
         try:
             self._transport.notify(agent, payload)
         except TransportError:
             try:
-                if (name := self._transport.load_remote(ask.metadata, agent)) != agent:
+                if (name := self._transport.load_remote(request.metadata, agent)) != agent:
                     _LOG.warning("an ask of agent %s came with the metadata of %s", agent, name)
                     return False
                 self._transport.notify(agent, payload)
@@ -197,7 +195,7 @@ class StagingSource:
         return True
 
     def _forget_reader(self, agent: AgentName) -> None:
-        if any(loan.agent == agent for loan in (*self._leases.values(), *self._waiting)):
+        if any(lease.agent == agent for lease in (*self._leases.values(), *self._waiting)):
             return
         del self._readers[agent]
         if not self._is_loaded_elsewhere(agent):
@@ -207,7 +205,7 @@ class StagingSource:
                 _LOG.warning("%s", error.message)
 
 
-def _requested_ranges(ask: ChunkRequest) -> tuple[Uint64s, Uint64s]:
-    return np.frombuffer(ask.addresses, dtype="<u8"), np.frombuffer(ask.lengths, dtype="<u4").astype(
-        np.uint64
-    )
+def _requested_ranges(request: ChunkRequest) -> tuple[Uint64s, Uint64s]:
+    """Return addresses and lengths."""
+    lengths = np.frombuffer(request.lengths, dtype="<u4").astype(np.uint64)
+    return np.frombuffer(request.addresses, dtype="<u8"), lengths
