@@ -1,4 +1,4 @@
-"""A process that runs one checkout's code: the caller has it measure, turn by turn with others."""
+"""A process that runs one checkout's code and measures a batch whenever the caller asks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckoutProcess:
         self._stdout: IO[str] = process.stdout
 
     def read_line(self) -> str:
-        """Return its next line. Raises RuntimeError where there is none."""
+        """Return its next line. Raises RuntimeError if the process has ended."""
         if not (line := self._stdout.readline()):
             raise RuntimeError(f"{self.path} cannot be measured: see above")
         return line

@@ -2,9 +2,9 @@
 
     python benchmarks/compare_checkouts.py OLD NEW [NEWER ...]
 
-Each checkout gets two daemons and a rank each, which stay; then they take turns, forwards and backwards,
-a batch of pulls each: two runs one after the other differ more than two commits do. Said are times over all
-pulls, and the median of the ratios to the first checkout, batch by batch.
+Each checkout gets two daemons and a rank each for the whole run. They take turns, forwards and backwards,
+with a batch of pulls each: two runs one after the other differ more than two commits do. It prints times
+over all pulls, and the median of the ratios to the first checkout, batch by batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from checkout_process import CheckoutProcess
 
-PULLS_PER_BATCH = 40  # of a batch: longer than a scheduler's whims, shorter than a neighbour's
+PULLS_PER_BATCH = 40  # longer than a delay by the scheduler, shorter than the load of another tenant
 
 
 def pull_batches(checkout: Path, pause_s: float, fill: int) -> None:
-    """Be one checkout: set up, then pull a batch for each line on standard input."""
+    """Run as one checkout's process: set up, then pull a batch for each line on standard input."""
     sys.path.insert(0, str(checkout))
     import latency  # this one's, over the checkout's kvxferd
 

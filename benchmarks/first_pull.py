@@ -1,7 +1,8 @@
 """A first pull of 64 MiB from a cold start of both daemons, several times over.
 
 Each round is a `kvxferd demo` of its own: two daemons and all ranks start, register, and one
-request of 64 MiB moves between engines that never met. Prints medians; `--json` prints all rounds.
+request of 64 MiB moves between engines that have not connected before. Prints medians, or with `--json`
+all rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FIGURES = ("daemons_ready_s", "registered_s", "first_request_s")
 
 
 def one_round(flags: str) -> dict[str, float]:
-    """Run the demo once. Raises CalledProcessError where a byte is wrong or a pull failed."""
+    """Run the demo once. Raises CalledProcessError if a byte is wrong or a pull failed."""
     command = [sys.executable, "-m", "kvxferd.cli", "demo", "--json", "--requests", "1"]
     command += ["--tokens", str(TOKENS_64_MIB), *flags.split()]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

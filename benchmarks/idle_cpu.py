@@ -24,7 +24,7 @@ LAYOUT_OPTIONS = {"num_kv_heads": 8, "head_dim": 128, "block_tokens": 16, "num_b
 
 
 def start_daemon(stack: ExitStack, directory: Path) -> tuple[subprocess.Popen[bytes], ControlClient]:
-    """A daemon that is ready."""
+    """Start a daemon and return it when it is ready."""
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
     process = subprocess.Popen(command)
@@ -39,7 +39,7 @@ def start_daemon(stack: ExitStack, directory: Path) -> tuple[subprocess.Popen[by
 
 
 def register(stack: ExitStack, socket: str, name: str, tp_size: int) -> list[client.RankHandle]:
-    """All ranks of an engine, in this process."""
+    """Register all ranks of an engine, in this process."""
     ranks = []
     for tp_rank in range(tp_size):
         spec = EngineSpec(name, "g", num_layers=4, tp_size=tp_size, tp_rank=tp_rank, num_kv_heads=8)
@@ -53,7 +53,7 @@ def register(stack: ExitStack, socket: str, name: str, tp_size: int) -> list[cli
 
 
 def pull_once(source: client.RankHandle, sinks: list[client.RankHandle]) -> None:
-    """Make the daemons know each other."""
+    """Pull once, so that the two daemons are connected."""
     blocks = {"full": client.BlockList(first_token=0, ids=[1, 2, 3])}
     ref = source.publish("t", blocks=blocks, num_tokens=48)
     for sink in sinks:
@@ -78,7 +78,7 @@ def main() -> None:
         sinks = register(stack, str(directory / "a" / "worker" / "worker.sock"), "decode", NUM_RANKS)
         (source,) = register(stack, str(directory / "b" / "worker" / "worker.sock"), "prefill", 1)
         pull_once(source, sinks)
-        time.sleep(5)  # past the lingering attention
+        time.sleep(5)  # past the time for which a source goes on polling after a read
         pids = process_tree(daemon.pid)
         before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
         time.sleep(options.seconds)

@@ -1,7 +1,7 @@
 """How long a small prepared pull takes, hop by hop, and how long the engine's thread is in `pull`.
 
 Two daemons, one rank each, all on this machine. `--hops` also notes, in every process, when the
-pull passes; that costs some of the time it measures. `--fill N` gives each pull N block ids.
+message passes; this costs some of the time that it measures. `--fill N` gives each pull N block ids.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def start_daemon(stack: ExitStack, directory: Path, environment: dict[str, str])
 
 
 def register_rank(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.RankHandle:
-    """Register a rank whose blocks are of 8 KiB a layer and component."""
+    """Register a rank with blocks of 8 KiB for each layer and component."""
     spec = EngineSpec(name, "g", num_layers=1, num_kv_heads=2)
     layout = attention_layout(
         spec=spec, num_kv_heads=2, head_dim=128, block_tokens=16, num_blocks=num_blocks, layout="HND"
@@ -72,22 +72,22 @@ class PullTimer:
         self.spans: list[tuple[float, float, float]] = []  # pull called, returned, delivered
 
     def blocks(self) -> dict[str, client.BlockList]:
-        """What is published and pulled."""
+        """Return the block list that is published and pulled."""
         return {"full": client.BlockList(ids=self._ids)}
 
     def prepare(self, count: int) -> list[client.TransferRef]:
-        """Publish that many transfers and have them prepared."""
+        """Publish `count` transfers and prepare them."""
         refs = []
         for _ in range(count):
             self._number += 1
             ref = self._source.publish(f"t{self._number}", self.blocks(), self._num_tokens)
             self._sink.prepare(ref)
             refs.append(ref)
-        time.sleep(0.3)  # nothing says that a prepare has been done
+        time.sleep(0.3)  # no event reports that a prepare is done
         return refs
 
     def pull(self, ref: client.TransferRef) -> None:
-        """Pull one and wait as an engine does: on the descriptor."""
+        """Pull one and wait on the descriptor, as an engine does."""
         began = time.perf_counter()
         self._sink.pull(ref, self.blocks(), self._num_tokens, deadline_s=30)
         returned = time.perf_counter()
@@ -102,7 +102,7 @@ class PullTimer:
 def daemon_pair(
     fill: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[client.RankHandle, PullTimer]]:
-    """Two daemons with a rank each, and some pulls behind them: the source, and what pulls from it."""
+    """Give two daemons with a rank each, after some pulls: the source rank, and the timer of its sink."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         more = dict(environment or {})
@@ -115,21 +115,21 @@ def daemon_pair(
         yield source, measured
 
 
-def forward_packets(heard: socket.socket, told: socket.socket) -> None:
-    """Pass packets on until there are none, as a process that has nothing else to do."""
+def forward_packets(source: socket.socket, target: socket.socket) -> None:
+    """Forward packets until the sender closes, as a process that does nothing else."""
     arrivals = select.poll()
-    arrivals.register(heard.fileno(), select.POLLIN)
-    while arrivals.poll() and (packet := heard.recv(1 << 16)):
-        told.send(packet)
+    arrivals.register(source.fileno(), select.POLLIN)
+    while arrivals.poll() and (packet := source.recv(1 << 16)):
+        target.send(packet)
 
 
 def measure_forwarding(count: int, pause_s: float, num_relays: int) -> list[float]:
-    """Return how long packets took through so many processes that only pass them on, and back here."""
+    """Return how long packets take through `num_relays` processes that only forward them, and back."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_relays + 1)]
     children = []
     for number in range(num_relays):
         if not (child := os.fork()):
-            for one, other in pairs:  # or no one would hear the end
+            for one, other in pairs:  # otherwise no process would see the end of the stream
                 for end in (one, other):
                     if end not in (pairs[number][1], pairs[number + 1][0]):
                         end.close()
@@ -157,7 +157,7 @@ def measure_forwarding(count: int, pause_s: float, num_relays: int) -> list[floa
 
 
 def print_times(name: str, values: list[float]) -> None:
-    """Print the middle and the tail, in microseconds."""
+    """Print the median and the tail, in microseconds."""
     ordered = sorted(1e6 * value for value in values)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     print(f"{name:44} p50 {statistics.median(ordered):8.1f}  p99 {p99:8.1f}  least {ordered[0]:8.1f} us")

@@ -1,4 +1,4 @@
-"""What single messages cost: `python benchmarks/message_costs.py`. The least of some rounds, processor time.
+"""What single messages cost: `python benchmarks/message_costs.py`. Prints the least CPU time of some rounds.
 
 A publish of 512 block ids that names the incarnations of 0, 1, 8 and 64 ranks; the check of the largest
 layout that one registration may have; four million block ids looked through for repeats.
@@ -22,7 +22,7 @@ from kvxferd.wire.worker import Publish
 
 
 def least_us(act: Callable[[], object], count: int) -> float:
-    """Return the shortest time of an act, of `count` in a row."""
+    """Return the shortest time of one call of `act`, over rounds of `count` calls."""
     least = float("inf")
     for _ in range(7):
         began = time.process_time()
@@ -33,7 +33,7 @@ def least_us(act: Callable[[], object], count: int) -> float:
 
 
 def publish_of(num_ranks: int) -> Publish:
-    """A publish that names so many ranks' incarnations."""
+    """Return a publish that names the incarnations of `num_ranks` ranks."""
     named = tuple((Rank(0, tp), Incarnation(f"{tp:016x}")) for tp in range(num_ranks))
     return Publish(
         transfer_id="cmpl-0123456789abcdef",

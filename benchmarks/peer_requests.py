@@ -1,9 +1,9 @@
-"""What a peer's question costs the daemon that answers it, in processor time; several checkouts in turn.
+"""What a peer's request costs the daemon that replies, in CPU time; several checkouts in turn.
 
     python benchmarks/peer_requests.py OLD NEW
 
-Each checkout gets a daemon and a rank, which stay; then they take turns, forwards and backwards, a batch of
-each kind of question. Compare the least of all batches: whatever else the machine does only adds to it.
+Each checkout gets a daemon and a rank for the whole run. They take turns, forwards and backwards, a batch of
+each kind of request. Compare the least of all batches: other load on the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 from checkout_process import CheckoutProcess
 
-REQUESTS_PER_BATCH = 1000  # of a batch
-WINDOWS = (1, 64)  # questions that wait for their answers
+REQUESTS_PER_BATCH = 1000
+WINDOWS = (1, 64)  # requests in flight
 
 
 class Cost(NamedTuple):
-    """A batch's: microseconds of the loop's thread and of all threads a question, and answers a second."""
+    """One batch: microseconds of the loop's thread and of all threads per request, and replies per second."""
 
     loop_us: float
     all_us: float
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
 
 
 def processor_us(pid: int) -> tuple[float, float]:
-    """What the process's first thread has taken, and all its threads."""
+    """Return the CPU time of the process's first thread, and that of all its threads."""
     took = {
         task.name: int((task / "schedstat").read_text().split()[0])
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -43,7 +43,7 @@ def processor_us(pid: int) -> tuple[float, float]:
 
 
 class Peer:
-    """Asks one checkout's daemon, with that checkout's messages."""
+    """Sends requests to one checkout's daemon, with that checkout's messages."""
 
     def __init__(self, stack: ExitStack) -> None:
         import latency  # this one's, over the checkout's kvxferd
@@ -71,18 +71,18 @@ class Peer:
         self._consumer = peer.Consumer("decode", "g", manifest.spec.rank, 1)
 
     def request(self, question: Any) -> Any:
-        """Send one question; return its answer."""
+        """Send one request; return its reply."""
         self._dealer.send(self._encode(question))
         return self._decode(self._dealer.recv())
 
     def renewals(self) -> list[Any]:
-        """Questions that cost the core next to nothing: what is left is the way to it and back."""
+        """Return requests that cost the core next to nothing, so that the cost is the way to it and back."""
         self._number += REQUESTS_PER_BATCH
         numbers = range(self._number - REQUESTS_PER_BATCH, self._number)
         return [self._peer.RenewGrants(request=number, grants=(f"g{number}",)) for number in numbers]
 
     def grants(self) -> list[Any]:
-        """Grants asked for, and given back."""
+        """Return requests for grants, and their releases."""
         questions: list[Any] = []
         for _ in range(REQUESTS_PER_BATCH // 2):
             self._number += 2
@@ -101,7 +101,7 @@ class Peer:
         return questions
 
     def cost(self, questions: Sequence[Any], window: int) -> Cost:
-        """Ask all, so many at a time."""
+        """Send all requests, `window` at a time."""
         payloads = [self._encode(question) for question in questions]
         answers = []
         before, began = processor_us(self._pid), time.perf_counter()
@@ -121,7 +121,7 @@ class Peer:
         return Cost((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / took_s)
 
     def batches(self) -> dict[str, Cost]:
-        """One batch of each kind."""
+        """Measure one batch of each kind."""
         kinds = {"renew": self.renewals, "grant and return": self.grants}
         return {
             f"{kind}, {window} in flight": self.cost(questions(), window)
@@ -143,15 +143,15 @@ def daemon_pid(directory: Path) -> int:
 
 
 class BatchMeasure(Protocol):
-    """What is measured of a checkout."""
+    """A measurement of one checkout."""
 
     def batches(self) -> dict[str, Cost]:
-        """What one batch of each kind costs."""
+        """Return the cost of one batch of each kind."""
         ...
 
 
 def run_batches(checkout: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
-    """Be one checkout: set up, then measure a batch of each kind for each line on standard input."""
+    """Run as one checkout's process: set up, then measure a batch of each kind per line on standard input."""
     sys.path.insert(0, str(checkout))
     with ExitStack() as stack:
         measure = made(stack)
@@ -169,12 +169,12 @@ class Checkout(CheckoutProcess):
         self.measured: list[dict[str, Cost]] = []
 
     def measure(self) -> None:
-        """Have it ask a batch of each kind."""
+        """Have it measure a batch of each kind."""
         self.measured.append({kind: Cost(*cost) for kind, cost in self.measure_batch().items()})
 
 
 def show(kind: str, checkouts: Sequence[Checkout]) -> None:
-    """Print what one kind of question costs in each checkout, and by the first."""
+    """Print what one kind of request costs in each checkout, and relative to the first."""
     print(kind)
     first = [costs[kind] for costs in checkouts[0].measured]
     for checkout in checkouts:
@@ -189,7 +189,7 @@ def show(kind: str, checkouts: Sequence[Checkout]) -> None:
 
 
 def compare(text: str | None, script: Path, made: Callable[[ExitStack], BatchMeasure]) -> None:
-    """Measure the checkouts that are named, and print."""
+    """Measure the named checkouts, and print."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=20)

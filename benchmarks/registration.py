@@ -1,6 +1,6 @@
-"""How long `register` takes with a warm mover, and how soon after it the memory is proved.
+"""How long `register` takes with a warm mover, and how soon after it the memory is probed.
 
-One rank at a time is registered with a daemon of its own and closed again; between two the pool fills up.
+One rank at a time is registered with a daemon of its own and closed again; in between the mover pool refills.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 5.0
 
 
 def wait_until_probed(control: ControlClient, began: float) -> float:
-    """Return how long after `began` the rank's memory was proved; nan where this daemon proves nothing."""
+    """Return how long after `began` the rank's memory was probed; nan if this daemon does not probe."""
     while time.perf_counter() < began + LIMIT_S:
         ((rank,),) = [engine["ranks"] for engine in control.get("/v1/engines")["engines"]]
         if "placement" not in rank:
@@ -40,7 +40,7 @@ def wait_until_probed(control: ControlClient, began: float) -> float:
 
 @contextmanager
 def running_daemon(directory: Path) -> Iterator[None]:
-    """One that goes with the block."""
+    """Run a daemon for the duration of the block."""
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
     process = subprocess.Popen(command)
@@ -52,7 +52,7 @@ def running_daemon(directory: Path) -> Iterator[None]:
 
 
 def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of `register`, and those until the proof."""
+    """Return the seconds of `register`, and those until the probe's result."""
     control = ControlClient(str(directory / "control.sock"))
     worker_socket = directory / "worker" / "worker.sock"
     while not worker_socket.exists():

@@ -1,6 +1,6 @@
-"""How long after a daemon was killed and started again its engines are back, without anybody's help.
+"""How long after a daemon was killed and started again its engines are back, without help.
 
-Two engines of one rank each in this process; the daemon is killed and started again, several times.
+This process holds two engines of one rank each; the daemon is killed and started again several times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start_daemon(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_engines(control: ControlClient, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
-    """Return when the daemon first answered, and when that many engines were complete."""
+    """Return when the daemon first responded, and when `num_engines` engines were complete."""
     answered = None
     until = time.monotonic() + limit_s
     while time.monotonic() < until:

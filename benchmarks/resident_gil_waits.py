@@ -1,10 +1,10 @@
-"""How long a resident mover keeps the engine's thread from the interpreter's lock, and how often.
+"""How long, and how often, a resident mover keeps the engine's thread from the interpreter's lock.
 
-This process is a worker whose engine thread never lets go by itself: it counts, in Python. Whenever the
-kernel says that it waited of its own accord, it waited for the lock; another process's load does not
-count as that, though it makes waits longer. So there is also what no load changes: the processor's time that
-the mover's thread took for itself between two of the library's copies, which run without the lock.
-Beside it run a daemon, and a rank in another process.
+This process is a worker whose engine thread never releases the lock by itself: it counts, in Python. When the
+kernel reports a voluntary wait, it waited for the lock. The load of another process does not
+count as one, though it makes waits longer. So a number that no load changes is printed too: the CPU time that
+the mover's thread takes between two of the library's copies, which run without the lock.
+A daemon, and a rank in another process, run beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
 NUM_BLOCKS, BLOCK_TOKENS = 512, 16  # 256 MiB in 8,192 runs of 32 KiB
 LIMIT_S = 60.0
-LEAST_S = 10e-6  # shorter than any turn of another thread
+LEAST_S = 10e-6  # shorter than any time slice of another thread
 
 
 def engine_of(name: str) -> tuple[EngineSpec, RankLayout]:
@@ -48,14 +48,14 @@ def engine_of(name: str) -> tuple[EngineSpec, RankLayout]:
 
 
 def blocks() -> dict[str, client.BlockList]:
-    """Return all of them, the last first: no two lie side by side."""
+    """Return all blocks in descending order, so that no two are neighbours."""
     return {"full": client.BlockList(ids=array("i", reversed(range(NUM_BLOCKS))))}
 
 
 class MeteredTransport(NixlTransport):
-    """Notes what its thread does between two copies."""
+    """Records what its thread does between two copies."""
 
-    between: ClassVar[list[float]] = []  # seconds of the thread's own
+    between: ClassVar[list[float]] = []  # CPU seconds of the thread
 
     def __init__(self, agent: AgentName) -> None:
         super().__init__(import_library(), agent)
@@ -74,7 +74,7 @@ class MeteredTransport(NixlTransport):
 
 
 def has_ended(rank: client.RankHandle) -> bool:
-    """Whether a pull has ended. Raises RuntimeError where it failed."""
+    """Whether a pull has ended. Raises RuntimeError if it failed."""
     for event in rank.poll():
         if isinstance(event, client.Failed):
             raise RuntimeError(event.message)
@@ -84,13 +84,13 @@ def has_ended(rank: client.RankHandle) -> bool:
 
 
 def other_side(socket: str, link: Connection) -> None:
-    """The rank of another process, with a child mover: publishes, and pulls what it is told to."""
+    """Run the rank of the other process, with a child mover: it publishes and pulls as commanded."""
     spec, layout = engine_of("other")
     memory = SealedMemory.create(layout.regions[0].size_bytes)
     rank = client.connect(socket).register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
     link.send("ready")
-    while (told := link.recv()) is not None:
-        name, ref = told
+    while (command := link.recv()) is not None:
+        name, ref = command
         if ref is None:
             link.send(rank.publish(name, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS).to_json())
             continue
@@ -101,7 +101,7 @@ def other_side(socket: str, link: Connection) -> None:
 
 
 def count_lock_waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
-    """Count until something is so; return the seconds, and those of each wait for the lock."""
+    """Count until `until` holds; return the seconds, and those of each wait for the lock."""
     found: list[float] = []
     began = last = time.perf_counter()
     switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -122,14 +122,14 @@ def count_lock_waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
 
 
 def format_distribution(found: list[float]) -> str:
-    """Return the distribution of some seconds."""
+    """Return a line with the distribution of durations."""
     us = sorted(value * 1e6 for value in found) or [0.0]
     p99 = us[min(len(us) - 1, len(us) * 99 // 100)]
     return f"us: median {statistics.median(us):6.0f}   p99 {p99:7.0f}   longest {us[-1]:7.0f}"
 
 
 def show(what: str, seconds: float, found: list[float]) -> None:
-    """Print one line, and another of what the mover did between its copies."""
+    """Print one line, and another for what the mover did between its copies."""
     often = f"{len(found) / seconds:6.0f} waits/s   {format_distribution(found)}"
     print(f"{what:18} {seconds:6.2f} s {often}   {sum(found) / seconds:6.2%} of it")
     if MeteredTransport.between:
@@ -140,7 +140,7 @@ def show(what: str, seconds: float, found: list[float]) -> None:
 
 
 def count_during(work: Callable[[], None]) -> tuple[float, list[float]]:
-    """Do something that blocks on another thread, and count meanwhile."""
+    """Run `work`, which blocks, on another thread, and count meanwhile."""
     thread = threading.Thread(target=work)
     thread.start()
     counted = count_lock_waits(lambda: not thread.is_alive())
@@ -149,8 +149,8 @@ def count_during(work: Callable[[], None]) -> tuple[float, list[float]]:
 
 
 def measure(socket: str, seconds: float, pulls: int) -> None:
-    """Print a line for each thing that a mover does."""
-    # Imported and made once before: what is measured is an engine that runs.
+    """Print a line for each of a mover's tasks."""
+    # Everything is imported and run once first, because the measurement is of an engine that runs.
     spec, layout = engine_of("mine")
     page = mmap.mmap(-1, layout.regions[0].size_bytes)
     place = (addressof(c_char.from_buffer(page)), len(page))
@@ -195,7 +195,9 @@ def measure(socket: str, seconds: float, pulls: int) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of counting, where nothing ends it")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="duration of a count that nothing else ends"
+    )
     parser.add_argument("--pulls", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory)):

@@ -1,6 +1,6 @@
 """Scale, by simulation where one machine is too small: `python benchmarks/scale.py [--quick] [--json]`.
 
-Real cores and real messages; workers, movers, sockets and time are played. Three parts: one core
+Cores and messages are real; workers, movers, sockets and time are simulated. Three parts: one core
 among many engines, the handshake with one large engine, and a fleet.
 """
 
@@ -29,7 +29,7 @@ class Sweep(NamedTuple):
 
 
 def sweeps(quick: bool) -> list[Sweep]:
-    """What the control plane is measured at; the last of the first is the one that must be carried."""
+    """Return the loads of the control plane; the last of the first sweep is the one that must be carried."""
     seconds = 10.0 if quick else 20.0
     engines = [10, 50, 200] if quick else [10, 100, 300, 1000]
     rates = [10.0, 50.0] if quick else [12.5, 25.0, 50.0, 100.0]
@@ -47,7 +47,7 @@ def sweeps(quick: bool) -> list[Sweep]:
 
 
 def run(loads: Sequence[Load]) -> list[LoadResult]:
-    """Measure each load in a process of its own: memory is what that one took."""
+    """Measure each load in a process of its own, so that memory is that load's alone."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         return pool.map(control_plane.measure, loads, chunksize=1)
 

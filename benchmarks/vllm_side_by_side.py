@@ -1,11 +1,11 @@
-"""vLLM with the NIXL connector inside it and with kvxferd's, in turns, from cold starts.
+"""vLLM with its own NIXL connector and with kvxferd's, in turn, from cold starts.
 
     KVXFERD_VLLM_PYTHON=.venv-vllm/bin/python .venv/bin/python benchmarks/vllm_side_by_side.py --rounds 5
 
 A round starts a prefill and a decode engine (for kvxferd a daemon each), sends one request as soon as
-both answer, then more, one at a time, then lets them idle. A request is what a router makes of it: one
-token of the prefill engine, then the prompt with the answer's parameters to the decode engine. Timed is
-the second: from the request to its first token. Prompts share nothing, so every cache is moved whole.
+both respond, then more, one at a time, then lets them idle. A request is sent as a router would: one
+token from the prefill engine, then the prompt with the reply's parameters to the decode engine. The time
+is the second one's: from the request to its first token. Prompts share no prefix, so the whole cache moves.
 A failed load fails the request (vLLM's default), so that failures show.
 """
 
@@ -40,7 +40,7 @@ IDLE_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class Round:
-    """What one cold start showed. Times in seconds, CPU in percent of a core, both engines together."""
+    """The result of one cold start. Times in seconds, CPU in percent of a core, both engines together."""
 
     connector: str
     engines_ready_s: float
@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvxferd-vllm-") as scratch:
         rounds: list[Round] = []
         for number in range(options.rounds):
-            # Whoever goes first changes, so that neither always follows the other.
+            # The order alternates, so that neither always follows the other.
             for connector in CONNECTORS if number % 2 == 0 else reversed(CONNECTORS):
                 directory = Path(scratch) / f"{connector}-{number}"
                 rounds.append(one_round(connector, directory, options))
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def one_round(connector: str, directory: Path, options: argparse.Namespace) -> Round:
-    """One cold start of everything, and its end."""
+    """Start everything cold, measure, and end everything."""
     load = os.getloadavg()[0]
     with ExitStack() as stack:
         site = Site(directory, options.python)
@@ -91,7 +91,7 @@ def one_round(connector: str, directory: Path, options: argparse.Namespace) -> R
 
 
 def start(site: Site, connector: str, model: Path) -> list[Engine]:
-    """The prefill and the decode engine, starting."""
+    """Start the prefill and the decode engine; they need not be ready."""
     if connector == "KvxferdConnector":
         sockets = [site.daemon(name).worker_socket for name in ("node-p", "node-d")]
         configs = [kvxferd_connector(sockets[0], "kv_producer"), kvxferd_connector(sockets[1], "kv_consumer")]
@@ -104,7 +104,7 @@ def start(site: Site, connector: str, model: Path) -> list[Engine]:
 
 
 def timed(engines: Sequence[Engine], seed: int) -> tuple[float, bool]:
-    """Seconds to the decode engine's first token, or to its error; and whether it was one."""
+    """Return the seconds to the decode engine's first token or error, and whether it was an error."""
     prompt = prompt_of(LENGTH, seed)
     params = prefill(engines[0].url, prompt)
     started = time.monotonic()
@@ -117,14 +117,14 @@ def timed(engines: Sequence[Engine], seed: int) -> tuple[float, bool]:
 
 
 def timed_alone(engine: Engine, seed: int) -> float:
-    """The same where the decode engine computes the prompt itself."""
+    """Return the seconds to the first token where the decode engine computes the prompt itself."""
     answer = complete(engine.url, prompt_of(LENGTH, seed), 4, stream=True)
     assert answer.first_token_s is not None
     return answer.first_token_s
 
 
 def idle_cpu_percent(site: Site, seconds: float) -> float:
-    """What all engines, daemons and movers use together while nothing is asked."""
+    """Return the CPU use of all engines, daemons and movers together while no request runs."""
     roots = [engine.pid for engine in site.engines] + [node.process.pid for node in site.daemons]
     pids = [pid for root in roots for pid in (root, *descendants(root))]
     before, started = sum(map(cpu_seconds, pids)), time.monotonic()
@@ -148,7 +148,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """The figures of each connector, over its rounds."""
+    """Return the figures of each connector, over its rounds."""
     found = {}
     for connector in CONNECTORS:
         own = [r for r in rounds if r.connector == connector]
@@ -187,7 +187,7 @@ ROWS: tuple[tuple[str, Callable[[dict[str, float]], str]], ...] = (
 
 
 def show(rounds: Sequence[Round]) -> None:
-    """A table with a column for each connector."""
+    """Print a table with a column for each connector."""
     found = summary(rounds)
     table = Table("", *CONNECTORS)
     for name, text in ROWS:
@@ -198,7 +198,7 @@ def show(rounds: Sequence[Round]) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("KVXFERD_VLLM_PYTHON", ".venv-vllm/bin/python"))
-    parser.add_argument("--model", default="", help="a checkpoint; the tests' tiny Llama where none is named")
+    parser.add_argument("--model", default="", help="a checkpoint; the default is the tests' tiny Llama")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=20, help="after the first of a round")
     parser.add_argument("--idle-s", type=float, default=10.0)

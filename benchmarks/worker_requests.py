@@ -1,9 +1,9 @@
-"""What a worker's requests cost its daemon, in processor time; several checkouts in turn.
+"""What a worker's requests cost its daemon, in CPU time; several checkouts in turn.
 
     python benchmarks/worker_requests.py OLD NEW
 
-As `peer_questions.py`, whose measure it uses: a publish and its release, a small pull between two ranks of
-one daemon, and a registration of a rank of 80 layers.
+It works as `peer_requests.py`, whose measure it uses: a publish and its release, a small pull between two
+ranks of one daemon, and a registration of a rank of 80 layers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Worker:
             self._measured.pull(ref)
 
     def batches(self) -> dict[str, Cost]:
-        """One batch of each kind."""
+        """Measure one batch of each kind."""
         refs = self._measured.prepare(PULLS)
         pulls = self._cost(PULLS, lambda: self._pull(refs))
         self._source.poll()

@@ -3,7 +3,7 @@
     python examples/hello.py /run/kvxferd/worker/worker.sock
 
 The prefill engine keeps its cache as HND in blocks of 16 tokens, the decode engine as NHD in blocks
-of 32. Nothing here says how one is turned into the other: the daemon works it out.
+of 32. This program does not convert one to the other: the daemon plans that.
 """
 
 import array
@@ -23,7 +23,7 @@ LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 8, 64, 96
 def register_rank(
     socket: str, name: str, layout_name: str, block_tokens: int
 ) -> tuple[client.RankHandle, SealedMemory]:
-    """Register one rank with memory of its own."""
+    """Register one rank, with its own memory."""
     spec = EngineSpec(
         engine_id=EngineId(name),
         generation=Generation(secrets.token_hex(4)),

@@ -1,10 +1,10 @@
-"""A router for prefill and decode engines, as small as it can be: one page, for trying things out.
+"""A minimal router for prefill and decode engines, for trying things out.
 
     python examples/pd_router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
 
 Each completion goes to a prefill engine for one token, and then, with the `kv_transfer_params` of its
-answer, to a decode engine. Nothing in it knows kvxferd: the contract is vLLM's own for KV connectors.
-Several engines of a kind take turns. A client that leaves takes its requests with it.
+reply, to a decode engine. It does not depend on kvxferd: the contract is vLLM's own for KV connectors.
+Several engines of a kind take turns. When a client disconnects, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-# A producer computes the cache and keeps it for whoever gets the answer's parameters.
+# A producer computes the cache and keeps it for the engine that receives the reply's parameters.
 PREFILL_ONLY: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -30,20 +30,20 @@ ENGINE_TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
 class Router:
-    """Passes completions on. `prefill` and `decode` are the engines' addresses."""
+    """Forwards completions. `prefill` and `decode` are the engines' addresses."""
 
     def __init__(self, prefill: list[str], decode: list[str]) -> None:
         self._prefill: Iterator[str] = itertools.cycle(prefill)
         self._decode: Iterator[str] = itertools.cycle(decode)
 
     async def session_context(self, _: web.Application) -> Any:
-        """The session with the engines, for as long as the application runs."""
+        """Keep the session with the engines open while the application runs."""
         unlimited = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=ENGINE_TIMEOUT, connector=unlimited) as self._session:
             yield
 
     async def handle_completion(self, request: web.Request) -> web.StreamResponse:
-        """Answer one completion, streamed or not, as the decode engine does."""
+        """Handle one completion, streamed or not, with the decode engine's response."""
         asked = await request.json()
         try:
             status, prefilled = await self._request_prefill(request.path, asked)
@@ -75,7 +75,7 @@ class Router:
 
 
 def make_app(prefill: list[str], decode: list[str]) -> web.Application:
-    """The routes."""
+    """Return the application with its routes."""
     router = Router(prefill, decode)
     app = web.Application(client_max_size=64 << 20)
     app.cleanup_ctx.append(router.session_context)
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     app = make_app(options.prefill, options.decode)
-    # A handler is cancelled when its client leaves: that is how the engines learn of it.
+    # A handler is cancelled when its client disconnects, so that the engines' requests end too.
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
 
 

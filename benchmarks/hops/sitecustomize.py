@@ -1,4 +1,4 @@
-"""Loaded by every process of `benchmarks/latency.py --hops`: notes when messages pass certain places."""
+"""Loaded by every process of `benchmarks/latency.py --hops`: records when messages pass marked methods."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 import time
 from typing import Any
 
-KEPT = 300  # marks are written by so many at once: a file costs more than what is measured
+KEPT = 300  # marks are written in batches of this size: one write costs more than what is measured
 _MARKS: list[tuple[str, float]] = []
 
 
 def _before(owner: Any, method: str, name: str, wanted: str = "") -> None:
-    """Note the time before each call of a method; `wanted`: only if an argument is of the type so named."""
+    """Record the time before each call of a method; with `wanted`, only if an argument is of that type."""
     original = getattr(owner, method)
 
     def noted(*args: Any, **more: Any) -> Any:

@@ -1,7 +1,7 @@
-"""One core among many engines: what it costs as engines, transfers and waiting readers become more.
+"""One core among many engines: its cost as the numbers of engines, transfers and waiting readers grow.
 
-Everything but the core is played. Each local rank publishes and pulls as many transfers a second;
-readers hold what is published, and this node what it pulls, long enough for grants to be renewed.
+Everything but the core is simulated. Each local rank publishes and pulls at the same rate;
+readers, and this node, hold their grants long enough for them to be renewed.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ NUM_TOKENS = 2048
 NETWORK_S = 0.0001
 WIRE_S = 0.05
 HOLD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
-FAR_READERS = 200  # connections by which readers ask here
-# The defaults are for a node of today's clusters; this one is to be looked at beyond them.
+FAR_READERS = 200  # connections of readers to this node
+# The default limits are for a node of today's clusters; this simulation goes beyond them.
 LIMITS = Limits(max_peers=4096, max_transfers_per_engine=65_536, max_pulls_per_rank=65_536)
 FIRST = Rank(0, 0)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the core is given."""
+    """The load on the core."""
 
     num_engines: int = 1000
     transfers_per_rank: float = 50.0  # a second: as many published as pulled
-    num_waiting: int = 0  # readers that have asked for transfers which are not published yet
+    num_waiting: int = 0  # readers that wait for transfers which are not published yet
     seconds: float = 20.0
     local: DeploymentShape = NODE
     remote: DeploymentShape = LARGE
@@ -60,22 +60,22 @@ class Load:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What that cost."""
+    """What a load cost."""
 
     load: Load
-    learn_ms: float  # the core's time to meet one engine: manifest, plans of all local ranks
-    learn_kib: float  # what it keeps of one
+    learn_ms: float  # the core's time to connect to one engine: manifest, plans of all local ranks
+    learn_kib: float  # memory kept for one engine
     core_percent: float  # of a processor, while transfers come and go
     us_per_event: dict[str, float]
     num_events: dict[str, int]
-    run_mib: float  # what it keeps more at the end, the simulation's own bookkeeping included
+    run_mib: float  # growth of memory by the end, the simulation's own bookkeeping included
     num_grants_held: int
     num_grants_given: int
     num_delivered: int
 
 
 class SimulatedPeers:
-    """All other nodes: they answer at once, and read what is published here."""
+    """All other nodes: they reply at once, and read what is published here."""
 
     def __init__(self, clock: Clock, engines: dict[Endpoint, bytes]) -> None:
         self._clock = clock
@@ -86,7 +86,7 @@ class SimulatedPeers:
         self.num_granted = 0
 
     def send(self, station: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
-        """The core says something to another node."""
+        """Handle a message of the core to another node."""
         if isinstance(to, bytes):
             self._handle_reply(station, message, to)
             return
@@ -98,7 +98,7 @@ class SimulatedPeers:
             case peer.PeerHello():
                 return peer.PeerWelcome(request=asked.request, version=1, boot=BootId("far"))
             case peer.FetchEngine():
-                said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in life
+                said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in production
                 assert isinstance(said, peer.EngineManifest)
                 return msgspec.structs.replace(said, request=asked.request)
             case peer.AskGrant():
@@ -120,7 +120,7 @@ class SimulatedPeers:
         raise AssertionError(f"nobody answers {asked}")
 
     def request_grant(self, station: SimulatedNode, ref: TransferRef, reads: AgentName) -> None:
-        """A rank of some far engine asks for a grant, holds it, and acknowledges."""
+        """Have a rank of a remote engine request a grant, hold it, and acknowledge."""
         number = next(self._numbers)
         reader = f"reader-{number % FAR_READERS}"
         question = peer.AskGrant(
@@ -148,7 +148,7 @@ class SimulatedPeers:
 
 
 def far_engines(shape: DeploymentShape, number: int) -> dict[Endpoint, bytes]:
-    """Encoded manifests of as many engines, each at a home of its own."""
+    """Return encoded manifests of `number` engines, each with its own home."""
     template = manifest(shape, "template")
     engines = {}
     for index in range(number):
@@ -166,7 +166,7 @@ def _of_engine(one: RankManifest, name: str) -> RankManifest:
 
 
 class ControlPlaneRun:
-    """One run."""
+    """One run of one load."""
 
     def __init__(self, load: Load, meter: Meter = time.thread_time) -> None:
         self._load = load
@@ -177,7 +177,7 @@ class ControlPlaneRun:
         self.node = SimulatedNode("here", self._clock, self.far.send, Settings(limits=LIMITS), WIRE_S, meter)
         self._numbers = itertools.count(1)
         self._sinks = [self.node.register(*rank) for rank in load.local.ranks("local")]
-        # A source rank is an engine by itself: so there are as many transfers published as pulled.
+        # Each source rank is an engine of its own, so that as many transfers are published as pulled.
         alone = DeploymentShape(tp=1, model=load.local.model)
         self._sources = [
             self.node.register(*alone.ranks(f"source-{i}")[0]) for i in range(load.local.num_ranks)
@@ -185,7 +185,7 @@ class ControlPlaneRun:
         self._clock.run(1.0)
 
     def pull_from_all(self) -> None:
-        """Every local rank pulls once from every far engine: learnt, planned, connected."""
+        """Have every local rank pull once from every remote engine, so that all are planned and connected."""
         for index in range(len(self._homes)):
             for session in self._sinks:
                 self._pull(session, self._ref(index), held_s=0.0)
@@ -193,7 +193,7 @@ class ControlPlaneRun:
         self._clock.run(2.0)
 
     def wait_for_publishes(self) -> None:
-        """Readers ask for transfers that are still being computed."""
+        """Have readers request transfers that are still being computed."""
         for number in range(self._load.num_waiting):
             source = self._sources[number % len(self._sources)]
             ref = msgspec.structs.replace(
@@ -204,7 +204,7 @@ class ControlPlaneRun:
             self.far.request_grant(self.node, ref, self._agent_of(source))
 
     def run(self) -> None:
-        """Let transfers come and go at their rates."""
+        """Start and end transfers at their rates."""
         step = 1.0 / self._load.transfers_per_rank
         for number, (sink, source) in enumerate(zip(self._sinks, self._sources, strict=True)):
             offset = step * number / len(self._sinks)
@@ -239,7 +239,7 @@ class ControlPlaneRun:
 
 
 def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
-    """Run one load and say what it cost, in seconds unless another meter is given."""
+    """Run one load and return its cost, in seconds unless another meter is given."""
     plane = ControlPlaneRun(load, meter)
     station, num_ranks = plane.node, load.local.num_ranks
     gc.collect()

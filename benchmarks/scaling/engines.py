@@ -1,4 +1,4 @@
-"""Engines to simulate with: a model deployed some way, told as a manifest by a daemon that is not there."""
+"""Engines to simulate with: a model in some deployment, as the manifest of a daemon that does not exist."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DeploymentShape:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one engine."""
+        """The number of ranks of one engine."""
         return self.tp * self.pp
 
     def ranks(self, engine_id: str, home: str = "") -> list[tuple[EngineSpec, RankLayout]]:
-        """Every rank's spec and layout, stage by stage."""
+        """Return every rank's spec and layout, stage by stage."""
         deployed = deploy(
             MODELS[self.model],
             tp=self.tp,
@@ -53,14 +53,14 @@ LARGE = DeploymentShape(tp=16, pp=4)  # 80 layers on eight nodes
 
 
 def renamed(spec: EngineSpec, engine_id: str, home: str = "") -> EngineSpec:
-    """The same rank of an engine of another name."""
+    """Return the same rank of an engine of another name."""
     return msgspec.structs.replace(
         spec, engine_id=EngineId(engine_id), generation=Generation("g1"), home=Endpoint(home)
     )
 
 
 def manifest(shape: DeploymentShape, engine_id: str) -> tuple[RankManifest, ...]:
-    """What an engine's home tells of it."""
+    """Return the manifest that an engine's home sends."""
     return tuple(
         RankManifest(spec, layout, binding(engine_id, spec.rank, layout))
         for spec, layout in shape.ranks(engine_id)
@@ -68,7 +68,7 @@ def manifest(shape: DeploymentShape, engine_id: str) -> tuple[RankManifest, ...]
 
 
 def binding(engine_id: str, rank: Rank, layout: RankLayout) -> Binding:
-    """Addresses, agent and metadata as a mover would make them."""
+    """Return addresses, agent name and metadata as a mover would make them."""
     return Binding(
         agent=AgentName(f"{engine_id}/{rank.pp_rank}-{rank.tp_rank}"),
         metadata=bytes(METADATA_BYTES),
@@ -81,7 +81,7 @@ def binding(engine_id: str, rank: Rank, layout: RankLayout) -> Binding:
 
 
 def blocks_of(num_tokens: int, first: int = 0) -> dict[GroupName, PackedBlocks]:
-    """A request's block list: neighbours, from block `first` on."""
+    """Return a request's block list: neighbours, from block `first` on."""
     number = -(-num_tokens // BLOCK_TOKENS)
     start = first % (NUM_BLOCKS - number)
     ids = b"".join(i.to_bytes(4, "little") for i in range(start, start + number))

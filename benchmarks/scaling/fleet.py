@@ -1,7 +1,7 @@
-"""A fleet of real cores, prefill and decode nodes: what they say to one another, and what fills up first.
+"""A fleet of real cores, prefill and decode nodes: which messages they exchange, and which limit comes first.
 
 Every node is one engine of eight ranks. A request is published by a prefill node, prepared and pulled
-by all ranks of one decode node, and acknowledged. Workers, movers and the network are played.
+by all ranks of one decode node, and acknowledged. Workers, movers and the network are simulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HANDSHAKE = frozenset({"Greet", "Greeting", "FetchEngine", "EngineManifest"})
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """What is simulated."""
+    """The fleet and its load."""
 
     num_prefill: int = 100
     num_decode: int = 200
@@ -46,7 +46,7 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class MessageRate:
-    """One kind of message, per node and second."""
+    """The rate of one kind of message, per node and second."""
 
     kind: str
     sender: str  # prefill or decode
@@ -57,7 +57,7 @@ class MessageRate:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """What came of it. Handshakes are counted by themselves: a fleet that has met has none."""
+    """The result. Handshakes are counted separately: a fleet whose nodes are connected makes none."""
 
     fleet: FleetConfig
     num_requests: int
@@ -67,11 +67,11 @@ class FleetResult:
     handshake_bytes: float  # of one
     core_ms_per_request: dict[str, float]  # processor time of the core, on a prefill and on a decode node
     codec_us_per_message: float
-    limits: dict[str, float]  # requests a second of one node at which each thing is full
+    limits: dict[str, float]  # requests per second of one node at which each resource is full
 
 
 class FleetSimulation:
-    """One fleet."""
+    """A simulation of one fleet."""
 
     def __init__(self, fleet: FleetConfig) -> None:
         self._fleet = fleet
@@ -103,7 +103,7 @@ class FleetSimulation:
         self._clock.after(NETWORK_S, lambda: target.feed(event))
 
     def run(self) -> int:
-        """Let requests come at random times; return how many came."""
+        """Start requests at random times; return their number."""
         fleet, at, count = self._fleet, 0.0, 0
         while (at := at + self._rng.expovariate(fleet.requests_per_s)) < fleet.seconds:
             self._clock.after(at, self._request)
@@ -132,12 +132,12 @@ class FleetSimulation:
             sink.pull(session, ref, blocks, self._fleet.num_tokens)
 
 
-# Per request and rank of the reader: what is sent once the two nodes know each other.
+# Messages per request and rank of the reader, once the two nodes are connected.
 PER_RANK = {"AskGrant": "decode", "Granted": "prefill", "Acknowledge": "decode", "Done": "prefill"}
 
 
 def measure(fleet: FleetConfig) -> FleetResult:
-    """Run a fleet and say what it said."""
+    """Run a fleet and return its message rates, costs and limits."""
     simulation = FleetSimulation(fleet)
     for station, _ in (*simulation.prefill, *simulation.decode):
         station.cost.seconds.clear()
@@ -179,9 +179,9 @@ def _seconds_without_handshakes(station: SimulatedNode) -> float:
 
 
 def _codec_us(num_tokens: int) -> float:
-    """Time of the largest usual message, a grant, through encode, two ZMQ sockets and decode, in us.
+    """Return the microseconds of the largest usual message, a grant: encode, two ZMQ sockets, decode.
 
-    Processor time of all threads, ZMQ's own included.
+    It is the CPU time of all threads, ZMQ's own included.
     """
     context = zmq.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -221,7 +221,7 @@ LLAMA_70B_BYTES_PER_TOKEN = 80 * 2 * 8 * 128 * 2
 def _limits(
     fleet: FleetConfig, core_ms: dict[str, float], said: list[MessageRate], count: int, codec_us: float
 ) -> dict[str, float]:
-    """Requests a second of one node at which its daemon, its network cards, its control traffic are full."""
+    """Return the requests per second at which a node's daemon, network cards and control traffic are full."""
     nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}
     found = {}
     for role, number in nodes.items():

@@ -1,4 +1,4 @@
-"""What it takes to meet one large engine: its manifest made, fetched, checked, planned and bound."""
+"""The cost of connecting to one large engine: its manifest is made, fetched, checked, planned and bound."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class HandshakeResult:
     encode_ms: float
     fetch_ms: float  # encoded bytes over a ZMQ pair on this machine
     decode_ms: float
-    check_ms: float  # layouts never seen before
-    check_again_ms: float  # of an engine laid out like one that is known
+    check_ms: float  # layouts that are not in the cache
+    check_again_ms: float  # of an engine whose layouts are in the cache
     plan_ms: float  # of one rank of the reader
     plan_all_ms: float  # of all ranks of the reader's node
     plan_known_ms: float  # of one rank, from the cache
@@ -48,7 +48,7 @@ class HandshakeResult:
 
 
 def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> HandshakeResult:
-    """Meet one engine. Each time is the shortest of some rounds, the first check and plan excepted."""
+    """Connect to one engine. Each time is the shortest of some rounds, except the first check and plan."""
     ranks = manifest(shape, "engine")
     answer = peer.EngineManifest(request=1, boot=BootId("far"), ranks=ranks)
     encoded = encode(answer)
@@ -121,7 +121,7 @@ def _aggregate_ms(shape: DeploymentShape) -> float:
 
 
 def _fetch_ms(encoded: bytes) -> float:
-    """The shortest round trip of a question and this answer, through a ROUTER and a DEALER over TCP."""
+    """Return the shortest round trip of a request and this reply, through a ROUTER and a DEALER over TCP."""
     context = zmq.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:

@@ -12,7 +12,7 @@ from scaling.fits import exponent
 from scaling.fleet import FleetResult
 from scaling.handshake import HandshakeResult
 
-# A kind of event that comes less often is measured too coarsely to fit anything through.
+# A rarer kind of event is measured too coarsely for a fit.
 MIN_EVENTS = 100
 
 
@@ -23,7 +23,7 @@ def growth(sizes: Sequence[float], runs: Sequence[LoadResult]) -> dict[str, floa
 
 
 def totals(runs: Sequence[LoadResult]) -> dict[str, list[float]]:
-    """Return, run by run, what no fit of single events shows: few of them, each doing more and more."""
+    """Return, run by run, the growth that a fit of single events misses: few events, each with more work."""
     return {
         "% of a processor": [run.core_percent for run in runs],
         "all ticks, ms": [run.us_per_event["Tick"] * run.num_events["Tick"] / 1e3 for run in runs],
@@ -32,7 +32,7 @@ def totals(runs: Sequence[LoadResult]) -> dict[str, list[float]]:
 
 
 def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Sequence[LoadResult]) -> None:
-    """One row per kind of event, one column per size, and the fit at the end."""
+    """Print one row per kind of event, one column per size, and the fit at the end."""
     names = [f"{size:g}" for size in sizes]
     table = Table("us of the core", *names, "~ size^", title=title)
     for kind, fit in growth(sizes, runs).items():
@@ -47,7 +47,7 @@ def show_sweep(console: Console, title: str, sizes: Sequence[float], runs: Seque
 
 
 def show_handshake(console: Console, found: HandshakeResult) -> None:
-    """What meeting one engine takes, step by step."""
+    """Print what connecting to one engine takes, step by step."""
     title = (
         f"An engine of {found.num_ranks} ranks, {found.num_tensors} cache tensors, met by TP{found.reader.tp}"
         "; shortest of some rounds"
@@ -72,7 +72,7 @@ def show_handshake(console: Console, found: HandshakeResult) -> None:
 
 
 def show_fleet(console: Console, found: FleetResult) -> None:
-    """Messages and bytes of a node, and what is full first."""
+    """Print messages and bytes of a node, and which limit comes first."""
     fleet = found.fleet
     nodes = f"{fleet.num_prefill} prefill and {fleet.num_decode} decode nodes"
     title = f"{nodes}, {fleet.requests_per_s:g} requests/s"

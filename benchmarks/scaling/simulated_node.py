@@ -1,4 +1,4 @@
-"""One simulated node: a real core; its workers, movers and clock are played, and its cost is counted."""
+"""One simulated node: the core is real, its workers, movers and clock are simulated, its cost is counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INCARNATION = Incarnation("first")
 
 
 class Clock:
-    """Simulated time: what is to happen, in order."""
+    """Simulated time: the scheduled calls, in order."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -45,11 +45,11 @@ class Clock:
         self._order = itertools.count()
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Have something happen that much later."""
+        """Schedule a call `delay_s` from now."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), act))
 
     def run(self, seconds: float) -> None:
-        """Let that much time pass."""
+        """Advance the clock by `seconds`, with every call that is due."""
         end = self.now + seconds
         while self._queue and self._queue[0][0] <= end:
             self.now, _, act = heapq.heappop(self._queue)
@@ -58,7 +58,7 @@ class Clock:
 
 
 class Cost:
-    """Processor time of a core, by the kind of event that it was fed."""
+    """CPU time of a core, by the kind of event that it was fed."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """Of all events."""
+        """The cost of all events."""
         return sum(self.seconds.values())
 
     @property
@@ -81,11 +81,11 @@ class Cost:
 
 
 Send = Callable[["SimulatedNode", Message, Endpoint | bytes], None]
-Meter = Callable[[], float]  # what a core has cost so far: seconds, or anything else that adds up
+Meter = Callable[[], float]  # the cost so far: seconds, or any other quantity that adds up
 
 
 class SimulatedNode:
-    """A node. `send` gets what it says to other nodes: to an endpoint, or back along a route."""
+    """A node. `send` gets its messages to other nodes: to an endpoint, or back along a route."""
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class SimulatedNode:
         return session
 
     def send_as_worker(self, session: SessionId, message: wk.ClientMessage) -> None:
-        """A worker says something."""
+        """Feed the core a message of a worker."""
         word = FENCE_WORD if isinstance(message, wk.Publish) else b""
         self.feed(ev.WorkerMessage(session, message, fence_word=word))
 
     def publish(
         self, session: SessionId, name: str, blocks: dict[GroupName, PackedBlocks], num_tokens: int
     ) -> TransferRef:
-        """Publish a transfer, of a slot that is free."""
+        """Publish a transfer with a free fence slot."""
         spec, transfer = self._specs[session], TransferId(name)
         slot = self._slot_of[session, transfer] = self._slots[session].pop()
         nonce = secrets.token_hex(16)
@@ -160,7 +160,7 @@ class SimulatedNode:
         return TransferRef(self.endpoint, spec.engine_id, spec.generation, transfer, nonce)
 
     def ready(self, session: SessionId, ref: TransferRef) -> None:
-        """A rank has written a transfer."""
+        """Report that a rank has written a transfer."""
         self.send_as_worker(session, wk.Ready(transfer_id=ref.transfer_id, incarnation=INCARNATION))
 
     def pull(
@@ -177,13 +177,13 @@ class SimulatedNode:
         )
 
     def key_of(self, session: SessionId) -> EngineKey:
-        """The engine of a rank."""
+        """Return the key of a rank's engine."""
         return self._specs[session].key
 
     # --- the core
 
     def feed(self, event: ev.Event) -> None:
-        """Give the core an event, count what that costs, and do what it says."""
+        """Feed the core an event, count its cost, and apply the effects."""
         began = self._meter()
         effects = self.core.feed(event, self._clock.now)
         spent = self._meter() - began

@@ -34,22 +34,22 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     lists: BlockPattern
     blocks: int  # ids of the attention group in one pull
     slots: int = 1
-    first_block: int = 0  # of the part of the pool that is used, for two cases side by side
+    first_block: int = 0  # where this case's part of the pool begins, for two cases side by side
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one pull."""
+        """The tokens of one pull."""
         return self.blocks * footprint(self.deployment.layout()).block_tokens
 
 
 def blocks_for(deployment: Deployment, size_bytes: int) -> int:
-    """Return how many blocks come closest to a size; 0 where the states alone are larger."""
+    """Return the number of blocks that comes closest to a size; 0 if the states alone are larger."""
     of = footprint(deployment.layout())
     return max(0, round((size_bytes - of.state_bytes) / of.block_bytes))
 
 
 def ids_per_pull(deployment: Deployment, blocks: int) -> int:
-    """Return how many ids of the pool one pull takes, all groups together: whole runs of four."""
+    """Return how many ids of the pool one pull takes, all groups together, in whole runs of four."""
     total = blocks + footprint(deployment.layout()).num_state_groups
     return -(-total // BLOCKS_PER_RUN) * BLOCKS_PER_RUN
 
@@ -57,7 +57,7 @@ def ids_per_pull(deployment: Deployment, blocks: int) -> int:
 def block_lists(case: Case, role: Role, slot: int) -> dict[str, BlockIds]:
     """Return one pull's ids by group, on one side.
 
-    Attention takes the first ids of the slot and each state group one of the rest: in a hybrid all
+    Attention takes the first ids of the slot and each state group takes one of the rest: in a hybrid all
     of them are pages of one pool.
     """
     chosen = _pool_ids(case, role)
@@ -84,7 +84,7 @@ def _pool_ids(case: Case, role: Role) -> BlockIds:
     if case.lists is BlockPattern.CONTIGUOUS:
         return np.arange(case.first_block, case.first_block + needed, dtype=np.int32)
     run = BLOCKS_PER_RUN if case.lists is BlockPattern.FRAGMENTED else 1
-    # Both sides draw from all of the pool, each its own way: what touches here does not touch there.
+    # Each side has its own permutation of the pool: neighbours on one are not neighbours on the other.
     drawn = np.random.default_rng([run, role == "sink"]).permutation(room // run)[: needed // run]
     return (case.first_block + drawn[:, None] * run + np.arange(run)).ravel().astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The loop of every process of the bench: a command on standard input, an answer on standard output."""
+"""The loop of a bench process: it reads commands from standard input and writes replies."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _READ_BYTES = 1 << 20
 
 
 class CommandHandler(Protocol):
-    """What a process does."""
+    """Handles the commands of one process."""
 
     def handle(self, command: protocol.Command) -> protocol.Reply:
-        """Do what is asked."""
+        """Handle one command and return its reply."""
         ...
 
     def progress(self) -> bool:
-        """Do what is to be done between commands; False when there is nothing."""
+        """Do the work between commands; return False if there is none."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Release what the handler holds; called at the end."""
         ...
 
 
 def serve_commands(make: Callable[[], CommandHandler]) -> None:
-    """Answer every command until standard input is closed; between commands attend, or sleep."""
-    # SIGKILL, because one of these may be stopped, and would wait with any other.
+    """Handle every command until standard input is closed; in between make progress, or sleep."""
+    # SIGKILL, because a process that is stopped (SIGSTOP) would not act on any other signal.
     die_with_parent(signal.SIGKILL)
-    # Transfer libraries print where answers go.
+    # Transfer libraries print to standard output, so replies go to a duplicate of it.
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     arrivals = select.poll()

@@ -1,8 +1,8 @@
-"""What lies in the memory, so that whoever claims to have moved bytes can be checked.
+"""The content of the memory, by which every implementation is checked for the bytes that it moved.
 
-The source holds one word for each 8 bytes, worked out from its place. Before each timed round the
+The source holds one word for each 8 bytes, computed from its offset. Before each timed round the
 first and the last word of every run are stamped anew; after it the sink must hold those stamps.
-Once per case and contender the destination is wiped first, and every byte of it compared.
+Once per case and implementation the destination is wiped first, and every byte of it is compared.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvxferd.plan import Runs
 Words = npt.NDArray[np.uint64]
 
 WORD = 8
-# The stamp that is the content itself.
+# The stamp that equals the content itself.
 UNSTAMPED = (1 << 64) - 1
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 1 << 20  # words worked on at a time
+_CHUNK = 1 << 20  # words processed at a time
 _SHORT_RUN = 4096  # words; shorter runs are compared many at a time
 
 
@@ -44,7 +44,7 @@ def stamp(words: Words, runs: Runs, nonce: int) -> None:
 
 
 def unstamp(words: Words, runs: Runs) -> None:
-    """Put the content back where the ends of runs were stamped."""
+    """Restore the content where the ends of runs were stamped."""
     for places in _end_words(runs.remote, runs.length):
         words[places] = _content(places.astype(np.uint64))
 
@@ -89,7 +89,7 @@ def _end_words(
 
 
 def _interior_words(runs: Runs) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield places in the sink and in the source of all words but the ends of runs."""
+    """Yield indices, in the sink and in the source, of all words but the ends of runs."""
     local, remote, length = (_in_words(column) for column in runs)
     for size in np.unique(length):
         if size <= 2:

@@ -1,6 +1,6 @@
-"""A plain memory copy between the same two pieces of memory: what no transport can beat by much.
+"""A plain memory copy between the same two regions: an upper bound that no transport beats by much.
 
-`python -m kvxferd.bench.copy_process` obeys commands on standard input until that is closed.
+`python -m kvxferd.bench.copy_process` handles commands from standard input until it is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxferd.memory import Mapping
 
 
 class CopyCommandHandler:
-    """Both sides' memory, mapped here."""
+    """Copies between both sides' memory, which it maps."""
 
     def __init__(self) -> None:
         self._sink: Mapping | None = None
@@ -25,7 +25,7 @@ class CopyCommandHandler:
         self._size_bytes = 0
 
     def handle(self, command: protocol.Command) -> protocol.Reply:
-        """Do what is asked."""
+        """Handle one command."""
         match command:
             case protocol.AttachMemory():
                 self.close()
@@ -38,14 +38,14 @@ class CopyCommandHandler:
             case protocol.Move():
                 return protocol.Moved(samples=self._copy(command))
             case _:
-                raise KvxferdError(f"cannot obey {type(command).__name__}: this only copies")
+                raise KvxferdError(f"cannot handle {type(command).__name__}: this process only copies")
 
     def progress(self) -> bool:
-        """There is nothing to do between commands."""
+        """Return False: there is no work between commands."""
         return False
 
     def close(self) -> None:
-        """Unmap both."""
+        """Unmap both regions."""
         for mapping in (self._sink, self._source):
             if mapping is not None:
                 mapping.unmap()

@@ -1,8 +1,8 @@
 """NIXL as the in-engine connector sets it up: progress thread on, four threads, prepared lists.
 
-Every block of every tensor is a descriptor of a list that is prepared once. For a request the
-engine's thread works out the indices from the block ids, in the order in which the lists name
-them, and posts; NIXL merges neighbours where that order has them.
+Every block of every tensor is a descriptor in a list that is prepared once. For a request the
+engine's thread computes the indices from the block ids, in the order in which the lists name
+them, and posts them; NIXL merges indices that are neighbours in that order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NUM_THREADS = 4
 
 
 def agent_config(api: Any) -> Any:
-    """Return how the agent is made."""
+    """Return the agent's configuration."""
     return api.nixl_agent_config(enable_prog_thread=True, num_threads=NUM_THREADS, backends=["UCX"])
 
 
 class EngineNixlReader:
-    """See `moving.Reads`."""
+    """See `read_loop.SlotReader`."""
 
     def __init__(
         self, nixl: Any, remote: str, local_base: int, remote_base: int, deployment: Deployment
@@ -50,7 +50,7 @@ class EngineNixlReader:
         self._nixl.release_dlist_handle(self._remote)
 
     def prepare(self, case: Case) -> None:
-        """Note every slot's block ids: the engine knows them when the request comes."""
+        """Store every slot's block ids: the engine has them when the request comes."""
         if case == self._case:
             return
         self._case = case
@@ -63,26 +63,26 @@ class EngineNixlReader:
             self._slot_sizes.append((int(length.sum()), len(self._indices(here))))
 
     def post(self, slot: int) -> PostedRead:
-        """Work out the indices, have the request made, and post it."""
+        """Compute the indices, make the request, and post it."""
         here, there = self._lists[slot]
         began = time.perf_counter()
         handle = self._nixl.make_prepped_xfer(
             "READ", self._local, self._indices(here), self._remote, self._indices(there)
         )
         is_done = self._nixl.transfer(handle) == "DONE"
-        # Nothing is worked out beforehand in an engine: all of it counts.
+        # An engine computes nothing beforehand, so all of it is timed.
         return PostedRead(handle, slot, began, began, time.perf_counter(), is_done)
 
     def is_done(self, handle: Any) -> bool:
-        """Poll."""
+        """Poll a request; return whether it is done."""
         return bool(self._nixl.check_xfer_state(handle) == "DONE")
 
     def release(self, handle: Any) -> None:
-        """Give a handle back."""
+        """Release a request's handle."""
         self._nixl.release_xfer_handle(handle)
 
     def slot_size(self, slot: int) -> tuple[int, int]:
-        """Return bytes, and descriptors before NIXL merges any."""
+        """Return the bytes of a slot, and its descriptors before NIXL merges any."""
         return self._slot_sizes[slot]
 
     def _indices(self, lists: dict[str, BlockIds]) -> npt.NDArray[np.int32]:
@@ -103,7 +103,7 @@ def _num_pages(layout: RankLayout) -> dict[str, int]:
 
 
 def _first_descriptors(layout: RankLayout) -> dict[str, npt.NDArray[np.int32]]:
-    """Return, by group, where each of its tensors' descriptors begin in the list."""
+    """Return, by group, the index of each of its tensors' first descriptor in the list."""
     pages = _num_pages(layout)
     found: dict[str, list[int]] = {}
     position = 0

@@ -1,4 +1,4 @@
-"""From what was measured to the figures that have an aim. Each says how it was taken."""
+"""Turns measurements into figures, some of which have an aim. Each states how it was taken."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PHASE_TITLES = {
 
 @dataclass
 class Measurements:
-    """What the measures of one run returned, over the first transport; None where one did not run."""
+    """The results of one run's measures, over the first transport; None for one that did not run."""
 
     points: list[Point] = field(default_factory=list)
     latency: Latency | None = None
@@ -95,7 +95,7 @@ def _ratios(points: list[Point]) -> list[Figure]:
         ("64m", "64 MiB and more", 0.95, [p for p in points if p.size_bytes >= 64 * MIB]),
         ("4m", "4 MiB", 0.85, [p for p in points if p.size_bytes == 4 * MIB]),
     ):
-        # A ratio over TCP says little of one over CMA: the first transport only, as all other figures.
+        # A ratio over TCP does not predict one over CMA: like all figures, these use the first transport.
         first = points[0].transport
         chosen = [point for point in points_of if point.in_flight == 1 and point.transport == first]
         if not chosen:

@@ -1,4 +1,4 @@
-"""Where the bench's processes run: this machine, or (see `relay`) another one."""
+"""Where the bench's processes run: this machine, or (see `remote_client`) another one."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ R = TypeVar("R", bound=protocol.Line)
 
 
 class WorkerHandle(Protocol):
-    """A process that obeys."""
+    """A process that handles the bench's commands."""
 
     async def request(self, command: protocol.Command, kind: type[R]) -> R:
-        """Return its answer. Raises KvxferdError if it cannot do it."""
+        """Return its reply to a command. Raises KvxferdError if the command fails."""
         ...
 
     async def pause(self) -> None:
-        """Keep it from running at all: some would spin a core while others are timed."""
+        """Stop its execution: some processes would spin a core while others are timed."""
         ...
 
     async def resume(self) -> None:
-        """Let it run on."""
+        """Continue its execution."""
         ...
 
     async def stop(self) -> None:
@@ -57,11 +57,11 @@ class DaemonHandle(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process, on its own machine."""
+        """Its process id, on its own machine."""
         ...
 
     async def get(self, path: str) -> Any:
-        """Return what its control socket answers."""
+        """Return the response of its control socket."""
         ...
 
     async def stop(self) -> None:
@@ -74,7 +74,7 @@ class Host(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine, whose memory and processes can be looked at."""
+        """Whether it is this machine, whose memory and processes can be inspected."""
         ...
 
     async def start_daemon(self, environment: Mapping[str, str]) -> DaemonHandle:
@@ -86,12 +86,12 @@ class Host(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End all that was started and is not ended."""
+        """End everything that was started."""
         ...
 
 
 def decode_expected_reply(name: str, line: bytes, kind: type[R]) -> R:
-    """Return an answer of the kind that was asked for. Raises KvxferdError for Broken."""
+    """Return a reply of the expected type. Raises KvxferdError for CommandFailed."""
     reply = protocol.decode_reply(line)
     if isinstance(reply, protocol.CommandFailed):
         raise KvxferdError(f"cannot run {TOOL}: process {name}: {reply.message}")
@@ -107,25 +107,25 @@ class LocalWorker:
         self._is_paused = False
 
     async def request(self, command: protocol.Command, kind: type[R]) -> R:
-        """Return its answer. Raises KvxferdError."""
+        """Return its reply. Raises KvxferdError if the command fails."""
         return decode_expected_reply(
             self.process.name, await self.process.request(protocol.encode_line(command)), kind
         )
 
     async def pause(self) -> None:
-        """Stop it."""
+        """Stop its execution."""
         self._is_paused = True
         self.process.send_signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
-        """Let it run on."""
+        """Continue its execution."""
         if self._is_paused:
             self.process.send_signal(signal.SIGCONT)
             self._is_paused = False
 
     async def stop(self) -> None:
         """End it."""
-        await self.resume()  # one that is stopped would not read the end of its input
+        await self.resume()  # a stopped process would not read the end of its input
         await self.process.stop()
 
 
@@ -142,11 +142,11 @@ class LocalDaemon:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process id."""
         return self._daemon.pid
 
     async def get(self, path: str) -> Any:
-        """Return what its control socket answers."""
+        """Return the response of its control socket."""
         return await asyncio.to_thread(self._daemon.control.get, path)
 
     async def stop(self) -> None:
@@ -155,7 +155,7 @@ class LocalDaemon:
 
 
 class LocalHost:
-    """This machine; everything lives in one directory, which its owner removes."""
+    """This machine; all files are in one directory, which its owner removes."""
 
     is_local = True
 
@@ -169,13 +169,13 @@ class LocalHost:
         """Start a daemon and wait until it takes registrations."""
         directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
         daemon = await DaemonProcess.start(TOOL, directory.name, directory, environment, self._peer_host)
-        seat = LocalDaemon(daemon)
-        self._started.append(seat)
+        handle = LocalDaemon(daemon)
+        self._started.append(handle)
         try:
             await daemon.wait_ready()
         except KvxferdError as error:
             raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
-        return seat
+        return handle
 
     async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> LocalWorker:
         """Start a process."""
@@ -183,12 +183,12 @@ class LocalHost:
         module, flags = _WORKER_MODULES[kind]
         name = f"{kind}-{self._number}"
         process = await CommandProcess.start(TOOL, module, name, self._directory, environment, flags)
-        actor = LocalWorker(process)
-        self._started.append(actor)
-        return actor
+        worker = LocalWorker(process)
+        self._started.append(worker)
+        return worker
 
     async def stop(self) -> None:
-        """End all: processes first, for ranks leave their daemon."""
+        """End everything, workers before daemons, so that ranks can unregister."""
         started, self._started = self._started, []
         await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalWorker)))
         await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalDaemon)))

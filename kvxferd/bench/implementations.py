@@ -1,4 +1,4 @@
-"""The ways to move a case that are compared: kvxferd, NIXL in two set-ups, and a plain copy."""
+"""The implementations that the bench compares: kvxferd, NIXL in two set-ups, and a plain copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
 
 
 class Implementation(Protocol):
-    """One way."""
+    """One way to move a case."""
 
     @property
     def name(self) -> str:
@@ -32,16 +32,16 @@ class Implementation(Protocol):
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the bytes of the case land where the case says, and can be checked."""
+        """Whether the bytes land where the case places them, so that they can be checked."""
         ...
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
-        """Move so many requests; what is not timed happens before."""
+        """Move `count` requests; work that is not timed happens before."""
         ...
 
 
 class KvxferdPulls:
-    """Pulls through two daemons; prepared, so that the grants are there."""
+    """Pulls through two daemons; prepared, so that the grants exist."""
 
     name = KVXFERD
     is_verifiable = True
@@ -49,7 +49,7 @@ class KvxferdPulls:
     def __init__(
         self, pair: EnginePair, is_prepared: bool = True, is_borrowed: bool = False, gap_s: float = 0.0
     ) -> None:
-        """`lends`: block ids are lent to the client, not copied by it. `gap_s`: between two pulls."""
+        """`lends`: the client borrows the block ids and does not copy them. `gap_s`: between two pulls."""
         self._pair = pair
         self._is_prepared = is_prepared
         self._is_borrowed = is_borrowed
@@ -68,16 +68,16 @@ class KvxferdPulls:
 
 
 class RawNixl:
-    """Raw NIXL; its source polls by hand meanwhile."""
+    """Raw NIXL; its source polls by hand during the reads."""
 
     name = RAW
     is_verifiable = True
 
     def __init__(self, pair: EnginePair) -> None:
-        self._source, self._sink = pair.stage.raw_workers["source"], pair.stage.raw_workers["sink"]
+        self._source, self._sink = pair.testbed.raw_workers["source"], pair.testbed.raw_workers["sink"]
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
-        """Have the source attend, and read."""
+        """Have the source poll, and read."""
         await self._source.request(protocol.SetPolling(on=True), protocol.Done)
         try:
             moved = await self._sink.request(
@@ -89,16 +89,16 @@ class RawNixl:
 
 
 class EngineNixl:
-    """NIXL as the in-engine connector sets it up; its progress threads run in its own turns only."""
+    """NIXL as the in-engine connector sets it up; its progress threads run during its own rounds only."""
 
     name = ENGINE
     is_verifiable = True
 
     def __init__(self, pair: EnginePair) -> None:
-        self._agents = pair.stage.engine_workers
+        self._agents = pair.testbed.engine_workers
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
-        """Let both processes run, and read."""
+        """Resume both processes, and read."""
         await gather_or_cancel(*(agent.resume() for agent in self._agents.values()))
         try:
             command = protocol.Move(case=case, count=count, window=window)
@@ -109,7 +109,7 @@ class EngineNixl:
 
 
 class MemoryCopy:
-    """A plain copy."""
+    """A plain memory copy."""
 
     def __init__(self, copier: WorkerHandle, as_one: bool = False) -> None:
         self._copier = copier
@@ -118,14 +118,14 @@ class MemoryCopy:
         self.is_verifiable = not as_one
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
-        """Copy."""
+        """Copy the runs, or all bytes as one."""
         command = protocol.Move(case=case, count=count, window=window, as_one=self._as_one)
         return (await self._copier.request(command, protocol.Moved)).samples
 
 
 def implementations_of(pair: EnginePair) -> list[Implementation]:
-    """Return all that this pair's stage has."""
+    """Return every implementation that this pair's testbed has."""
     found: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
-    if pair.stage.copy_worker is not None:
-        found += [MemoryCopy(pair.stage.copy_worker), MemoryCopy(pair.stage.copy_worker, as_one=True)]
+    if pair.testbed.copy_worker is not None:
+        found += [MemoryCopy(pair.testbed.copy_worker), MemoryCopy(pair.testbed.copy_worker, as_one=True)]
     return found

@@ -1,6 +1,6 @@
 """A plain process with a NIXL agent: source or sink of a baseline.
 
-`python -m kvxferd.bench.nixl_process raw|engine` obeys commands on standard input until that is
+`python -m kvxferd.bench.nixl_process raw|engine` handles commands from standard input until it is
 closed.
 """
 
@@ -41,7 +41,7 @@ class NixlCommandHandler:
         self._is_polling = False
 
     def handle(self, command: protocol.Command) -> protocol.Reply:
-        """Do what is asked."""
+        """Handle one command."""
         match command:
             case protocol.AttachMemory():
                 return self._attach(command)
@@ -56,16 +56,16 @@ class NixlCommandHandler:
                 self._is_polling = command.on
                 return protocol.Done()
             case _:
-                raise KvxferdError(f"cannot obey {type(command).__name__}: this is a NIXL agent")
+                raise KvxferdError(f"cannot handle {type(command).__name__}: this is a NIXL agent")
 
     def progress(self) -> bool:
-        """Serve readers; False where nobody is to be served."""
+        """Poll for readers; return False if there are none to serve."""
         if self._is_polling:
             self._nixl.get_new_notifs()
         return self._is_polling
 
     def close(self) -> None:
-        """Leave nothing behind; the agent goes with the process."""
+        """Release the memory and end the process, which ends the agent."""
         remove_shm_directory(os.getpid())
 
     def _attach(self, command: protocol.AttachMemory) -> protocol.MemoryAttached:
@@ -80,7 +80,7 @@ class NixlCommandHandler:
 
     def _add_remote(self, command: protocol.AddRemote) -> protocol.Done:
         if self._remote:
-            # Loaded anew, so that nothing is known of memory that is gone.
+            # The metadata is loaded anew, so that the agent keeps nothing of memory that is gone.
             self._nixl.remove_remote_agent(self._remote)
         name = self._nixl.add_remote_agent(base64.b64decode(command.metadata))
         self._remote = name.decode() if isinstance(name, bytes) else name
@@ -104,5 +104,5 @@ class NixlCommandHandler:
 
 if __name__ == "__main__":
     serve_commands(lambda: NixlCommandHandler(sys.argv[1]))
-    # The library's threads may still run: nothing here needs an orderly end.
+    # The library's threads may still run, and nothing here needs an orderly end.
     os._exit(0)

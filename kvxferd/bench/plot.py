@@ -1,4 +1,4 @@
-"""A picture of a run: rates by size, kvxferd's share of raw NIXL's, and where a small pull's time goes."""
+"""A plot of a run: rates by size, kvxferd's share of raw NIXL's, and where a small pull's time goes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AIMS = ((64 << 20, 0.95), (4 << 20, 0.85))
 
 
 def write_plot(result: Result, path: Path) -> None:
-    """Write the picture; its suffix, .png or .svg, says how."""
+    """Write the plot in the format of the path's suffix, .png or .svg."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,13 +64,13 @@ def _draw_rates(axes: Any, points: list[Point]) -> None:
 
 
 def points_to_plot(points: list[Point]) -> list[Point]:
-    """Return those with the fewest pulls at a time that throughput was measured with: usually one."""
+    """Return the throughput points with the fewest pulls in flight, which is usually one."""
     fewest = min((point.in_flight for point in points if point.measure == "throughput"), default=1)
     return [point for point in points if point.in_flight == fewest]
 
 
 def rates_by_size(points: list[Point], contender: str, transport: str) -> dict[int, list[float]]:
-    """Return the rates of one contender over one transport, GB/s, smallest size first."""
+    """Return the rates of one implementation over one transport, in GB/s, smallest size first."""
     found: dict[int, list[float]] = {}
     for point in sorted(points, key=lambda point: point.size_bytes):
         if point.transport == transport and contender in point.contenders:

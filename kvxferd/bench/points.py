@@ -1,4 +1,4 @@
-"""What was measured: points, each with how it was taken."""
+"""The measured points, each with how it was taken."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvxferd.bench.rounds import Rounds
 
 
 class ImplementationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one contender took for one point. Times in seconds, of one request."""
+    """The results of one implementation for one point. Times are of one request, in seconds."""
 
     rounds: int
     n: int  # requests, all rounds together
     gb_per_s: float  # 10^9 bytes a second; median of the rounds
     slowest_gb_per_s: float
     fastest_gb_per_s: float
-    median_s: float  # from pull(), or from post, until the bytes are there
+    median_s: float  # from pull(), or from post, until the bytes have arrived
     p99_s: float
     build_median_s: float  # before that and not counted: raw NIXL's request, from runs to handle
     engine_thread_median_s: float  # inside pull(), or building and posting in the engine
     engine_thread_p99_s: float
-    runs: int  # stretches or descriptors of one request
+    runs: int  # runs or descriptors of one request
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One case by every contender, interleaved."""
+    """One case, moved by every implementation, interleaved."""
 
     measure: str
     transport: str
     shape: str
     layers: int
     lists: str
-    size_bytes: int  # as asked
+    size_bytes: int  # as requested
     bytes: int  # of one request, as moved
     blocks: int
     in_flight: int
@@ -42,18 +42,18 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_round: int
     interleaved_with: list[str]
     contenders: dict[str, ImplementationStats]
-    # Medians over rounds of the baseline's time by kvxferd's, in the same round.
+    # Medians over rounds of the baseline's time divided by kvxferd's, in the same round.
     ratio_to_raw: float
     ratio_to_engine: float
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Return a percentile by linear interpolation; 0 where there are no values."""
+    """Return a percentile by linear interpolation; 0 if there are no values."""
     return float(np.percentile(values, percent)) if values else 0.0
 
 
 def median(values: list[float]) -> float:
-    """Return the median; 0 where there are no values."""
+    """Return the median; 0 if there are no values."""
     return percentile(values, 50)
 
 
@@ -64,7 +64,7 @@ def paired_ratio(found: Rounds, baseline: str) -> float:
 
 
 def stats_of(found: Rounds, contender: str) -> ImplementationStats:
-    """Return what a contender took."""
+    """Return the results of one implementation."""
     rounds = found.by_implementation[contender]
     samples = [sample for one in rounds for sample in one.samples]
     rates = [one.num_bytes / one.seconds / 1e9 for one in rounds]

@@ -1,10 +1,10 @@
-"""Processor time and memory of processes of this machine, as the kernel counts them."""
+"""CPU time and memory of processes of this machine, as the kernel counts them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What a worker exports, as it is named in maps: counted as the worker's, not the mover's.
+# Names in maps of the memory that workers export, which counts as the worker's, not the mover's.
 _EXPORTED = "/memfd:"
 
 
@@ -19,19 +19,19 @@ def process_tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the time that all threads of a process had a processor: in nanoseconds, not ticks."""
+    """Return the CPU time of all threads of a process, from a count in nanoseconds, not ticks."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def resident_bytes(pid: int) -> int:
-    """Return what of a process is in memory, shared pages included."""
+    """Return the resident memory of a process, shared pages included."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(_kib(line) for line in lines if line.startswith("Rss:")) << 10
 
 
 def private_bytes(pid: int) -> int:
-    """Return the memory that is one process's alone, without mappings of exported memory."""
+    """Return the private memory of a process, without mappings of exported memory."""
     total = 0
     is_exported = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -44,13 +44,13 @@ def private_bytes(pid: int) -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that this machine could still give out."""
+    """Return the memory that is available on this machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return sum(_kib(line) for line in lines if line.startswith("MemAvailable:")) << 10
 
 
 def busy_cpu_seconds() -> float:
-    """Return the time that all processors of this machine have been busy since it started."""
+    """Return the time for which all CPUs of this machine have been busy since it started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     idle_ticks = fields[3] + fields[4]
     return (sum(fields[:8]) - idle_ticks) / 100

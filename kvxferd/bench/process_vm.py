@@ -1,4 +1,4 @@
-"""Whether this machine lets one process read another's memory: UCX falls back to TCP silently where not."""
+"""Whether this machine lets one process read another's memory; otherwise UCX silently falls back to TCP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Iovec(ctypes.Structure):
 
 
 def require_cma(pid: int) -> None:
-    """Read a few bytes of a process as UCX's CMA would. Raises KvxferdError where the kernel refuses."""
+    """Read a few bytes of a process as UCX's CMA would. Raises KvxferdError if the kernel refuses."""
     start = int(Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0], 16)
     here = ctypes.create_string_buffer(8)
     local = Iovec(ctypes.addressof(here), len(here))

@@ -1,4 +1,4 @@
-"""What the bench and its processes say to each other: JSON lines on standard input and output."""
+"""Messages between the bench and its processes: JSON lines on standard input and output."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory that another process of this machine can open: a descriptor of a process."""
+    """Memory that another process of this machine can open: a process id and a file descriptor of it."""
 
     pid: int
     fd: int
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One request that was moved. Times are of the monotonic clock of the sink's machine, in seconds."""
+    """One moved request. Times are of the monotonic clock of the sink's machine, in seconds."""
 
     began: float  # the request is known: its block ids
-    built: float  # from here on it counts: `began`, or when what raw NIXL posts is worked out
+    built: float  # the timed part begins: `began`, or when the request that raw NIXL posts is built
     posted: float  # the call that starts it has returned
-    ended: float  # the bytes are known to be there
+    ended: float  # the bytes are known to have arrived
     bytes: int
     runs: int
 
@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 
 
 class StartRank(Line, frozen=True, tag="begin"):
-    """Be this rank: allocate, connect, register."""
+    """Allocate memory, connect, and register as this rank."""
 
     deployment: Deployment
     role: Role
@@ -46,34 +46,34 @@ class StartRank(Line, frozen=True, tag="begin"):
 
 
 class PublishCommand(Line, frozen=True, tag="publish"):
-    """Publish one transfer for each name; the n-th has the blocks of slot n modulo the case's slots."""
+    """Publish one transfer for each name; the n-th has the blocks of slot n modulo the number of slots."""
 
     case: Case
     names: list[str]
 
 
 class AwaitRelease(Line, frozen=True, tag="await-release"):
-    """Wait until these transfers are over."""
+    """Wait until these transfers are released."""
 
     names: list[str]
 
 
 class PrepareCommand(Line, frozen=True, tag="prepare"):
-    """Say that these will be pulled."""
+    """Prepare the pulls of these references."""
 
     refs: list[dict[str, Any]]
 
 
 class AbandonCommand(Line, frozen=True, tag="abandon"):
-    """Say that these will not be pulled after all."""
+    """Abandon prepared references that will not be pulled."""
 
     refs: list[dict[str, Any]]
 
 
 class PullCommand(Line, frozen=True, tag="pull"):
-    """Pull them in order, at most `window` at a time, from the moment `at` on (0: now).
+    """Pull the references in order, at most `window` at a time, from time `at` on (0: now).
 
-    `lent`: the client does not copy the block ids, which stay as they are. `gap_s`: between the end of
+    `lent`: the client borrows the block ids instead of copying them. `gap_s`: between the end of
     one and the start of the next, for pulls one at a time.
     """
 
@@ -86,7 +86,7 @@ class PullCommand(Line, frozen=True, tag="pull"):
 
 
 class PullBehind(Line, frozen=True, tag="pull-behind"):
-    """Start a large pull, and until it ends pull small ones, one after the other."""
+    """Start a large pull, and pull small ones, one after the other, until it ends."""
 
     large: Case
     large_ref: dict[str, Any]
@@ -95,20 +95,20 @@ class PullBehind(Line, frozen=True, tag="pull-behind"):
 
 
 class Stamp(Line, frozen=True, tag="stamp"):
-    """Stamp what all slots of the case will move."""
+    """Stamp the source of all slots of the case."""
 
     case: Case
     nonce: int
 
 
 class Wipe(Line, frozen=True, tag="wipe"):
-    """Write zeros where all slots of the case will land."""
+    """Write zeros over the destination of all slots of the case."""
 
     case: Case
 
 
 class Check(Line, frozen=True, tag="check"):
-    """Compare what the first slots hold: the ends of runs, or all of it."""
+    """Compare the content of the first slots: the ends of runs, or every word."""
 
     case: Case
     nonce: int
@@ -120,27 +120,27 @@ class Check(Line, frozen=True, tag="check"):
 
 
 class AttachMemory(Line, frozen=True, tag="attach"):
-    """Register the memory of a rank, in place of the last one."""
+    """Register the memory of a rank in place of the previous one."""
 
     deployment: Deployment
     memory: ProcessMemory
 
 
 class AddRemote(Line, frozen=True, tag="meet"):
-    """Get to know the source's agent, and where its memory lies."""
+    """Load the source agent's metadata, and the address of its memory."""
 
     metadata: str  # base64
     address: int
 
 
 class MapSourceMemory(Line, frozen=True, tag="meet-memory"):
-    """Map the source's memory itself, to copy from."""
+    """Map the source's memory, to copy from it."""
 
     memory: ProcessMemory
 
 
 class Move(Line, frozen=True, tag="move"):
-    """Move `count` requests of the case, at most `window` at a time. `as_one`: one stretch of its bytes."""
+    """Move `count` requests of the case, at most `window` at a time. `as_one`: as one run of its bytes."""
 
     case: Case
     count: int
@@ -149,52 +149,52 @@ class Move(Line, frozen=True, tag="move"):
 
 
 class SetPolling(Line, frozen=True, tag="attend"):
-    """Poll by hand while `on`, so that others can read from here."""
+    """Poll by hand while `on`, so that others can read from this process."""
 
     on: bool
 
 
-# --- answers
+# --- replies
 
 
 class Done(Line, frozen=True, tag="done"):
-    """It is done."""
+    """The command is done."""
 
 
 class RankStarted(Line, frozen=True, tag="begun"):
-    """The rank is registered, and this is its memory."""
+    """The rank is registered, with this memory."""
 
     memory: ProcessMemory
     register_s: float
 
 
 class Published(Line, frozen=True, tag="published"):
-    """References, in the order of the names."""
+    """The references, in the order of the names."""
 
     refs: list[dict[str, Any]]
 
 
 class Moved(Line, frozen=True, tag="moved"):
-    """Requests in the order asked, and the large one first where there is one."""
+    """One sample for each request, in the order of the command; a large one comes first."""
 
     samples: list[Sample]
 
 
 class Checked(Line, frozen=True, tag="checked"):
-    """How many words are not what they must be."""
+    """The number of wrong words."""
 
     wrong: int
 
 
 class MemoryAttached(Line, frozen=True, tag="attached"):
-    """The memory is registered; what a reader needs of it."""
+    """The memory is registered; the fields are what a reader needs."""
 
     metadata: str  # base64
     address: int
 
 
 class CommandFailed(Line, frozen=True, tag="broken"):
-    """The process cannot go on."""
+    """The command failed."""
 
     message: str
 
@@ -221,15 +221,15 @@ _REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def encode_line(line: Line) -> bytes:
-    """Return it with its newline."""
+    """Return the encoded line with its newline."""
     return _ENCODER.encode(line) + b"\n"
 
 
 def decode_command(line: bytes) -> Command:
-    """Return what the bench said. Raises msgspec.DecodeError."""
+    """Return a command of the bench. Raises msgspec.DecodeError."""
     return _COMMANDS.decode(line)
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Return what a process said. Raises msgspec.DecodeError."""
+    """Return a process's reply. Raises msgspec.DecodeError."""
     return _REPLIES.decode(line)

@@ -1,6 +1,6 @@
 """One rank of an engine that uses kvxferd as an engine would: source or sink of the bench.
 
-`python -m kvxferd.bench.rank_process` obeys commands on standard input until that is closed.
+`python -m kvxferd.bench.rank_process` handles commands from standard input until it is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Blocks = Mapping[str, client.BlockList]
 
 
 class BenchRank:
-    """A registered rank, its memory, and what it was told by its daemon."""
+    """A registered rank, its memory, and the events of its daemon."""
 
     def __init__(self, begin: protocol.StartRank) -> None:
         self._deployment = begin.deployment
@@ -43,7 +43,7 @@ class BenchRank:
         if begin.role == "source":
             content.fill(self._words)
         else:
-            self._words[:] = 0  # every page is there before anything is timed
+            self._words[:] = 0  # so that every page is mapped before anything is timed
         began = time.perf_counter()
         self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
         self._rank = self._client.register(
@@ -61,13 +61,13 @@ class BenchRank:
         self._pending_events: deque[client.Event] = deque()
 
     def close(self) -> None:
-        """Leave: the daemon unmaps the memory."""
+        """Unregister; the daemon unmaps the memory."""
         self._client.close()
 
     # --- as a source
 
     def publish(self, command: protocol.PublishCommand) -> protocol.Published:
-        """Publish them all; the content is there already."""
+        """Publish all transfers; their content is already written."""
         case = command.case
         lists = [self._blocks(case, "source", slot) for slot in range(min(case.slots, len(command.names)))]
         num_tokens = case.num_tokens
@@ -78,7 +78,7 @@ class BenchRank:
         return protocol.Published(refs=[ref.to_dict() for ref in refs])
 
     def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:
-        """Wait for the daemon to give the blocks back."""
+        """Wait for the daemon to release the blocks."""
         deadline = time.perf_counter() + RELEASE_TIMEOUT_S
         left = set(command.names) - self._released
         while left:
@@ -94,19 +94,19 @@ class BenchRank:
     # --- as a sink
 
     def prepare(self, command: protocol.PrepareCommand) -> protocol.Done:
-        """Say what will be pulled."""
+        """Prepare the pulls of these references."""
         for ref in command.refs:
             self._rank.prepare(ref)
         return protocol.Done()
 
     def abandon(self, command: protocol.AbandonCommand) -> protocol.Done:
-        """Give back what was prepared and not pulled."""
+        """Abandon references that were prepared and not pulled."""
         for ref in command.refs:
             self._rank.abandon(ref)
         return protocol.Done()
 
     def pull(self, command: protocol.PullCommand) -> protocol.Moved:
-        """Pull all, keeping `window` of them under way."""
+        """Pull all, keeping `window` of them in flight."""
         slots = range(command.case.slots)
         lists = [self._blocks(command.case, "sink", slot, command.lent) for slot in slots]
         waiting = enumerate(command.refs)
@@ -129,7 +129,7 @@ class BenchRank:
         return protocol.Moved(samples=[samples[number] for number in range(len(command.refs))])
 
     def pull_behind(self, command: protocol.PullBehind) -> protocol.Moved:
-        """Pull the large one, and small ones as long as it runs; the last of them may end after it."""
+        """Pull the large one, and small ones while it runs; the last of them may end after it."""
         large_lists = self._blocks(command.large, "sink", 0)
         lists = [self._blocks(command.small, "sink", slot) for slot in range(command.small.slots)]
         large = self._start_pull(command.large_ref, large_lists, command.large)
@@ -142,7 +142,7 @@ class BenchRank:
                 event = _delivered_or_raise(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
                 now = time.perf_counter()
                 if event is not None and event.ticket is small[0]:
-                    # One that waits until the large one is over is the worst case, not to be left out.
+                    # A small pull that waits until the large one ends is the worst case, so it counts too.
                     ended = event
                     samples.append(_sample(*small[1:], now, event))
                 elif event is not None and event.ticket is large[0]:
@@ -163,7 +163,7 @@ class BenchRank:
     # --- content
 
     def stamp(self, command: protocol.Stamp) -> protocol.Done:
-        """Stamp this rank's runs, all slots; what another case had stamped is put back first."""
+        """Stamp this rank's runs of all slots, after restoring what another case had stamped."""
         former, self._stamped = self._stamped, command.case
         if former is not None and former != command.case:
             for slot in range(former.slots):
@@ -173,7 +173,7 @@ class BenchRank:
         return protocol.Done()
 
     def wipe(self, command: protocol.Wipe) -> protocol.Done:
-        """Wipe this rank's runs, all slots."""
+        """Wipe this rank's runs of all slots."""
         for slot in range(command.case.slots):
             content.wipe(self._words, runs_of(command.case, self._rank_id, slot))
         return protocol.Done()
@@ -199,13 +199,15 @@ class BenchRank:
         }
 
     def _next_event(self, deadline: float) -> client.Event:
-        """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
+        """Return the daemon's next event. Raises KvxferdError if none comes in time."""
         while not self._pending_events:
             left = deadline - time.perf_counter()
             readable = wait_readable([self._rank.fileno()], left)
             self._pending_events.extend(self._rank.poll())
             if not readable and not self._pending_events and left <= 0:
-                raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
+                raise KvxferdError(
+                    "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
+                )
         event = self._pending_events.popleft()
         if isinstance(event, client.Disconnected):
             raise KvxferdError(event.message, event.code)
@@ -228,26 +230,26 @@ def _wait_until(at: float) -> None:
 
 
 class RankCommandHandler:
-    """The process before and after it is a rank."""
+    """Handles commands, the first of which makes the process a rank."""
 
     def __init__(self) -> None:
         self._rank: BenchRank | None = None
 
     def handle(self, command: protocol.Command) -> protocol.Reply:
-        """Do what is asked."""
+        """Handle one command."""
         if isinstance(command, protocol.StartRank):
             self._rank = BenchRank(command)
             return self._rank.started_reply
         if self._rank is None:
-            raise KvxferdError(f"cannot obey {type(command).__name__}: this is no rank yet")
+            raise KvxferdError(f"cannot handle {type(command).__name__}: this process is no rank yet")
         return _handle_rank_command(self._rank, command)
 
     def progress(self) -> bool:
-        """There is nothing to do between commands."""
+        """Return False: there is no work between commands."""
         return False
 
     def close(self) -> None:
-        """Leave the daemon."""
+        """Unregister the rank."""
         if self._rank is not None:
             self._rank.close()
 
@@ -273,7 +275,7 @@ def _handle_rank_command(process: BenchRank, command: protocol.Command) -> proto
         case protocol.Check():
             return process.check(command)
         case _:
-            raise KvxferdError(f"cannot obey {type(command).__name__}: this is a rank")
+            raise KvxferdError(f"cannot handle {type(command).__name__}: this process is a rank")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Raw NIXL, at its best: the runs that kvxferd's planner found, sorted and merged, in one post.
+"""Raw NIXL at its best: the runs that kvxferd's planner found, sorted and merged, in one post.
 
-The agent has no progress thread; whoever waits polls.
+The agent has no progress thread; the waiting process polls.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Descriptors = npt.NDArray[np.uint64]
 
 
 def agent_config(api: Any) -> Any:
-    """Return how the agent is made."""
+    """Return the agent's configuration."""
     return api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
 
 
 class RawNixlReader:
-    """See `moving.Reads`."""
+    """See `read_loop.SlotReader`."""
 
     def __init__(self, nixl: Any, remote: str, local_base: int, remote_base: int) -> None:
         self._nixl = nixl
@@ -34,7 +34,7 @@ class RawNixlReader:
         self._descriptors: list[tuple[Descriptors, Descriptors]] = []
 
     def prepare(self, case: Case) -> None:
-        """Work out every slot's descriptors: (address, length, device)."""
+        """Compute every slot's descriptors: (address, length, device)."""
         if case == self._case:
             return
         self._case, self._descriptors = case, []
@@ -46,7 +46,7 @@ class RawNixlReader:
             self._descriptors.append((local, remote))
 
     def post(self, slot: int) -> PostedRead:
-        """Hand the arrays to the library, and post."""
+        """Pass the arrays to the library, and post."""
         nixl = self._nixl
         local, remote = self._descriptors[slot]
         began = time.perf_counter()
@@ -58,14 +58,14 @@ class RawNixlReader:
         return PostedRead(handle, slot, began, built, time.perf_counter(), is_done)
 
     def is_done(self, handle: Any) -> bool:
-        """Poll."""
+        """Poll a request; return whether it is done."""
         return bool(self._nixl.check_xfer_state(handle) == "DONE")
 
     def release(self, handle: Any) -> None:
-        """Give a handle back."""
+        """Release a request's handle."""
         self._nixl.release_xfer_handle(handle)
 
     def slot_size(self, slot: int) -> tuple[int, int]:
-        """Return bytes and descriptors."""
+        """Return the bytes and the descriptors of a slot."""
         lengths = self._descriptors[slot][0][:, 1]
         return int(lengths.sum()), len(lengths)

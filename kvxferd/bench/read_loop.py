@@ -1,4 +1,4 @@
-"""How a baseline moves requests: posts up to a window of them, polls them by hand, notes the times."""
+"""How a baseline moves requests: it posts up to a window of them, polls by hand, and records the times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.bench.protocol import Sample
 
 
 class PostedRead(NamedTuple):
-    """A request under way."""
+    """A request in flight."""
 
     handle: Any
     slot: int
@@ -25,19 +25,19 @@ class SlotReader(Protocol):
     """A way to read the slots of a case from another agent's memory."""
 
     def prepare(self, case: Case) -> None:
-        """Work out what need not be worked out while it is timed."""
+        """Compute everything that need not be timed."""
         ...
 
     def post(self, slot: int) -> PostedRead:
-        """Start to read a slot."""
+        """Start reading a slot."""
         ...
 
     def is_done(self, handle: Any) -> bool:
-        """Ask the library, which moves it on."""
+        """Poll the library, which progresses the request; return whether it is done."""
         ...
 
     def release(self, handle: Any) -> None:
-        """Give a handle back."""
+        """Release a request's handle."""
         ...
 
     def slot_size(self, slot: int) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class SlotReader(Protocol):
 
 
 def run_reads(reads: SlotReader, case: Case, count: int, window: int) -> list[Sample]:
-    """Move `count` requests, the n-th in slot n modulo the case's slots. Returns them in that order."""
+    """Move `count` requests, the n-th in slot n modulo the number of slots. Return their samples in order."""
     reads.prepare(case)
     samples: dict[int, Sample] = {}
     under_way: deque[tuple[int, PostedRead]] = deque()

@@ -22,7 +22,7 @@ from kvxferd.tooling.subprocesses import MAX_LINE_BYTES
 
 REMOTE_VERSION = 1
 CONNECT_TIMEOUT_S = 10.0
-# The kernel would wait for two hours.
+# The kernel's default is two hours.
 KEEPALIVE_TIMEOUT_S = 30
 
 
@@ -35,41 +35,41 @@ class RemoteRequest(
 
 
 class Hello(RemoteRequest, frozen=True, tag="hello"):
-    """First on a connection."""
+    """The first request of a connection."""
 
     version: int
     token: str
 
 
 class StartDaemon(RemoteRequest, frozen=True, tag="start-daemon"):
-    """Start a daemon; answered with its socket."""
+    """Start a daemon; the reply has its socket."""
 
     environment: dict[str, str]
 
 
 class StartWorker(RemoteRequest, frozen=True, tag="spawn"):
-    """Start a process."""
+    """Start a worker process."""
 
     kind: WorkerKind
     environment: dict[str, str]
 
 
 class RunCommand(RemoteRequest, frozen=True, tag="tell"):
-    """Hand a command to a process; answered with its answer."""
+    """Send a command to a process; the reply has the process's reply."""
 
     who: int
     command: msgspec.Raw
 
 
 class SetPaused(RemoteRequest, frozen=True, tag="pause"):
-    """Keep a process from running, or let it run on."""
+    """Stop the execution of a process, or continue it."""
 
     who: int
     on: bool
 
 
 class GetFromDaemon(RemoteRequest, frozen=True, tag="get"):
-    """Ask a daemon's control socket."""
+    """Send a request to a daemon's control socket."""
 
     who: int
     path: str
@@ -82,7 +82,7 @@ class StopProcess(RemoteRequest, frozen=True, tag="end"):
 
 
 class RemoteDone(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_only=True):
-    """It is done. `who` names what was started."""
+    """The request is done. `who` is the number of a started process."""
 
     number: int
     who: int = 0
@@ -92,7 +92,7 @@ class RemoteDone(msgspec.Struct, frozen=True, tag_field="t", tag="granted", kw_o
 
 
 class RemoteRefused(msgspec.Struct, frozen=True, tag_field="t", tag="denied", kw_only=True):
-    """It cannot be done."""
+    """The request failed."""
 
     number: int
     code: str
@@ -113,7 +113,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Have a connection end when the other machine is gone without a word: after half a minute."""
+    """Have a connection end half a minute after the other machine disappears without closing it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 2),
@@ -128,34 +128,34 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 class RemoteWorker:
-    """A process over there."""
+    """A process on the other machine."""
 
     def __init__(self, host: RemoteHost, who: int) -> None:
         self._host = host
         self._who = who
 
     async def request(self, command: protocol.Command, kind: type[R]) -> R:
-        """Return its answer."""
+        """Return its reply."""
         raw = msgspec.Raw(protocol.encode_line(command).strip())
         answer = await self._host.request(RunCommand(who=self._who, command=raw))
         return decode_expected_reply(f"{self._host.address}/{self._who}", bytes(answer.value), kind)
 
     async def pause(self) -> None:
-        """Keep it from running."""
+        """Stop its execution."""
         await self._host.request(SetPaused(who=self._who, on=True))
 
     async def resume(self) -> None:
-        """Let it run on."""
+        """Continue its execution."""
         await self._host.request(SetPaused(who=self._who, on=False))
 
     async def stop(self) -> None:
         """End it."""
-        with suppress(KvxferdError):  # what has lost its connection ends by itself
+        with suppress(KvxferdError):  # without the connection it ends by itself
             await self._host.request(StopProcess(who=self._who))
 
 
 class RemoteDaemon:
-    """A daemon over there."""
+    """A daemon on the other machine."""
 
     def __init__(self, host: RemoteHost, started: RemoteDone) -> None:
         self._host = host
@@ -164,7 +164,7 @@ class RemoteDaemon:
         self.pid = started.pid
 
     async def get(self, path: str) -> Any:
-        """Return what its control socket answers."""
+        """Return the response of its control socket."""
         return msgspec.json.decode((await self._host.request(GetFromDaemon(who=self._who, path=path))).value)
 
     async def stop(self) -> None:
@@ -188,7 +188,7 @@ class RemoteHost:
 
     @classmethod
     async def connect(cls, address: str, token: str) -> RemoteHost:
-        """Connect. Raises KvxferdError where nobody answers, or not to this token."""
+        """Connect. Raises KvxferdError if the machine does not respond or refuses the token."""
         host, port = split_address(address)
         try:
             connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
@@ -209,7 +209,7 @@ class RemoteHost:
 
     @property
     def local_address(self) -> str:
-        """The address of this machine as seen from there."""
+        """The address of this machine on this connection."""
         name: tuple[str, int] = self._writer.get_extra_info("sockname")
         return name[0]
 
@@ -223,21 +223,21 @@ class RemoteHost:
         return RemoteWorker(self, answer.who)
 
     async def stop(self) -> None:
-        """Close the connection: what was started there ends."""
+        """Close the connection, which ends everything that was started there."""
         self._writer.close()
         self._reader_task.cancel()
         with suppress(asyncio.CancelledError, OSError):
             await self._reader_task
 
-    async def request(self, wish: AnyRemoteRequest) -> RemoteDone:
-        """Return the answer. Raises KvxferdError for a refusal, and where the connection is gone."""
+    async def request(self, request: AnyRemoteRequest) -> RemoteDone:
+        """Return the reply. Raises KvxferdError for a refusal, and if the connection is lost."""
         if self._is_lost:
             raise self._lost_error()
         number = next(self._numbers)
         answer: asyncio.Future[RemoteDone] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
-            self._writer.write(msgspec.json.encode(msgspec.structs.replace(wish, number=number)) + b"\n")
+            self._writer.write(msgspec.json.encode(msgspec.structs.replace(request, number=number)) + b"\n")
             return await answer
         finally:
             del self._pending[number]
@@ -254,7 +254,7 @@ class RemoteHost:
                 else:
                     code = Code(answer.code) if answer.code in Code._value2member_map_ else Code.INTERNAL
                     waiting.set_exception(KvxferdError(answer.message, code))
-        except (OSError, ValueError):  # a reset, or no lines of ours: gone either way
+        except (OSError, ValueError):  # a reset, or lines of another protocol
             pass
         finally:
             self._is_lost = True

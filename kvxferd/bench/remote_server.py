@@ -1,4 +1,4 @@
-"""`kvxferd bench --serve`: be the other machine of a bench that runs elsewhere."""
+"""`kvxferd bench --serve`: run as the other machine of a bench that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
 from kvxferd.tooling.subprocesses import MAX_LINE_BYTES
 
-# What a bench may set: the transport library's own settings, nothing that says what is run.
+# A bench may set the transport library's own settings, and nothing that decides what is run.
 ENVIRONMENT_PREFIX = "UCX_"
 TOKEN_BYTES = 8
 
 
 def serve_benches(bind: str, say: Callable[[str], None]) -> None:
-    """Serve benches, one at a time, until a signal: raises KeyboardInterrupt. Raises KvxferdError."""
+    """Serve benches, one at a time, until a signal raises KeyboardInterrupt. Raises KvxferdError."""
     asyncio.run(run_until_signal(_serve_until_stopped(bind, say)))
 
 
 async def _serve_until_stopped(bind: str, say: Callable[[str], None]) -> None:
     host, port = remote_protocol.split_address(bind)
     token = secrets.token_hex(TOKEN_BYTES)
-    desk = _BenchServer(token, say)
+    bench_server = _BenchServer(token, say)
     try:
-        server = await asyncio.start_server(desk.handle_connection, host, port, limit=MAX_LINE_BYTES)
+        server = await asyncio.start_server(bench_server.handle_connection, host, port, limit=MAX_LINE_BYTES)
     except OSError as error:
         raise KvxferdError(f"cannot serve on {bind}: {error.strerror}", Code.CONFIG_INVALID) from error
     bound = server.sockets[0].getsockname()
@@ -45,11 +45,11 @@ async def _serve_until_stopped(bind: str, say: Callable[[str], None]) -> None:
         await asyncio.Event().wait()
     finally:
         server.close()
-        await desk.stop()
+        await bench_server.stop()
 
 
 class _BenchServer:
-    """Takes one bench at a time."""
+    """Serves one bench at a time."""
 
     def __init__(self, token: str, say: Callable[[str], None]) -> None:
         self._token = token
@@ -57,15 +57,15 @@ class _BenchServer:
         self._current: tuple[asyncio.Task[None], asyncio.StreamWriter] | None = None
 
     async def stop(self) -> None:
-        """End the bench that is served, and return when what it started has ended."""
+        """End the current bench, and return when everything that it started has ended."""
         if self._current is not None:
-            # Not cancelled: it may be ending what it started already, and must come to its end.
+            # The task is not cancelled: it may be ending its processes already, and must finish that.
             task, writer = self._current
             writer.close()
             await asyncio.gather(task, return_exceptions=True)
 
     async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection, if it has the token and no other is served."""
+        """Serve a connection if it has the token and no other bench is served."""
         try:
             number = await asyncio.wait_for(self._authenticate(reader), remote_protocol.CONNECT_TIMEOUT_S)
             if self._current is not None:
@@ -75,14 +75,14 @@ class _BenchServer:
             self._current = task, writer
             _write(writer, remote_protocol.RemoteDone(number=number))
             self._say(f"a bench from {writer.get_extra_info('peername')[0]}")
-            # Where it reached this machine: what was bound may be any address, which nobody can dial.
+            # The address by which it reached this machine: the bound address may be 0.0.0.0.
             await _BenchSession(writer.get_extra_info("sockname")[0], writer).serve(reader)
             self._say("it has gone; what it started has ended")
         except KvxferdError as error:
             _write(
                 writer, remote_protocol.RemoteRefused(number=1, code=error.code.value, message=error.message)
             )
-        except (OSError, ValueError, TimeoutError):  # a reset, no lines of ours, or nothing at all
+        except (OSError, ValueError, TimeoutError):  # a reset, lines of another protocol, or silence
             self._say("a connection that was no bench")
         finally:
             if self._current is not None and self._current[1] is writer:
@@ -106,7 +106,7 @@ class _BenchServer:
 
 
 class _BenchSession:
-    """One bench that is served: what it has started here."""
+    """One bench that is served, and the processes that it has started here."""
 
     def __init__(self, host: str, writer: asyncio.StreamWriter) -> None:
         self._directory = make_work_directory("kvxferd-bench-")
@@ -118,7 +118,7 @@ class _BenchSession:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Grant wishes until the connection ends; then end everything."""
+        """Handle requests until the connection ends; then end everything."""
         remote_protocol.enable_keepalive(self._writer.get_extra_info("socket"))
         try:
             while line := await reader.readline():
@@ -132,49 +132,51 @@ class _BenchSession:
             await self._host.stop()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _reply(self, wish: remote_protocol.AnyRemoteRequest) -> None:
+    async def _reply(self, request: remote_protocol.AnyRemoteRequest) -> None:
         try:
-            answer: remote_protocol.RemoteDone | remote_protocol.RemoteRefused = await self._handle(wish)
+            answer: remote_protocol.RemoteDone | remote_protocol.RemoteRefused = await self._handle(request)
         except KvxferdError as error:
             answer = remote_protocol.RemoteRefused(
-                number=wish.number, code=error.code.value, message=error.message
+                number=request.number, code=error.code.value, message=error.message
             )
         with contextlib.suppress(OSError):
             _write(self._writer, answer)
             await self._writer.drain()
 
-    async def _handle(self, wish: remote_protocol.AnyRemoteRequest) -> remote_protocol.RemoteDone:
-        number = wish.number
-        match wish:
+    async def _handle(self, request: remote_protocol.AnyRemoteRequest) -> remote_protocol.RemoteDone:
+        number = request.number
+        match request:
             case remote_protocol.StartDaemon():
-                seat = await self._host.start_daemon(_checked_environment(wish.environment))
+                daemon = await self._host.start_daemon(_checked_environment(request.environment))
                 who = next(self._ids)
-                self._daemons[who] = seat
+                self._daemons[who] = daemon
                 return remote_protocol.RemoteDone(
-                    number=number, who=who, worker_socket=seat.worker_socket, pid=seat.pid
+                    number=number, who=who, worker_socket=daemon.worker_socket, pid=daemon.pid
                 )
             case remote_protocol.StartWorker():
-                actor = await self._host.start_worker(wish.kind, _checked_environment(wish.environment))
+                worker = await self._host.start_worker(
+                    request.kind, _checked_environment(request.environment)
+                )
                 who = next(self._ids)
-                self._workers[who] = actor
+                self._workers[who] = worker
                 return remote_protocol.RemoteDone(number=number, who=who)
             case remote_protocol.RunCommand():
-                # Decoded and written anew, so that it is one line and nothing but a command.
-                line = protocol.encode_line(protocol.decode_command(bytes(wish.command)))
-                reply = await self._worker(wish.who).process.request(line)
+                # The command is decoded and encoded again, so that it is one line and a valid command.
+                line = protocol.encode_line(protocol.decode_command(bytes(request.command)))
+                reply = await self._worker(request.who).process.request(line)
                 return remote_protocol.RemoteDone(number=number, value=msgspec.Raw(reply.strip()))
             case remote_protocol.SetPaused():
-                actor = self._worker(wish.who)
-                await (actor.pause() if wish.on else actor.resume())
+                worker = self._worker(request.who)
+                await (worker.pause() if request.on else worker.resume())
             case remote_protocol.GetFromDaemon():
-                value = await self._daemon(wish.who).get(wish.path)
+                value = await self._daemon(request.who).get(request.path)
                 return remote_protocol.RemoteDone(
                     number=number, value=msgspec.Raw(msgspec.json.encode(value))
                 )
             case remote_protocol.StopProcess():
-                await (self._workers.get(wish.who) or self._daemon(wish.who)).stop()
+                await (self._workers.get(request.who) or self._daemon(request.who)).stop()
             case _:
-                raise KvxferdError(f"cannot serve {TOOL}: {type(wish).__name__} comes first, once")
+                raise KvxferdError(f"cannot serve {TOOL}: {type(request).__name__} comes first, once")
         return remote_protocol.RemoteDone(number=number)
 
     def _worker(self, who: int) -> LocalWorker:
@@ -189,7 +191,7 @@ class _BenchSession:
 
 
 def _tokens_match(token: str, other: str) -> bool:
-    # As bytes: of text, the library compares ASCII only, and raises for anything else.
+    # Compared as bytes: for text the library accepts ASCII only, and raises for anything else.
     return hmac.compare_digest(token.encode(errors="replace"), other.encode())
 
 

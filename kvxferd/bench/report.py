@@ -1,4 +1,4 @@
-"""What a run found, as tables."""
+"""The results of a run, as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvxferd.tooling.output import format_bytes, format_duration
 
 
 def render_report(result: Result) -> RenderableType:
-    """Return the tables, and what is to be known about them."""
+    """Return the tables and their notes."""
     machine = result.machine
     lines = [
         f"{machine.cores} cores of {machine.processor}, Linux {machine.kernel}, {machine.nixl}; busy "
@@ -27,7 +27,7 @@ def render_report(result: Result) -> RenderableType:
 
 
 def _footnotes(figures: list[Figure]) -> dict[str, int]:
-    """Return a number for each way in which figures were taken."""
+    """Return a footnote number for each way in which figures were taken."""
     return {how: number for number, how in enumerate(dict.fromkeys(figure.how for figure in figures), 1)}
 
 

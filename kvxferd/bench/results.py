@@ -1,4 +1,4 @@
-"""What a run of the bench found: the machine, every point, the figures that have an aim, the summary."""
+"""The results of a bench run: the machine, every point, the figures that have an aim, the summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUSY_SAMPLE_S = 1.0
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it ran, and what else ran there."""
+    """The machine it ran on, and its load."""
 
     cores: int
     processor: str
@@ -38,12 +38,12 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None  # None: not measured in this run
     unit: str
     aim: str = ""
-    met: bool | None = None  # None where there is no aim, or no value
+    met: bool | None = None  # None if there is no aim or no value
     how: str
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """All of it."""
+    """The whole result of one run."""
 
     machine: Machine
     quick: bool
@@ -53,11 +53,11 @@ class Result(msgspec.Struct, kw_only=True):
     points: list[Point]
     figures: list[Figure]
     summary: dict[str, float | None]
-    error: str = ""  # why what is missing is missing
+    error: str = ""  # why results are missing
 
 
 def describe_machine() -> Machine:
-    """Return what this machine is; takes a second, in which it should be quiet."""
+    """Return a description of this machine; takes a second, in which the machine should be idle."""
     cores = len(os.sched_getaffinity(0))
     before, began = busy_cpu_seconds(), time.monotonic()
     time.sleep(_BUSY_SAMPLE_S)

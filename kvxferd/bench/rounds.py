@@ -1,4 +1,4 @@
-"""Rounds: every contender in turn, each time in another order, and each time checked."""
+"""Rounds: every implementation takes its turn, each round in another order, and each time checked."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _nonces = itertools.count(1)
 
 @dataclass
 class Round:
-    """What one contender did in one round."""
+    """The result of one implementation in one round."""
 
     samples: list[Sample]
     window: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes moved."""
+        """The bytes that were moved."""
         return sum(sample.bytes for sample in self.samples)
 
     @property
     def seconds(self) -> float:
-        """Time that the requests took: their sum, or where several ran at once from first to last."""
-        # Where a baseline builds its request that is not counted against it: only post to done.
+        """The time of the requests: their sum, or from first to last if several ran at once."""
+        # The time in which a baseline builds its request does not count against it: only post to done.
         if self.window == 1:
             return sum(sample.ended - start_of(sample) for sample in self.samples)
         return max(s.ended for s in self.samples) - min(start_of(s) for s in self.samples)
@@ -39,7 +39,7 @@ class Round:
 
 @dataclass
 class Rounds:
-    """One case, all contenders."""
+    """One case, moved by all implementations."""
 
     case: Case
     window: int
@@ -47,65 +47,65 @@ class Rounds:
 
 
 def start_of(sample: Sample) -> float:
-    """Return when a request begins to count."""
+    """Return when the timed part of a request begins."""
     return sample.built
 
 
 async def interleave(
     pair: EnginePair,
     case: Case,
-    contenders: Sequence[Implementation],
+    implementations: Sequence[Implementation],
     rounds: int,
     count: int,
     window: int = 1,
 ) -> Rounds:
-    """Move a case `count` requests a round by each contender in turn.
+    """Move `count` requests of a case a round by each implementation in turn.
 
-    Before that each has moved it once: onto wiped memory, and every byte was compared. In each
-    round the ends of all runs are compared. Raises KvxferdError where a byte is wrong.
+    Before that each implementation moves all slots once onto wiped memory, and every byte is compared.
+    In each round the ends of all runs are compared. Raises KvxferdError if a byte is wrong.
     """
-    found = Rounds(case, window, {contender.name: [] for contender in contenders})
-    await verify_all_bytes(pair, case, contenders, window)
+    found = Rounds(case, window, {implementation.name: [] for implementation in implementations})
+    await verify_all_bytes(pair, case, implementations, window)
     for number in range(rounds):
-        for contender in order_in_round(contenders, number):
+        for implementation in order_in_round(implementations, number):
             nonce = next(_nonces)
             await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.Done)
-            samples = await contender.move(case, count, window)
-            found.by_implementation[contender.name].append(Round(samples, window))
-            if contender.is_verifiable:
+            samples = await implementation.move(case, count, window)
+            found.by_implementation[implementation.name].append(Round(samples, window))
+            if implementation.is_verifiable:
                 check = protocol.Check(case=case, nonce=nonce, slots=min(count, case.slots))
-                await _check(pair, contender, check)
+                await _check(pair, implementation, check)
     return found
 
 
-def order_in_round(contenders: Sequence[Implementation], number: int) -> list[Implementation]:
-    """Return whose turn it is in a round: each is first in its time, and follows no one in all rounds."""
-    turn = number % len(contenders)
-    order = [*contenders[turn:], *contenders[:turn]]
-    # Only turned, the same one would always go before: with its caches, and its movers still polling.
+def order_in_round(implementations: Sequence[Implementation], number: int) -> list[Implementation]:
+    """Return the order of a round: each is first in some round, and none always follows another."""
+    turn = number % len(implementations)
+    order = [*implementations[turn:], *implementations[:turn]]
+    # With a mere rotation the same one would always go before, with its caches and its movers still polling.
     return order if number % 2 == 0 else order[::-1]
 
 
 async def verify_all_bytes(
-    pair: EnginePair, case: Case, contenders: Sequence[Implementation], window: int
+    pair: EnginePair, case: Case, implementations: Sequence[Implementation], window: int
 ) -> None:
-    """Have each contender move every slot onto wiped memory, and compare every byte."""
+    """Have each implementation move every slot onto wiped memory, and compare every byte."""
     amounts: dict[str, int] = {}
-    for contender in contenders:
+    for implementation in implementations:
         nonce = next(_nonces)
         await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.Done)
         await pair.sink.request(protocol.Wipe(case=case), protocol.Done)
-        samples = await contender.move(case, case.slots, window)
-        amounts[contender.name] = sum(sample.bytes for sample in samples)
-        if contender.is_verifiable:
+        samples = await implementation.move(case, case.slots, window)
+        amounts[implementation.name] = sum(sample.bytes for sample in samples)
+        if implementation.is_verifiable:
             check = protocol.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
-            await _check(pair, contender, check)
+            await _check(pair, implementation, check)
     if len(set(amounts.values())) > 1:
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
 
 
-async def _check(pair: EnginePair, contender: Implementation, check: protocol.Check) -> None:
+async def _check(pair: EnginePair, implementation: Implementation, check: protocol.Check) -> None:
     try:
         await pair.require_correct(check)
     except KvxferdError as error:
-        raise KvxferdError(f"{error.message}; moved by {contender.name}", error.code) from error
+        raise KvxferdError(f"{error.message}; moved by {implementation.name}", error.code) from error

@@ -1,4 +1,4 @@
-"""The bench itself: start both sides, take every measure, end everything."""
+"""Runs the bench: starts both sides, takes every measure, ends everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
 from kvxferd.tooling.output import format_bytes
 
 MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
-# Beside the two regions: workers, movers, baselines.
+# Memory beside the two regions: workers, movers, baselines.
 _HEADROOM_BYTES = 2 * GIB
 
 MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first"))
@@ -38,7 +38,7 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is to be measured."""
+    """What to measure."""
 
     workload: Workload
     transports: tuple[str, ...]
@@ -48,9 +48,9 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
-    """Run it and return what was found; `say` is told what is being measured.
+    """Run the bench and return its result; `report_progress` is called with what is being measured.
 
-    A failure after something was measured is the result's `error`. Whatever ends it, SIGINT and
+    A failure after the first measurement is the result's `error`. Whatever ends the run, SIGINT and
     SIGTERM included, its processes and its directory are gone then. Raises KeyboardInterrupt for
     both, and KvxferdError.
     """
@@ -60,10 +60,10 @@ def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
 
 
 def check_memory(asked: BenchOptions) -> None:
-    """Raise KvxferdError where the largest pulls would not fit."""
-    effort = asked.workload
-    region = throughput.region_bytes(effort.points) if "throughput" in asked.measures else 0
-    region = max(region, effort.head_of_line_bytes if "behind" in asked.measures else 0)
+    """Raise KvxferdError if the largest pulls would not fit."""
+    workload = asked.workload
+    region = throughput.region_bytes(workload.points) if "throughput" in asked.measures else 0
+    region = max(region, workload.head_of_line_bytes if "behind" in asked.measures else 0)
     needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
     if needed > there:
         raise KvxferdError(
@@ -73,7 +73,7 @@ def check_memory(asked: BenchOptions) -> None:
 
 
 def check_environment() -> None:
-    """Raise KvxferdError where the movers alone would be told how to move: the baselines would not."""
+    """Raise KvxferdError if a setting would reach the movers and not the baselines."""
     if os.environ.get(MOVER_ENVIRONMENT_VARIABLE):
         raise KvxferdError(
             f"cannot run {TOOL}: {MOVER_ENVIRONMENT_VARIABLE} is set, which reaches the daemons and not "
@@ -96,7 +96,7 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     except Exception as failure:
         if found == Measurements():
             raise
-        # What was measured in half an hour is not thrown away for what came after it.
+        # Half an hour of measurements is not discarded for a later failure.
         if isinstance(failure, KvxferdError):
             error = f"{failure.message} [{failure.code.value}]"
         else:
@@ -118,7 +118,7 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
 
 @asynccontextmanager
 async def _open_hosts(peer: str) -> AsyncIterator[Hosts]:
-    """Give both sides' hosts: `peer` is ``host:port#token``, or "" for this machine alone."""
+    """Give the hosts of both sides: `peer` is ``host:port#token``, or "" for this machine alone."""
     directory = make_work_directory("kvxferd-bench-")
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -142,25 +142,25 @@ async def _measure_transport(
     say: ReportProgress,
     is_first: bool,
 ) -> None:
-    """Measure over one transport: points on each, the rest on the first."""
+    """Measure over one transport: points over each, the rest over the first."""
     environment = TRANSPORT_ENVIRONMENTS[transport]
     wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
     if wanted - {"first"}:
         say(f"starting two daemons ({transport})")
-        async with Testbed.open(hosts, environment) as stage:
-            if transport == "cma" and stage.can_copy:
-                require_cma(stage.daemons["source"].pid)
-            await _measure_points(stage, transport, asked.workload, wanted, found, say, is_first)
-            await _measure_rest(stage, asked.workload, wanted, found, say)
+        async with Testbed.open(hosts, environment) as testbed:
+            if transport == "cma" and testbed.can_copy:
+                require_cma(testbed.daemons["source"].pid)
+            await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
+            await _measure_rest(testbed, asked.workload, wanted, found, say)
     if "first" in wanted:
         say("first pulls")
         found.first_pull = await first_pull.measure_first_pull(hosts, environment, asked.workload)
 
 
 async def _measure_points(
-    stage: Testbed,
+    testbed: Testbed,
     transport: str,
-    effort: Workload,
+    workload: Workload,
     wanted: frozenset[str],
     found: Measurements,
     say: ReportProgress,
@@ -168,12 +168,12 @@ async def _measure_points(
 ) -> None:
     if "latency" in wanted:
         say(f"small pulls ({transport})")
-        seen = await latency.measure_latency(stage, transport, effort)
+        seen = await latency.measure_latency(testbed, transport, workload)
         found.points.append(seen.point)
         found.latency = seen if is_first else found.latency
     if "throughput" in wanted:
         say(f"throughput ({transport})")
-        async for point in throughput.measure_throughput(stage, transport, effort):
+        async for point in throughput.measure_throughput(testbed, transport, workload):
             found.points.append(point)
             rate = point.contenders[KVXFERD].gb_per_s
             what = (
@@ -183,19 +183,19 @@ async def _measure_points(
 
 
 async def _measure_rest(
-    stage: Testbed, effort: Workload, wanted: frozenset[str], found: Measurements, say: ReportProgress
+    testbed: Testbed, workload: Workload, wanted: frozenset[str], found: Measurements, say: ReportProgress
 ) -> None:
     if "calls" in wanted:
         say("time inside pull()")
-        found.calls = await calls.measure_calls(stage, effort)
+        found.calls = await calls.measure_calls(testbed, workload)
     if "behind" in wanted:
         say("small pulls behind a large one")
-        found.head_of_line = await head_of_line.measure_head_of_line(stage, effort)
+        found.head_of_line = await head_of_line.measure_head_of_line(testbed, workload)
     if wanted & {"parallel", "idle"}:
         say("eight ranks")
-        async with stage.pair(parallel.parallel_deployment(effort), baselines=False) as pair:
-            found.parallel = await parallel.measure_parallel(pair, effort)
+        async with testbed.pair(parallel.parallel_deployment(workload), baselines=False) as pair:
+            found.parallel = await parallel.measure_parallel(pair, workload)
             if "idle" in wanted:
                 say("idle")
-                daemon = stage.daemons["sink"].pid
-                found.idle = await idle.measure_idle(daemon, len(pair.ranks), effort.idle_s)
+                daemon = testbed.daemons["sink"].pid
+                found.idle = await idle.measure_idle(daemon, len(pair.ranks), workload.idle_s)

@@ -1,4 +1,4 @@
-"""What is moved between what: per-rank caches of known models, deployed on both sides alike."""
+"""Per-rank caches of known models, deployed alike on both sides."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Role = Literal["source", "sink"]
 FIRST_RANK = Rank(0, 0)
 ROLES: tuple[Role, ...] = ("source", "sink")
 
-# Fewer, and a list of blocks could hardly be anything but contiguous.
+# With fewer blocks a list could hardly be anything but contiguous.
 BLOCKS_PER_LIST = 8
 
-# A cache of nearly nothing, for requests with very many blocks: what a call costs, not what a byte does.
+# A tiny cache for requests with very many blocks, to measure the cost of a call and not that of a byte.
 _IDS = ModelFacts("ids", 0, (LayerKind.FULL,), ((TokenComponent("latent", 1, 4, is_replicated=True),),))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """One rank's cache of a model: what a rank of its usual deployment holds."""
+    """The cache that one rank of a model's usual deployment holds."""
 
     model: str
     tp: int
@@ -60,12 +60,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """The number of layers of the whole model."""
         return self.facts(1 << 20, 1).num_layers
 
     @property
     def is_hybrid(self) -> bool:
-        """Attention beside states: all layers or none, as they share their pages."""
+        """Whether it has attention and states; then it has all layers or none, as they share their pages."""
         return bool(self.facts(1 << 20, 1).states)
 
 
@@ -80,7 +80,7 @@ _BY_NAME = SHAPES | {IDS_SHAPE: ModelShape(IDS_SHAPE, 1, 16, "64 bytes a block")
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine that holds one shape, and its twin on the other side."""
+    """An engine of one shape, and an equal engine on the other side."""
 
     name: str  # new for each pair of engines
     shape: str
@@ -93,12 +93,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return _engine(self, role)
 
     def layout(self, rank: Rank = FIRST_RANK) -> RankLayout:
-        """Return one rank's layout: the same on both sides."""
+        """Return one rank's layout, which is the same on both sides."""
         return self.engine("source")[rank][1]
 
     @property
     def region_bytes(self) -> int:
-        """One rank's memory, on one side."""
+        """The memory of one rank, on one side."""
         return self.layout().regions[0].size_bytes
 
 
@@ -119,7 +119,7 @@ def _engine(deployment: Deployment, role: Role) -> dict[Rank, tuple[EngineSpec, 
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What a request takes on one rank, as far as its layout decides."""
+    """The bytes of a request on one rank, as far as the layout determines them."""
 
     block_bytes: int  # of one id of the attention group, all layers
     state_bytes: int  # of one request's states, all layers
@@ -128,7 +128,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 def footprint(layout: RankLayout) -> Footprint:
-    """Return it for a layout with one attention group."""
+    """Return the footprint of a layout with one attention group."""
     kinds = {group.name: group for group in layout.groups}
     block_bytes = state_bytes = block_tokens = 0
     for tensor in layout.tensors:
@@ -144,9 +144,9 @@ def footprint(layout: RankLayout) -> Footprint:
 
 
 def layers_for(shape_name: str, size_bytes: int) -> int:
-    """Return how many layers a rank has for pulls of this size: all, or as many as leave some blocks.
+    """Return how many layers a rank has for pulls of this size: all, or few enough for several blocks.
 
-    A block of all layers is 0.6 to 8 MiB. Smaller pulls are taken from fewer layers, as those of a
+    A block of all layers is 0.6 to 8 MiB. Smaller pulls use fewer layers, as those of a
     pipeline stage, so that each has about `BLOCKS_IN_A_LIST` blocks.
     """
     shape = _BY_NAME[shape_name]

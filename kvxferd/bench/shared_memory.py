@@ -13,7 +13,7 @@ from kvxferd.memory import Mapping, map_memfd
 
 @contextmanager
 def open_process_memory(place: ProcessMemory) -> Iterator[int]:
-    """Give a descriptor of the memory. Raises EngineError where this user may not have it."""
+    """Give a file descriptor of the memory. Raises EngineError if this user may not open it."""
     try:
         fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -25,6 +25,6 @@ def open_process_memory(place: ProcessMemory) -> Iterator[int]:
 
 
 def map_process_memory(place: ProcessMemory, size_bytes: int) -> Mapping:
-    """Map it; the caller unmaps. All contenders move between the same two pieces of memory."""
+    """Map the memory; the caller unmaps it. All implementations move between the same two regions."""
     with open_process_memory(place) as fd:
         return map_memfd(fd, size_bytes)

@@ -1,4 +1,4 @@
-"""Both sides of one transport: a daemon each and the baselines' processes, and engines that come and go."""
+"""Both sides of one transport: a daemon each, the baselines' processes, and the engines of each case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _names = itertools.count()
 
 @dataclass
 class Testbed:
-    """Daemons and baselines of one transport. `environment` is what the transport library is told."""
+    """Daemons and baselines of one transport. `environment` has the transport library's settings."""
 
     hosts: Hosts
     environment: Mapping[str, str]
@@ -42,13 +42,13 @@ class Testbed:
     async def open(
         cls, hosts: Hosts, environment: Mapping[str, str], baselines: bool = True
     ) -> AsyncIterator[Testbed]:
-        """Start it; at the end everything on it is ended."""
-        stage = cls(hosts, environment)
+        """Start the testbed; everything on it ends with the block."""
+        testbed = cls(hosts, environment)
         try:
-            await stage._start(baselines)
-            yield stage
+            await testbed._start(baselines)
+            yield testbed
         finally:
-            await stage._stop()
+            await testbed._stop()
 
     @property
     def can_copy(self) -> bool:
@@ -68,27 +68,27 @@ class Testbed:
             await pair.stop()
 
     async def _start(self, baselines: bool) -> None:
-        async def seat(role: Role) -> None:
+        async def start_daemon(role: Role) -> None:
             self.daemons[role] = await self.hosts[role].start_daemon(self.environment)
 
         async def agents(role: Role) -> None:
             self.raw_workers[role] = await self.hosts[role].start_worker("raw", self.environment)
             self.engine_workers[role] = await self.hosts[role].start_worker("engine", self.environment)
 
-        await gather_or_cancel(*map(seat, ROLES))
+        await gather_or_cancel(*map(start_daemon, ROLES))
         if baselines:
             await gather_or_cancel(*map(agents, ROLES))
             if all(host.is_local for host in self.hosts.values()):
                 self.copy_worker = await self.hosts["sink"].start_worker("copy", self.environment)
 
     async def _stop(self) -> None:
-        actors = [
+        workers = [
             *self.raw_workers.values(),
             *self.engine_workers.values(),
             *([self.copy_worker] if self.copy_worker else []),
         ]
-        await asyncio.gather(*(actor.stop() for actor in actors))
-        await asyncio.gather(*(seat.stop() for seat in self.daemons.values()))
+        await asyncio.gather(*(worker.stop() for worker in workers))
+        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
 
     async def _attach(self, pair: EnginePair) -> None:
         """Give the baselines the memory of the pair's first ranks."""
@@ -104,7 +104,7 @@ class Testbed:
             await agents["sink"].request(
                 protocol.AddRemote(metadata=source.metadata, address=source.address), protocol.Done
             )
-        # Their progress threads would take both cores for good.
+        # Otherwise their progress threads would keep both cores busy.
         await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
         if self.copy_worker is not None:
             sink, source_memory = pair.memory["sink", FIRST_RANK], pair.memory["source", FIRST_RANK]
@@ -116,17 +116,17 @@ class Testbed:
 
 @dataclass
 class PublishedBatch:
-    """Transfers that were published for one round."""
+    """The transfers that were published for one round."""
 
     names: list[str]
     refs: list[dict[str, Any]]
 
 
 class EnginePair:
-    """Two engines of one deployment: what is published by one, and pulled by the other."""
+    """Two engines of one deployment: one publishes and the other pulls."""
 
     def __init__(self, testbed: Testbed, deployment: Deployment) -> None:
-        self.stage = testbed
+        self.testbed = testbed
         self.deployment = deployment
         self.workers: dict[tuple[Role, Rank], WorkerHandle] = {}
         self.memory: dict[tuple[Role, Rank], protocol.ProcessMemory] = {}
@@ -134,7 +134,7 @@ class EnginePair:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Every rank, on each side."""
+        """The ranks of each side."""
         return list(self.deployment.engine("source"))
 
     async def start(self) -> None:
@@ -142,22 +142,22 @@ class EnginePair:
         places = [(role, rank) for role in ROLES for rank in self.ranks]
 
         async def begin(role: Role, rank: Rank) -> None:
-            actor = await self.stage.hosts[role].start_worker("rank", {})
-            self.workers[role, rank] = actor
-            socket = self.stage.daemons[role].worker_socket
+            worker = await self.testbed.hosts[role].start_worker("rank", {})
+            self.workers[role, rank] = worker
+            socket = self.testbed.daemons[role].worker_socket
             command = protocol.StartRank(
                 deployment=self.deployment, role=role, rank=rank, worker_socket=socket
             )
-            self.memory[role, rank] = (await actor.request(command, protocol.RankStarted)).memory
+            self.memory[role, rank] = (await worker.request(command, protocol.RankStarted)).memory
 
         await gather_or_cancel(*(begin(role, rank) for role, rank in places))
 
     async def stop(self) -> None:
-        """End every rank's process; the daemons let go of its memory."""
-        await asyncio.gather(*(actor.stop() for actor in self.workers.values()))
+        """End every rank's process; the daemons unmap its memory."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
 
     async def publish(self, case: Case, count: int) -> PublishedBatch:
-        """Publish so many transfers of a case."""
+        """Publish `count` transfers of a case."""
         names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
         answer = await self.source.request(
             protocol.PublishCommand(case=case, names=names), protocol.Published
@@ -165,7 +165,7 @@ class EnginePair:
         return PublishedBatch(names, answer.refs)
 
     async def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
-        """Publish them, have every sink rank prepare them, and wait until all grants are there."""
+        """Publish transfers, have every sink rank prepare them, and wait until all grants are held."""
         before = await self.num_grants()
         batch = await self.publish(case, count)
         await self.prepare(batch)
@@ -173,7 +173,7 @@ class EnginePair:
         return batch
 
     async def prepare(self, batch: PublishedBatch) -> None:
-        """Have every sink rank say that it will pull these."""
+        """Have every sink rank prepare these transfers."""
         command = protocol.PrepareCommand(refs=batch.refs)
         await gather_or_cancel(
             *(self.workers["sink", rank].request(command, protocol.Done) for rank in self.ranks)
@@ -181,11 +181,11 @@ class EnginePair:
 
     async def num_grants(self) -> int:
         """Return how many grants the sink's daemon holds."""
-        answer = await self.stage.daemons["sink"].get("/v1/peers")
+        answer = await self.testbed.daemons["sink"].get("/v1/peers")
         return sum(peer["num_grants"] for peer in answer["peers"])
 
     async def await_grants(self, count: int) -> None:
-        """Wait until so many are held. Raises KvxferdError when they do not come."""
+        """Wait until `count` grants are held. Raises KvxferdError if they do not come."""
         deadline = time.monotonic() + GRANT_TIMEOUT_S
         while (held := await self.num_grants()) < count:
             if time.monotonic() > deadline:
@@ -193,18 +193,18 @@ class EnginePair:
             await asyncio.sleep(_GRANT_POLL_S)
 
     async def release(self, batch: PublishedBatch) -> None:
-        """Wait until the transfers are over."""
+        """Wait until the transfers are released."""
         command = protocol.AwaitRelease(names=batch.names)
         await self.source.request(command, protocol.Done)
 
     async def request_all(self, role: Role, command: protocol.Command) -> None:
-        """Have every rank of a side do it."""
+        """Send a command to every rank of a side."""
         await gather_or_cancel(
             *(self.workers[role, rank].request(command, protocol.Done) for rank in self.ranks)
         )
 
     async def require_correct(self, check: protocol.Check) -> None:
-        """Have every sink rank compare what it holds. Raises KvxferdError where a word is wrong."""
+        """Have every sink rank compare its content. Raises KvxferdError if a word is wrong."""
         for rank in self.ranks:
             answer = await self.workers["sink", rank].request(check, protocol.Checked)
             if answer.wrong:

@@ -1,4 +1,4 @@
-"""How much is measured: everything that was asked for, or the least that fills the summary."""
+"""How much is measured: everything that was requested, or the least that fills the summary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FIRST_BYTES = 64 * MIB
 ALL_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 2 * GIB)
 ALL_IN_FLIGHT = (1, 8, 64)
 TRANSPORT_ENVIRONMENTS: dict[str, dict[str, str]] = {
-    # Between processes of one user on one machine. UCX sets connections up over TCP here too.
+    # For processes of one user on one machine. UCX sets up connections over TCP here too.
     "cma": {"UCX_TLS": "cma,posix,sysv,self,tcp"},
     "tcp": {"UCX_TLS": "tcp,self"},
-    # As the environment says: between two machines, and for those with a network card.
+    # As the environment sets it: for two machines, and for machines with a network card.
     "any": {},
 }
 
@@ -34,7 +34,7 @@ class ThroughputPoint:
 
 @dataclass(frozen=True)
 class Workload:
-    """Rounds and requests of every measure, and the points of throughput."""
+    """The rounds and requests of every measure, and the points of throughput."""
 
     points: tuple[ThroughputPoint, ...]
     rounds: int
@@ -70,7 +70,7 @@ def full_workload(
     in_flight: tuple[int, ...],
     rounds: int,
 ) -> Workload:
-    """Return all combinations; those too large to be there at the same time are left out."""
+    """Return all combinations, without those that do not fit into memory at the same time."""
     pulls = tuple(
         ThroughputPoint(shape, one, size, window)
         for shape in shapes

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. What cannot be done is one line on standard error and exit code 2."""
+    """Run the command line. An error prints one line on standard error, and the exit code is 2."""
     try:
         from kvxferd.cli.root import root
     except ModuleNotFoundError as error:
@@ -23,5 +23,5 @@ def main() -> None:
 
 
 def not_installed_message(module: str | None) -> str:
-    """Return what to say of a verb whose modules are not all there."""
+    """Return the message for a verb of which a module is not installed."""
     return f"cannot run: {module} is not installed; pip install 'kvxferd[daemon]'"

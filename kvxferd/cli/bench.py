@@ -1,4 +1,4 @@
-"""`kvxferd bench`: its flags and its exit code."""
+"""`kvxferd bench`: its options and its exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 2
 EXIT_INTERRUPTED = 130
 
-# Known here so that --help needs neither numpy nor a model; a test holds them to what there is.
+# Listed here so that --help needs neither numpy nor a model; a test compares them with the modules.
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
 LIST_NAMES = ("contiguous", "fragmented", "scattered")
 TRANSPORT_NAMES = ("cma", "tcp", "any")
@@ -32,7 +32,7 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes, or fail with what is wrong."""
+        """Return the bytes, or fail with the reason."""
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no size: write 64K, 4M or 2G", param, ctx)
@@ -43,28 +43,40 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="The least that fills the summary: under three minutes.")
+@click.option("--quick", is_flag=True, help="Measure only what fills the summary: under three minutes.")
 @click.option(
-    "--measure", "measures", type=click.Choice(MEASURE_NAMES), multiple=True, help="Only these. Default: all."
+    "--measure",
+    "measures",
+    type=click.Choice(MEASURE_NAMES),
+    multiple=True,
+    help="Only these measures. Default: all.",
 )
 @click.option(
-    "--shape", "shapes", type=click.Choice(SHAPE_NAMES), multiple=True, help="Of throughput. Default: all."
+    "--shape",
+    "shapes",
+    type=click.Choice(SHAPE_NAMES),
+    multiple=True,
+    help="Of the throughput measure. Default: all.",
 )
 @click.option(
-    "--blocks", "lists", type=click.Choice(LIST_NAMES), multiple=True, help="Of throughput. Default: all."
+    "--blocks",
+    "lists",
+    type=click.Choice(LIST_NAMES),
+    multiple=True,
+    help="Of the throughput measure. Default: all.",
 )
 @click.option(
     "--size",
     "sizes",
     type=Size(),
     multiple=True,
-    help="Of throughput: 64K to 2G. Default: eight sizes between.",
+    help="Sizes of the throughput measure, 64K to 2G. Default: eight between them.",
 )
 @click.option(
     "--in-flight",
     type=click.IntRange(1, 64),
     multiple=True,
-    help="Of throughput: pulls at a time. Default: 1, 8, 64.",
+    help="Pulls in flight of the throughput measure. Default: 1, 8, 64.",
 )
 @click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
 @click.option(
@@ -72,25 +84,28 @@ class Size(click.ParamType[int]):
     "transports",
     type=click.Choice(TRANSPORT_NAMES),
     multiple=True,
-    help="What the movers and the baselines move over. Default: cma, and tcp unless --quick; with --peer "
+    help="The transport of movers and baselines. Default: cma, and tcp unless --quick; with --peer "
     "any, which is what UCX chooses.",
 )
 @click.option(
-    "--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: .png or .svg."
+    "--plot",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Plot the results: .png or .svg.",
 )
 @click.option(
-    "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine: what --serve printed there."
+    "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine, as --serve printed it there."
 )
 @click.option(
-    "--serve", metavar="HOST:PORT", default="", help="Be the other machine of a bench. Port 0 takes any."
+    "--serve", metavar="HOST:PORT", default="", help="Run as the other machine of a bench. Port 0 takes any."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, **options: Any) -> None:
-    """Measure what a daemon costs against NIXL inside the engine, side by side.
+    """Measure the cost of a daemon against NIXL inside the engine, side by side.
 
     Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
-    in turn. Everything it started is gone at its end.
+    in turn. Everything that it started ends with it.
     """
     if serve:
         if plot is not None or as_json or any(options.values()):
@@ -100,7 +115,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     asked = _bench_options(options)
     if plot is not None:
         _check_plot_path(plot)
-    # numpy and asyncio are loaded for the bench alone.
+    # Imported here, so that the other verbs do not load numpy and asyncio.
     from kvxferd.bench.runner import run_bench
     from kvxferd.tooling.output import console, print_json
 
@@ -109,7 +124,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     except KeyboardInterrupt:
         click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
         ctx.exit(EXIT_INTERRUPTED)
-    # Shown first: what follows may fail, on a full disk for one.
+    # Printed first, because what follows may fail, on a full disk for example.
     if as_json:
         import msgspec
 
@@ -157,21 +172,21 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
                 raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
         transports = options["transports"] or (("any",) if peer else ("cma",))
         return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures, peer=peer)
-    effort = full_workload(
+    workload = full_workload(
         options["shapes"] or SHAPE_NAMES,
         options["sizes"] or ALL_SIZES,
         tuple(map(BlockPattern, options["lists"] or LIST_NAMES)),
         options["in_flight"] or ALL_IN_FLIGHT,
         options["rounds"] or 7,
     )
-    if not effort.points:
+    if not workload.points:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
     transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
-    return BenchOptions(effort, transports, is_quick=False, measures=measures, peer=peer)
+    return BenchOptions(workload, transports, is_quick=False, measures=measures, peer=peer)
 
 
 def _check_plot_path(path: Path) -> None:
-    """Find out before anything is measured that nothing could be drawn."""
+    """Raise before anything is measured if the plot could not be written."""
     from importlib.util import find_spec
 
     if path.suffix.lower() not in PLOT_SUFFIXES:

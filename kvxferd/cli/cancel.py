@@ -10,7 +10,7 @@ from kvxferd.tooling.output import json_option, print_json
 
 @click.command()
 @click.argument("transfer", required=False)
-@click.option("--engine", metavar="ID", help="Only that engine's transfer of this name.")
+@click.option("--engine", metavar="ID", help="Only this engine's transfer of that name.")
 @click.option("--pull", type=int, metavar="N", help="End this pull instead, by its number.")
 @json_option
 @with_control_client
@@ -19,8 +19,8 @@ def cancel(
 ) -> None:
     """Release the published TRANSFER, or end pull N; `kvxferd transfers` shows both.
 
-    The readers of a cancelled transfer fail, and its blocks are the engine's again. A cancelled
-    pull ends as failed. Only root and the user that runs the daemon may.
+    The pulls of a cancelled transfer fail, and its blocks are released to the engine. A cancelled
+    pull ends as failed. Only root and the user that runs the daemon may do this.
     """
     if (transfer is None) == (pull is None):
         raise click.UsageError("give either a TRANSFER or --pull N")

@@ -1,4 +1,4 @@
-"""`kvxferd demo`: its flags and its exit code."""
+"""`kvxferd demo`: its options and its exit code."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def _engine_options(role: str, tp: int, pp: int, block_tokens: int, layout: str)
 @click.option("--requests", type=_count, default=16, show_default=True)
 @click.option("--tokens", type=_count, default=500, show_default=True, help="Tokens of a request.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-# For tests of the demo: spoil one byte of the first request, to see that the check finds it.
+# For tests of the demo: corrupt one byte of the first request, to show that the check finds it.
 @click.option("--damage", type=click.Choice(["", "item", "spill"]), default="", hidden=True)
 @click.pass_context
 def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> None:
     """Move KV cache between two daemons on this machine and check every byte.
 
     Starts two daemons and two engines of real processes with different layouts, moves requests
-    through NIXL, and exits with 1 if a byte is wrong. Everything it started is gone at its end.
+    through NIXL, and exits with 1 if a byte is wrong. Everything that it started ends with it.
     """
-    # numpy and asyncio are loaded for the demo alone.
+    # Imported here, so that the other verbs do not load numpy and asyncio.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -71,18 +71,18 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
 
             def on_request(done: int) -> None:
                 progress.update(task, completed=done, description="moving requests")
-                if done == 0 and not progress.console.is_terminal:  # where a bar would not be drawn
+                if done == 0 and not progress.console.is_terminal:  # where no progress bar is drawn
                     click.echo("kvxferd: moving requests", err=True)
 
-            tally = run_demo(shape, on_request, damage)
+            results = run_demo(shape, on_request, damage)
     except KeyboardInterrupt:
         click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
         ctx.exit(EXIT_INTERRUPTED)
     if as_json:
-        print_json(tally.as_json())
+        print_json(results.as_json())
     else:
-        console().print(render_report(tally))
-    ctx.exit(0 if tally.is_ok else EXIT_WRONG_BYTES)
+        console().print(render_report(results))
+    ctx.exit(0 if results.is_ok else EXIT_WRONG_BYTES)
 
 
 def _demo_shape(options: dict[str, Any]) -> DemoShape:

@@ -1,4 +1,4 @@
-"""`kvxferd disown`: let another user have an engine id."""
+"""`kvxferd disown`: let another user register an engine id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvxferd.tooling.output import json_option, print_json
 @json_option
 @with_control_client
 def disown(daemon: ControlClient, engine_id: str, as_json: bool) -> None:
-    """Forget whose ENGINE_ID was: whoever registers it next has it.
+    """Remove the owner of ENGINE_ID: the next user to register it owns it.
 
-    An engine id is its user's while ranks of it are registered, and for worker.ownership_s after the
+    An engine id belongs to a user while ranks of it are registered, and for worker.ownership_s after the
     last has left. So long a rank is kept for the daemon or the user that it was of before this daemon's
     restart; that ends too, as do ranks of nodes that are silent. Only root and the user that runs the
     daemon may.

@@ -1,4 +1,4 @@
-"""`kvxferd doctor`: its options, and the order of its checks."""
+"""`kvxferd doctor`: its options and its exit code."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ RESPONSE_TIMEOUT_S = 5.0
 
 @click.command()
 @json_option
-@click.option("--gpu", is_flag=True, help="Try every placement of GPU memory, too. Takes a minute.")
+@click.option("--gpu", is_flag=True, help="Also try every placement of GPU memory. Takes a minute.")
 @click.option(
     "--check",
     "names",
     metavar="NAME",
     multiple=True,
-    help=f"Only this check; may be repeated. One of {', '.join(CHECKS)}.",
+    help=f"Run only this check; may be repeated. One of {', '.join(CHECKS)}.",
 )
-@click.option("--driver", hidden=True, help="Another driver of GPUs: what tests have instead of one.")
+@click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
 @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
 @click.option(
     "--config",
@@ -47,13 +47,13 @@ def doctor(
     socket_path: str | None,
     config_path: Path | None,
 ) -> None:
-    """Examine this node: what it can do, why not more, and what to do about it.
+    """Examine this node: what works, what does not and why, and how to fix it.
 
-    Run it as the daemon's user, where the daemon runs (in its container). Exit status: 0 all that is
-    needed works; 1 something needed does not, or with --gpu a placement does not; 3 with --gpu, there
-    is no GPU.
+    Run it as the daemon's user, where the daemon runs (in its container). Exit status: 0 if everything
+    essential works; 1 if something essential does not, or with --gpu a placement does not; 3 if with
+    --gpu there is no GPU.
     """
-    # numpy and rich are loaded for this verb alone.
+    # Imported here, so that the other verbs do not load numpy and rich.
     from kvxferd.doctor import gpus, report
     from kvxferd.doctor.placements import try_placements
 

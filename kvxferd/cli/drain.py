@@ -1,4 +1,4 @@
-"""`kvxferd drain`: stop the daemon, letting what runs come to its end."""
+"""`kvxferd drain`: stop the daemon after its running transfers have ended."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import click
 from kvxferd.tooling.control_client import ControlClient, with_control_client
 from kvxferd.tooling.output import json_option, print_json
 
-EXIT_WORK_LEFT = 1  # as an exit code: the daemon ended with work undone
+EXIT_WORK_LEFT = 1  # the daemon ended with unfinished transfers
 
 
 @click.command()
-@click.option("--wait", is_flag=True, help="Return when the drain is over, and say what it left.")
+@click.option("--wait", is_flag=True, help="Return when the drain is over, and print what it left.")
 @json_option
 @with_control_client
 def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
     """Stop the daemon once its transfers have ended, at the latest after drain.limit_s.
 
     Returns at once, or with --wait when it is over: exit code 0 if nothing was left, 1 if something
-    was. Only root and the user that runs the daemon may.
+    was. Only root and the user that runs the daemon may do this.
     """
     answer = daemon.post("/v1/drain", {"wait": wait}, wait_forever=wait)
     if as_json:

@@ -13,10 +13,10 @@ from kvxferd.tooling.output import json_option, print_json
 @json_option
 @with_control_client
 def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:
-    """Forget the daemon at ENDPOINT, as `kvxferd peers` shows it; its #KEY may be left out.
+    """Forget the daemon at ENDPOINT, as `kvxferd peers` shows it; its #KEY may be omitted.
 
-    What waits for its answer fails, the connection is closed, and whoever needs it next greets it
-    anew. A pull that is being read goes on. Only root and the user that runs the daemon may.
+    Requests that wait for its reply fail and the connection is closed; the next request to it connects
+    again. A pull that is being read goes on. Only root and the user that runs the daemon may do this.
     """
     answer = daemon.post("/v1/peers/drop", {"endpoint": endpoint})
     if as_json:

@@ -15,7 +15,7 @@ from kvxferd.tooling.output import format_bytes, format_duration, json_option, p
 @json_option
 @with_control_client
 def engines(daemon: ControlClient, as_json: bool) -> None:
-    """Show local engines and their ranks, and to which user each engine id is recorded."""
+    """Show local engines and their ranks, and which user owns each engine id."""
     answer = daemon.get("/v1/engines")
     if as_json:
         print_json(answer)
@@ -84,7 +84,7 @@ def _placement_kind(rank: RankSnapshot) -> str:
 
 
 def _transports(rank: RankSnapshot) -> str:
-    """By what the mover has connected: to itself, to others of its node, to other nodes."""
+    """Return the mover's transports: to itself, to others of its node, to other nodes."""
     return "; ".join(
         f"{lanes.reach}: {lanes.lanes}{' (slow)' if lanes.slow else ''}" for lanes in rank.lanes
     ) or (rank.placement.lanes if rank.placement is not None else "")

@@ -21,7 +21,7 @@ EXIT_REFUSED = 1
 @click.command()
 @click.argument("prefill")
 @click.argument("decode")
-@click.option("--rank", "rank", metavar="PP,TP", help="Show the byte ranges of this decode rank too.")
+@click.option("--rank", "rank", metavar="PP,TP", help="Also show the byte ranges of this decode rank.")
 @click.option(
     "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
 )
@@ -37,13 +37,13 @@ def explain(
     svg: Path | None,
     as_json: bool,
 ) -> None:
-    """Tell what DECODE would read from PREFILL: which ranks, layers, heads, bytes and runs, or why not.
+    """Show what DECODE would read from PREFILL: which ranks, layers, heads, bytes and runs, or why it cannot.
 
     Each is PRESET[,key=value...] (keys tp, pp, block_tokens, layout, num_blocks and more), a .json or
-    .toml file, or @ENGINE_ID for an engine that is live in the daemon. No GPU is needed, and a
-    daemon only for @ENGINE_ID. Exits with 1 if the two cannot be read from one another.
+    .toml file, or @ENGINE_ID for an engine that is registered in the daemon. No GPU is needed, and a
+    daemon only for @ENGINE_ID. Exits with 1 if DECODE cannot read from PREFILL.
     """
-    # numpy is loaded for this verb alone.
+    # Imported here, so that the other verbs do not load numpy.
     from kvxferd.explain.analysis import explain_pair
     from kvxferd.explain.byte_ranges import byte_ranges
     from kvxferd.explain.engine_spec_parser import parse_engine
@@ -82,7 +82,7 @@ def _parse_rank(text: str | None) -> Rank | None:
 
 
 def _reads_of_rank(explanation: Explanation, rank: Rank | None) -> DecodeRankReads | None:
-    """Return the reads of the rank asked for; nothing where all is refused."""
+    """Return the reads of the requested rank; None if the engines are refused."""
     if rank is None:
         return None
     if rank not in explanation.decode.ranks:

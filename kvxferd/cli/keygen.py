@@ -1,4 +1,4 @@
-"""`kvxferd keygen`: a key by which other daemons know this one."""
+"""`kvxferd keygen`: a key by which other daemons authenticate this one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DEFAULT_KEY_FILE = "kvxferd.key"
 )
 @click.option(
     "--public", "known", metavar="FILE", type=click.Path(path_type=Path),
-    help="Make none; print the public key of this file.",
+    help="Make no key; print the public key of this file.",
 )  # fmt: skip
 def keygen(output: Path, known: Path | None) -> None:
-    """Make a CURVE key: writes the secret half to a file and prints the public half.
+    """Make a CURVE key: write the secret half to a file and print the public half.
 
     The file is for this daemon's peer.curve_secret_key_file; the public key is for every other
-    daemon's peer.curve_allowed_keys. A file that is there is never written over.
+    daemon's peer.curve_allowed_keys. An existing file is never overwritten.
     """
-    # Here, not above: no other verb of this module's group needs libzmq.
+    # Imported here: no other verb needs libzmq.
     from kvxferd.control.curve_keys import make_key, read_key
 
     if known is not None:

@@ -1,4 +1,4 @@
-"""`kvxferd peers`: other nodes' daemons, and the engines learnt from them."""
+"""`kvxferd peers`: other nodes' daemons, and the engines known from them."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from kvxferd.tooling.output import json_option, print_json
 @json_option
 @with_control_client
 def reload(daemon: ControlClient, as_json: bool) -> None:
-    """Have the daemon read its configuration again: allow-lists and the log's level.
+    """Have the daemon read its configuration again: allow-lists and the log level.
 
-    As SIGHUP does, and says what changed, and what differs but needs a restart. A file that is wrong is
-    refused, and nothing changes. Only root and the user that runs the daemon may.
+    SIGHUP does the same. Prints what changed, and what differs but needs a restart. An invalid file is
+    refused, and nothing changes. Only root and the user that runs the daemon may do this.
     """
     answer = daemon.post("/v1/reload")
     if as_json:

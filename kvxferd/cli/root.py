@@ -1,4 +1,4 @@
-"""The group that holds the verbs, and what every verb does with an error."""
+"""The group that holds the verbs, and how every verb reports an error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import kvxferd
 from kvxferd.cli import not_installed_message
 from kvxferd.errors import Code, KvxferdError
 
-EXIT_ERROR = 2  # as click's own usage errors
+EXIT_ERROR = 2  # the same as click's own usage errors
 
-# Where each verb is, in the order of the help. Only the one that is asked for is imported: a daemon
-# would carry the tables of the others for as long as it runs.
+# The module of each verb, in the order of the help. Only the requested one is imported: a daemon
+# would otherwise hold the others' tables in memory for as long as it runs.
 VERBS = {
     "serve": "kvxferd.cli.serve",
     "demo": "kvxferd.cli.demo",
@@ -35,14 +35,14 @@ VERBS = {
 
 
 class VerbGroup(click.Group):
-    """A group whose verbs may raise KvxferdError: one line, no traceback."""
+    """A group whose verbs may raise KvxferdError, which prints one line and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return every verb's name."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the verb and return it; None for a name that is none."""
+        """Import the verb and return it; None for an unknown name."""
         if cmd_name not in VERBS:
             return None
         try:

@@ -14,16 +14,16 @@ import click
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
 from kvxferd.import_blocking import block_import
 
-with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are lines of JSON here
+with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are JSON lines here
     from kvxferd.telemetry.logs import configure_queued_logs
 
 
 def open_standard_streams() -> None:
     """Open /dev/null as descriptors 0, 1 and 2 where they are closed.
 
-    A socket that got such a number would be sent what libraries print.
+    A socket with such a number would receive what libraries print.
     """
-    fd = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+    fd = os.open(os.devnull, os.O_RDWR)  # the lowest free number
     while fd <= 2:
         os.set_inheritable(fd, True)
         fd = os.dup(fd)
@@ -31,9 +31,9 @@ def open_standard_streams() -> None:
 
 
 def freeze_imports() -> None:
-    """Take what was imported out of what the garbage collector looks at: it stays until the daemon ends.
+    """Exclude imported objects from garbage collection: they stay until the daemon ends.
 
-    A full collection took 48 ms of the event loop for that alone.
+    A full collection of them alone took 48 ms of the event loop.
     """
     gc.collect()
     gc.freeze()
@@ -49,7 +49,7 @@ def _settings_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _help(setting: Setting) -> str:
-    # File modes are the one number that nobody reads in decimal.
+    # File modes are shown in octal.
     default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
     return f"{setting.expected_as_text}. Default: {default if default else 'empty'}."
 
@@ -61,7 +61,7 @@ def _help(setting: Setting) -> str:
     metavar="FILE",
     type=click.Path(path_type=Path),
     envvar=CONFIG_PATH_VARIABLE,
-    help="TOML; config/kvxferd.toml shows every setting.",
+    help="A TOML file; config/kvxferd.toml shows every setting.",
 )
 @_settings_options
 @click.pass_context
@@ -70,16 +70,16 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
 
     Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
     """
-    # Until the daemon can reload, a SIGHUP is no reason to end: it is remembered.
+    # Until the daemon can reload, a SIGHUP is recorded and does not end the process.
     early: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
-    # A later working directory, or what the daemon takes out of its environment, changes no reload.
+    # A later change of the working directory or of the environment does not change what a reload reads.
     path, environ = config_path and config_path.absolute(), dict(os.environ)
     config = load_config(path, environ, given)
     open_standard_streams()
     configure_queued_logs(config.log)
-    # Here, not above: the other verbs need no event loop and no sockets.
+    # Imported here: the other verbs need no event loop and no sockets.
     from kvxferd.daemon import serve as run_daemon
 
     freeze_imports()

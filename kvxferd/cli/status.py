@@ -19,7 +19,7 @@ from kvxferd.tooling.output import console, format_bytes, json_option, plain_tex
 @json_option
 @with_control_client
 def status(daemon: ControlClient, as_json: bool) -> None:
-    """Show what the daemon on this node holds and does."""
+    """Show the state of the daemon on this node."""
     answer = daemon.get("/v1/status")
     if as_json:
         print_json(answer)
@@ -51,7 +51,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
 
 
 def _placements(ranks: list[RankSnapshot]) -> str:
-    """How many ranks are reached in which way: ``2 direct over cma``."""
+    """Return how many ranks have each placement: ``2 direct over cma``."""
     ways: Counter[str] = Counter()
     for rank in ranks:
         if (found := rank.placement) is not None:
@@ -61,7 +61,7 @@ def _placements(ranks: list[RankSnapshot]) -> str:
 
 
 def _retired(node: NodeSnapshot) -> str:
-    """How many movers wait for what: ``2: 1 for pulls, 1 for exit; 3 pulls in doubt``."""
+    """Return what retired movers wait for: ``2: 1 for pulls, 1 for exit; 3 pulls in doubt``."""
     if not node.retired_movers:
         return "none"
     kept = Counter(mover.kept_by for mover in node.retired_movers)
@@ -71,7 +71,7 @@ def _retired(node: NodeSnapshot) -> str:
 
 
 def _ownerships(node: NodeSnapshot) -> str:
-    """How many engine ids are recorded: ``3 recorded, 1 without ranks here; 2 ranks kept``."""
+    """Return the number of owned engine ids: ``3 recorded, 1 without ranks here; 2 ranks kept``."""
     num_absent = sum(kept.uid is not None and kept.expires_in_s is not None for kept in node.ownerships)
     num_ranks = sum(kept.num_kept_ranks for kept in node.ownerships)
     ranks = f"; {num_ranks} ranks kept" if num_ranks else ""

@@ -1,4 +1,4 @@
-"""`kvxferd transfers`: what is published here, and what is being pulled."""
+"""`kvxferd transfers`: published transfers, and running pulls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the demo's cache holds, and whether it arrived: worked out without the planner.
+"""The content of the demo's cache, and the check that it arrived, computed without the planner.
 
 Each byte is a hash of its global coordinate (request, layer, component, head, token, byte), and
-where it lies is worked out here from the layout's strides, one tensor at a time. Nothing of
-`kvxferd.plan` is used: an error there cannot hide itself.
+its address is computed here from the layout's strides, one tensor at a time. Nothing of
+`kvxferd.plan` is used, so that an error there cannot hide itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RequestBlocks(NamedTuple):
-    """A request's place in one rank's memory."""
+    """The blocks of one request in one rank's memory."""
 
     request: int
     block_ids: npt.NDArray[np.int32]
@@ -31,15 +31,15 @@ class RequestBlocks(NamedTuple):
 
 
 class ContentCheck(NamedTuple):
-    """What a check found."""
+    """The result of a check."""
 
     checked_items: int  # one item: one layer, component, head and token
     wrong_items: int
-    first_wrong: str  # its coordinate, "" where there is none
+    first_wrong: str  # its coordinate; "" if there is none
 
 
 def write(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> None:
-    """Fill the request's blocks with what they must hold."""
+    """Fill the request's blocks with their content."""
     for tensor, where, want in _items(layout, held):
         memory[_addresses(tensor, where)] = want
 
@@ -59,7 +59,7 @@ def check(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> ContentChec
 
 
 def block_mask(layout: RankLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return for each byte of the region whether it belongs to one of those blocks."""
+    """Return for each byte of the region whether it belongs to one of the blocks."""
     mask = np.zeros(region_bytes(layout), dtype=np.bool_)
     block_tokens = layout.groups[0].block_tokens
     for tensor in layout.tensors:
@@ -69,7 +69,7 @@ def block_mask(layout: RankLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDAr
 
 
 def background(size: int) -> Bytes:
-    """Return what a decode rank's memory holds before the first pull: nothing that is zero throughout."""
+    """Return the content of a decode rank's memory before the first pull, which is not all zeros."""
     words = _splitmix64(np.arange(-(-size // 8), dtype=np.uint64))
     return words.view(np.uint8)[:size].copy()
 
@@ -81,7 +81,7 @@ def region_bytes(layout: RankLayout) -> int:
 
 
 def _items(layout: RankLayout, held: RequestBlocks) -> Iterator[tuple[CacheTensor, U64, Bytes]]:
-    """Yield each tensor, where its items start [head, token] and what they hold [head, token, byte]."""
+    """Yield each tensor with the offsets of its items [head, token] and their content [head, token, byte]."""
     block_tokens = layout.groups[0].block_tokens
     for tensor in layout.tensors:
         yield (
@@ -106,7 +106,7 @@ def _addresses(tensor: CacheTensor, starts: U64) -> U64:
 
 
 def _content(tensor: CacheTensor, request: int, num_tokens: int) -> Bytes:
-    """Return the bytes of [head, token]: a hash of the coordinate, and of the byte's place in it."""
+    """Return the bytes of [head, token]: a hash of the coordinate and of the byte's index."""
     seed = np.uint64((request << 32 | tensor.layer << 8 | _COMPONENTS[tensor.component]) & (2**64 - 1))
     heads = np.array(_heads(tensor), dtype=np.uint64)
     tokens = np.arange(num_tokens, dtype=np.uint64)
@@ -120,7 +120,7 @@ def _heads(tensor: CacheTensor) -> list[int]:
 
 
 def _splitmix64(values: U64 | np.uint64) -> U64:
-    """The finaliser of splitmix64: one changed bit changes half of the result's."""
+    """Return the finaliser of splitmix64: one changed bit changes half of the result's bits."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(values, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_GOLDEN)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -19,16 +19,16 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, name: str, directory: Path) -> WorkerProcess:
-        """Start it; it waits for `Begin`."""
+        """Start it; it waits for `StartRank`."""
         return cls(await CommandProcess.start(TOOL, "kvxferd.demo.worker", name, directory))
 
     async def request(self, command: protocol.Command) -> protocol.Reply:
-        """Return its answer. Raises KvxferdError if it cannot go on."""
+        """Return its reply. Raises KvxferdError if the command fails."""
         reply = protocol.decode_reply(await self._process.request(protocol.encode_line(command)))
         if isinstance(reply, protocol.CommandFailed):
             raise KvxferdError(f"cannot run {TOOL}: worker {self._process.name}: {reply.message}")
         return reply
 
     async def stop(self) -> None:
-        """Have it leave and end; kill it if it does not."""
+        """Have it unregister and end; kill it if it does not."""
         await self._process.stop()

@@ -1,4 +1,4 @@
-"""What the demo and its workers say to each other: JSON lines on standard input and output."""
+"""Messages between the demo and its workers: JSON lines on standard input and output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
 
 class StartRank(Line, frozen=True, tag="begin"):
-    """Be this rank: allocate, connect, register."""
+    """Allocate memory, connect, and register as this rank."""
 
     shape: DemoShape
     role: Role
@@ -24,25 +24,25 @@ class StartRank(Line, frozen=True, tag="begin"):
 
 
 class PrefillCommand(Line, frozen=True, tag="prefill"):
-    """Write a request's cache and say that it is ready; one rank publishes it."""
+    """Write a request's cache and report that it is ready; one rank publishes it."""
 
     request: int
     publish: bool
 
 
 class AwaitRelease(Line, frozen=True, tag="await-release"):
-    """Wait until a request's blocks are the engine's again; take them back first if need be."""
+    """Wait until a request's blocks are released; with `unpublish`, end the publication first."""
 
     request: int
     unpublish: bool
 
 
 class PullCommand(Line, frozen=True, tag="pull"):
-    """Pull a request's cache and check it. `damage` spoils one byte in between."""
+    """Pull a request's cache and check it. `damage` corrupts one byte in between."""
 
     request: int
     ref: dict[str, Any]
-    damage: str = ""  # "item": among the pulled; "spill": among the others
+    damage: str = ""  # "item": one of the pulled bytes; "spill": one of the others
 
 
 class RankStarted(Line, frozen=True, tag="begun"):
@@ -58,20 +58,20 @@ class Prefilled(Line, frozen=True, tag="prefilled"):
 
 
 class BlocksFreed(Line, frozen=True, tag="freed"):
-    """The request's blocks are the engine's again."""
+    """The request's blocks are released."""
 
     why: str
 
 
 class PullResult(Line, frozen=True, tag="pulled"):
-    """A pull ended, and this is what the memory holds."""
+    """The outcome of a pull, and of the check of the memory."""
 
     delivered: bool
     code: str
     message: str
     bytes: int
     runs: int
-    elapsed_s: float  # as the engine saw it: `pull` called to event polled
+    elapsed_s: float  # as the engine measures it: from the call of `pull` to its event
     checked_items: int
     wrong_items: int
     spilled_bytes: int
@@ -79,7 +79,7 @@ class PullResult(Line, frozen=True, tag="pulled"):
 
 
 class CommandFailed(Line, frozen=True, tag="broken"):
-    """The worker cannot go on."""
+    """The command failed."""
 
     message: str
 
@@ -93,15 +93,15 @@ _REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def encode_line(line: Line) -> bytes:
-    """Return it with its newline."""
+    """Return the encoded line with its newline."""
     return _ENCODER.encode(line) + b"\n"
 
 
 def decode_command(line: bytes) -> Command:
-    """Return what the demo said."""
+    """Return a command of the demo. Raises msgspec.DecodeError."""
     return _COMMANDS.decode(line)
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Return what a worker said."""
+    """Return a worker's reply. Raises msgspec.DecodeError."""
     return _REPLIES.decode(line)

@@ -1,4 +1,4 @@
-"""What a demo has seen so far: counts, times, and whether all was well."""
+"""The results of a demo so far: counts, times, and whether all bytes were right."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class DemoResults:
 
     @property
     def failed(self) -> int:
-        """Pulls that ended without their bytes."""
+        """The number of pulls that failed."""
         return self.pulls - self.delivered
 
     @property
     def is_ok(self) -> bool:
-        """Whether everything that was asked for arrived, and nothing else changed."""
+        """Whether every requested byte arrived, and no other byte changed."""
         return (
             not self.error
             and self.requests == self.shape.requests
@@ -57,12 +57,12 @@ class DemoResults:
 
     @property
     def gb_per_s(self) -> float:
-        """Delivered bytes by the time in which a request's pulls were running (10^9 bytes a second)."""
+        """Delivered bytes divided by the time in which pulls were running, in 10^9 bytes per second."""
         spent = sum(self.request_s)
         return self.bytes / spent / 1e9 if spent else 0.0
 
     def add_request(self, pulled: dict[Rank, protocol.PullResult]) -> None:
-        """Take what every decode rank reported of one request."""
+        """Add what every decode rank reported of one request."""
         self.requests += 1
         self.request_s.append(max(one.elapsed_s for one in pulled.values()))
         if self.requests == 1:
@@ -71,7 +71,7 @@ class DemoResults:
             self._add_pull(rank, one)
 
     def add_records(self, records: list[PullRecord]) -> None:
-        """Take a daemon's history of pulls; those that are known already change nothing."""
+        """Add a daemon's history of pulls; records that were added before change nothing."""
         self.records.update({record.pull: record for record in records})
 
     def as_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class DemoResults:
         }
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Return the spread of each phase over the delivered pulls, in the order in which they pass."""
+        """Return the times of each phase over the delivered pulls, in the order of the phases."""
         delivered = [record for record in self.records.values() if record.outcome == "delivered"]
         return {
             phase: summarize_times(times)
@@ -130,7 +130,7 @@ class DemoResults:
 
 
 def summarize_times(times: list[float]) -> dict[str, float]:
-    """Return median, 99th percentile and mean in seconds; zeros where there are no times."""
+    """Return median, 99th percentile and mean in seconds; zeros if there are no times."""
     if not times:
         return {"p50": 0.0, "p99": 0.0, "mean": 0.0}
     p50, p99 = np.percentile(times, [50, 99])

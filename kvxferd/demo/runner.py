@@ -1,4 +1,4 @@
-"""The demo itself: start everything, move request after request, stop everything."""
+"""Runs the demo: starts everything, moves request after request, stops everything."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ R = TypeVar("R", bound=protocol.Line)
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 PUBLISHER_RANK = Rank(0, 0)
-# A daemon remembers 1024 records; each pull makes one, and handshakes a few.
+# A daemon keeps 1024 records; each pull makes one, and handshakes make a few.
 PULLS_PER_HISTORY_FETCH = 256
 
 
 class DemoCluster:
-    """Every process of a demo, in a directory that goes with them."""
+    """Every process of a demo, in a directory that is removed with them."""
 
     def __init__(self, shape: DemoShape) -> None:
         self.shape = shape
@@ -61,7 +61,7 @@ class DemoCluster:
     async def request_all(
         self, role: Role, command: Callable[[Rank], protocol.Command], kind: type[R]
     ) -> dict[Rank, R]:
-        """Give every rank of an engine a command; return their answers. Raises KvxferdError."""
+        """Send every rank of an engine a command; return their replies. Raises KvxferdError."""
         ranks = self.shape.ranks(role)
         replies = await gather_or_cancel(*(self.workers[role, rank].request(command(rank)) for rank in ranks))
         for reply in replies:
@@ -87,65 +87,65 @@ class DemoCluster:
 
 
 def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> DemoResults:
-    """Run it and return what was seen; `on_request` is told how many requests are done.
+    """Run the demo and return its results; `on_request` is called with the number of requests done.
 
-    Whatever ends it, SIGINT and SIGTERM included, its processes and its directory are gone then.
+    However it ends, SIGINT and SIGTERM included, its processes and its directory are gone then.
     Raises KeyboardInterrupt for both.
     """
     return asyncio.run(run_until_signal(_run(shape, on_request, damage)))
 
 
 async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> DemoResults:
-    tally = DemoResults(shape)
-    fleet = DemoCluster(shape)
+    results = DemoResults(shape)
+    cluster = DemoCluster(shape)
     try:
         started = time.monotonic()
-        await fleet.start()
-        tally.daemons_ready_s = time.monotonic() - started
-        await fleet.register()
-        tally.registered_s = time.monotonic() - started - tally.daemons_ready_s
+        await cluster.start()
+        results.daemons_ready_s = time.monotonic() - started
+        await cluster.register()
+        results.registered_s = time.monotonic() - started - results.daemons_ready_s
         on_request(0)
         for request in range(shape.requests):
-            await _transfer_request(fleet, tally, request, damage if request == 0 else "")
+            await _transfer_request(cluster, results, request, damage if request == 0 else "")
             on_request(request + 1)
-        await _collect_pull_records(fleet, tally)
+        await _collect_pull_records(cluster, results)
     except KvxferdError as error:
-        tally.error = f"{error.message}\n{fleet.log_tails()}"
+        results.error = f"{error.message}\n{cluster.log_tails()}"
     finally:
-        await fleet.stop()
-    return tally
+        await cluster.stop()
+    return results
 
 
-async def _transfer_request(fleet: DemoCluster, tally: DemoResults, request: int, damage: str) -> None:
-    """Move one request: written and published, pulled and checked, released."""
-    prefilled = await fleet.request_all(
+async def _transfer_request(cluster: DemoCluster, results: DemoResults, request: int, damage: str) -> None:
+    """Move one request: write and publish it, pull and check it, release it."""
+    prefilled = await cluster.request_all(
         "prefill",
         lambda rank: protocol.PrefillCommand(request=request, publish=rank == PUBLISHER_RANK),
         protocol.Prefilled,
     )
     ref = prefilled[PUBLISHER_RANK].ref
     assert ref is not None
-    pulled = await fleet.request_all(
+    pulled = await cluster.request_all(
         "decode",
         lambda rank: protocol.PullCommand(
             request=request, ref=ref, damage=damage if rank == PUBLISHER_RANK else ""
         ),
         protocol.PullResult,
     )
-    tally.add_request(pulled)
+    results.add_request(pulled)
     unread = not all(one.delivered for one in pulled.values())
-    freed = await fleet.request_all(
+    freed = await cluster.request_all(
         "prefill",
         lambda rank: protocol.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER_RANK),
         protocol.BlocksFreed,
     )
-    tally.releases.update(one.why for one in freed.values())
-    if tally.pulls - len(tally.records) >= PULLS_PER_HISTORY_FETCH:
-        await _collect_pull_records(fleet, tally)
+    results.releases.update(one.why for one in freed.values())
+    if results.pulls - len(results.records) >= PULLS_PER_HISTORY_FETCH:
+        await _collect_pull_records(cluster, results)
 
 
-async def _collect_pull_records(fleet: DemoCluster, tally: DemoResults) -> None:
-    """Read from the decode daemon where the pulls' time went."""
-    answer = await asyncio.to_thread(fleet.daemons["decode"].control.get, "/v1/history")
+async def _collect_pull_records(cluster: DemoCluster, results: DemoResults) -> None:
+    """Read the phases of the pulls from the decode daemon's history."""
+    answer = await asyncio.to_thread(cluster.daemons["decode"].control.get, "/v1/history")
     records = map(record_from_json, answer["records"])
-    tally.add_records([record for record in records if isinstance(record, PullRecord)])
+    results.add_records([record for record in records if isinstance(record, PullRecord)])

@@ -1,4 +1,4 @@
-"""What a demo moves between what: everything that its processes must agree on."""
+"""The model, the two engines and the requests of a demo, on which its processes must agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Role = Literal["prefill", "decode"]
 
 
 class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the two engines."""
+    """The shape of one of the two engines."""
 
     tp: int
     pp: int
@@ -54,7 +54,7 @@ class DemoShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return [Rank(pp, tp) for pp in range(engine.pp) for tp in range(engine.tp)]
 
     def num_blocks(self, role: Role) -> int:
-        """Return how many blocks a request takes there."""
+        """Return how many blocks a request takes in that engine."""
         return -(-self.tokens // self.engine(role).block_tokens)
 
     def pool_blocks(self, role: Role) -> int:
@@ -62,7 +62,7 @@ class DemoShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return SPARE_FACTOR * self.num_blocks(role)
 
     def spec(self, role: Role, rank: Rank) -> EngineSpec:
-        """Return one rank's statement of its engine."""
+        """Return the engine spec that one rank registers with."""
         engine = self.engine(role)
         return EngineSpec(
             engine_id=EngineId(f"demo-{role}"),
@@ -77,7 +77,7 @@ class DemoShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def rank_layout(self, role: Role, rank: Rank) -> RankLayout:
-        """Return where one rank keeps its part of the cache."""
+        """Return the layout of one rank's part of the cache."""
         engine = self.engine(role)
         return attention_layout(
             spec=self.spec(role, rank),
@@ -90,13 +90,13 @@ class DemoShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def block_ids(self, role: Role, request: int) -> npt.NDArray[np.int32]:
-        """Return a request's blocks: random ones, the same for every rank of the engine."""
+        """Return a request's block ids: random ones, the same for every rank of the engine."""
         seed = [request, 0 if role == "prefill" else 1]
         chosen = np.random.default_rng(seed).permutation(self.pool_blocks(role))
         return chosen[: self.num_blocks(role)].astype(np.int32)
 
     def check(self) -> None:
-        """Raise EngineError where a rank would hold nothing."""
+        """Raise EngineError if a rank would hold no layer."""
         for role in ("prefill", "decode"):
             engine = self.engine(role)
             if engine.pp > self.layers:

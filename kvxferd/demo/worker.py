@@ -1,7 +1,7 @@
 """One worker process of the demo: a rank of an engine, without a model.
 
-It uses `kvxferd.client` as an engine would. `python -m kvxferd.demo.worker` obeys commands on
-standard input until that is closed.
+It uses `kvxferd.client` as an engine would. `python -m kvxferd.demo.worker` handles commands from
+standard input until it is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.tooling.die_with_parent import die_with_parent
 
 CONNECT_TIMEOUT_S = 30.0
-# Ranks beyond the movers that are kept ready wait for one to be made.
+# If there are more ranks than movers in the pool, some wait for a mover to be made.
 REGISTER_TIMEOUT_S = 60.0
 PULL_DEADLINE_S = 30.0
 # A release follows the last reader's acknowledgement; an abandoned lease ends within this too.
@@ -31,7 +31,7 @@ RELEASE_TIMEOUT_S = 45.0
 
 
 class DemoWorker:
-    """A registered rank, its memory, and what it was told by its daemon."""
+    """A registered rank, its memory, and the events of its daemon."""
 
     def __init__(self, begin: protocol.StartRank) -> None:
         self._shape: DemoShape = begin.shape
@@ -53,11 +53,11 @@ class DemoWorker:
         self._pending_events: list[client.Event] = []
 
     def close(self) -> None:
-        """Leave: the daemon unmaps the memory."""
+        """Unregister; the daemon unmaps the memory."""
         self._client.close()
 
     def prefill(self, command: protocol.PrefillCommand) -> protocol.Prefilled:
-        """Write a request's blocks; publish it, or say that this rank is ready."""
+        """Write a request's blocks, publish it if this rank is to, and report that the rank is ready."""
         held = self._request_blocks(command.request)
         content.write(self._bytes, self._layout, held)
         name = _transfer_id(command.request)
@@ -71,7 +71,7 @@ class DemoWorker:
         return protocol.Prefilled(ref=ref.to_dict())
 
     def await_release(self, command: protocol.AwaitRelease) -> protocol.BlocksFreed:
-        """Wait until the request's blocks may be used again."""
+        """Wait until the request's blocks are released."""
         name = _transfer_id(command.request)
         if command.unpublish:
             self._rank.unpublish(self._published[command.request])
@@ -133,26 +133,28 @@ class DemoWorker:
                 return
 
     def _next_event(self, deadline: float) -> client.Event:
-        """Return the next thing the daemon said. Raises KvxferdError when it says nothing in time."""
+        """Return the daemon's next event. Raises KvxferdError if none comes in time."""
         while not self._pending_events:
             left = deadline - time.monotonic()
             readable = wait_readable([self._rank.fileno()], left)
             self._pending_events = list(self._rank.poll())
             if not readable and not self._pending_events and left <= 0:
-                raise KvxferdError("cannot go on: the daemon has not said what was due", Code.DEADLINE)
+                raise KvxferdError(
+                    "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
+                )
         event = self._pending_events.pop(0)
         if isinstance(event, client.Disconnected):
             raise KvxferdError(event.message, event.code)
         return event
 
     def _corrupt_byte(self, what: str, mask: np.ndarray) -> None:
-        """Spoil one byte, to show that the check finds it."""
+        """Corrupt one byte, to show that the check finds it."""
         place = int(np.argmax(mask if what == "item" else ~mask))
         self._bytes[place] ^= 0xFF
 
 
 def main() -> None:
-    """Obey until standard input is closed."""
+    """Handle commands until standard input is closed."""
     die_with_parent()
     worker: DemoWorker | None = None
     try:

@@ -1,4 +1,4 @@
-"""Is a daemon there, and what does it say of itself?"""
+"""Whether a daemon is running, and its health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxferd.errors import KvxferdError
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Ask for its status."""
+    """Read its status from the control socket."""
     try:
         answer = node.daemon.get("/v1/status")
     except KvxferdError as error:

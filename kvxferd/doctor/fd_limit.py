@@ -1,4 +1,4 @@
-"""RLIMIT_NOFILE: a GPU rank brings a descriptor for each physical allocation."""
+"""RLIMIT_NOFILE: a GPU rank sends a file descriptor for each physical allocation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxferd.doctor.finding import CheckContext, Finding, ok, warn
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """The hard limit: the daemon raises its soft one to it."""
+    """Check the hard limit, to which the daemon raises its soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = fds_needed(node.config.limits)
     if hard != resource.RLIM_INFINITY and hard < needed:

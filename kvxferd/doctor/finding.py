@@ -1,4 +1,4 @@
-"""What a check says: a verdict, what was found, and one sentence on what to do."""
+"""The result of a check: a verdict, what was found, and one sentence on what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvxferd.tooling.control_client import ControlClient
 
 
 class Verdict(StrEnum):
-    """How good it is."""
+    """Whether the finding is good, could be better, or is a failure."""
 
     OK = "ok"
     WARN = "warn"  # it works, and something should be better
@@ -21,40 +21,42 @@ class Verdict(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One row of the table."""
+    """One row of the report."""
 
-    check: str  # what was looked at
+    check: str  # the subject of the check
     verdict: Verdict
     found: str
     todo: str = ""
-    essential: bool = False  # with "no": nothing works without it
+    essential: bool = False  # for "no": nothing works without it
     facts: dict[str, Any] = {}  # for machines, beyond the sentence
-    name: str = ""  # of the check that found it, as `--check` takes it
+    name: str = ""  # name of the check that found it, as `--check` takes it
 
 
 class CheckContext(NamedTuple):
-    """What is examined."""
+    """The node under examination."""
 
     config: Config
     daemon: ControlClient
-    environment: Mapping[str, str]  # what movers would have: this process's, and the settings' for them
+    environment: Mapping[
+        str, str
+    ]  # of movers: this process's variables, and those that the settings give movers
 
 
 Check = Callable[[CheckContext], Iterable[Finding]]
 
 
 def ok(check: str, found: str, **facts: Any) -> Finding:
-    """It is as it should be."""
+    """Return a finding that is as it should be."""
     return Finding(check=check, verdict=Verdict.OK, found=found, facts=facts)
 
 
 def warn(check: str, found: str, todo: str, **facts: Any) -> Finding:
-    """It could be better."""
+    """Return a finding that works and could be better."""
     return Finding(check=check, verdict=Verdict.WARN, found=found, todo=todo, facts=facts)
 
 
 def fail(check: str, found: str, todo: str, *, essential: bool = False, **facts: Any) -> Finding:
-    """It cannot be done."""
+    """Return a finding that does not work."""
     return Finding(
         check=check, verdict=Verdict.FAIL, found=found, todo=todo, essential=essential, facts=facts
     )

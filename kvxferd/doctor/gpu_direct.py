@@ -1,4 +1,4 @@
-"""Whether a network card can read GPU memory by itself: peermem or dma-buf, and UCX's CUDA part."""
+"""Whether a network card can read GPU memory directly: peermem or dma-buf, and UCX's CUDA support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Nothing where there is no GPU."""
+    """Check kernel and UCX support; yield nothing if there is no GPU."""
     if not _DRIVER.exists():
         return
     libraries = _cuda_libraries()

@@ -1,4 +1,4 @@
-"""What the GPU's driver says of its devices: `python -m kvxferd.doctor.gpu_query_process`."""
+"""Reads the GPU driver's list of devices: `python -m kvxferd.doctor.gpu_query_process`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.tooling.die_with_parent import die_with_parent
 
 
 def main() -> None:
-    """Print one line of JSON."""
+    """Print the devices as one line of JSON."""
     die_with_parent(signal.SIGKILL)
     try:
         driver = open_driver()

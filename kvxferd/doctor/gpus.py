@@ -1,4 +1,4 @@
-"""GPUs: the driver, the devices by UUID, and what each lets another process or a card do."""
+"""GPUs: the driver, the devices by UUID, and how each can share its memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.isolated_process import run_isolated
 from kvxferd.tooling.output import format_bytes
 
-DRIVER_TIMEOUT_S = 30.0  # the first call into a driver that is not kept loaded takes seconds
+DRIVER_TIMEOUT_S = 30.0  # the first call takes seconds if the driver is not kept loaded
 EXPORTS_FD = "export as descriptor"
 _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Ask the driver, in a process of its own: one that has used CUDA cannot have children that do."""
+    """Query the driver in a child process, because a process that has used CUDA cannot fork one that does."""
     outcome = run_isolated("kvxferd.doctor.gpu_query_process", [], node.environment, DRIVER_TIMEOUT_S)
     if outcome.value is None:
         yield fail("gpu", outcome.failure, "see that the driver works: nvidia-smi")

@@ -1,4 +1,4 @@
-"""What the kernel must offer: sealed memory that another process maps, and descriptors of processes."""
+"""The kernel's features that kvxferd needs: sealed memory that another process maps, and pidfds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE = 1 << 16
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Do what a registration does."""
+    """Use the system calls of a registration."""
     release = platform.release()
     try:
         os.close(os.pidfd_open(os.getpid()))

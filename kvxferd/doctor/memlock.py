@@ -1,4 +1,4 @@
-"""RLIMIT_MEMLOCK: network cards lock what they read, all of a registered cache."""
+"""RLIMIT_MEMLOCK: registering a cache with a network card locks all of its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CARDS = Path("/sys/class/infiniband")
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """A mover inherits this limit. Root with CAP_IPC_LOCK is not held to it."""
+    """Check the limit that movers inherit. It does not apply to root with CAP_IPC_LOCK."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "unlimited", limit=-1)

@@ -1,4 +1,4 @@
-"""Network cards: RDMA devices and whether this user may open them; plain interfaces otherwise."""
+"""Network cards: RDMA devices and whether this user may open them, else plain interfaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERFACES = Path("/sys/class/net")
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """List what there is."""
+    """Yield a finding for each card."""
     interfaces = [_interface(name) for _, name in socket.if_nameindex() if name != "lo"]
     up = [text for is_up, text in interfaces if is_up]
     if up:
@@ -53,12 +53,12 @@ def _card(card: Path) -> Finding:
 
 def _interface(name: str) -> tuple[bool, str]:
     is_up, speed = _is_up(name), _read_text(_INTERFACES / name / "speed")
-    known = speed.isdigit()  # -1, or an error, of a virtual one
+    known = speed.isdigit()  # a virtual interface has -1 or an error
     return is_up, f"{name} {'up' if is_up else 'down'}" + (f" {int(speed) / 1000:g} Gb/s" if known else "")
 
 
 def _is_up(name: str) -> bool:
-    # Not /sys: that may show another network namespace than this process is in.
+    # /sys is not used: it may show another network namespace than that of this process.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("16sH14x", name.encode(), 0)
         (flags,) = struct.unpack_from("16xH", fcntl.ioctl(asking, _SIOCGIFFLAGS, request))

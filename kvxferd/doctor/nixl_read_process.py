@@ -2,8 +2,8 @@
 
 Each is `python -m kvxferd.doctor.nixl_read_process source|reader SIZE`.
 
-The source prints how it is read, and serves until its standard input ends. The reader takes that line on
-standard input, reads a few times, checks every byte, and prints what it found.
+The source prints what a reader needs, and serves until its standard input ends. The reader takes that line
+from standard input, reads a few times, checks every byte, and prints the result.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvxferd.tooling.die_with_parent import die_with_parent
 if TYPE_CHECKING:
     from kvxferd.mover.transport.base import Span, Transport
 
-NUM_READS = 4  # the first connects
+NUM_READS = 4  # the first one connects
 
 
 def main() -> None:
-    """Be the one or the other. Ends the process.
+    """Run as source or as reader. Ends the process.
 
     Arguments: role, size in bytes, library ("auto", "nixl", "rixl").
     """
     die_with_parent(signal.SIGKILL)
     role, size = sys.argv[1], int(sys.argv[2])
-    # The libraries log to standard output, which is for the answer.
+    # The libraries log to standard output, which is for the result.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from kvxferd.ids import AgentName
@@ -56,7 +56,7 @@ def main() -> None:
     else:
         found = _read_and_verify(transport, span, memory, json.loads(sys.stdin.readline()))
         _print_json({**found, "plugins": library.plugins()}, answer)
-    os._exit(0)  # destructors of the library have nothing to say any more, and could hang
+    os._exit(0)  # the library's destructors could hang, and are not needed
 
 
 def _print_json(value: dict[str, Any], answer: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Timed reads between two processes of this user, once for each choice of transports."""
+"""Timed reads between two processes of this user, made once for each set of transports."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvxferd.doctor.finding import CheckContext
 from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
 SIZE_BYTES = 16 << 20
-READ_TIMEOUT_S = 30.0  # a cold import on a machine that is busy
+READ_TIMEOUT_S = 30.0  # a cold import on a busy machine
 EXIT_TIMEOUT_S = 5.0
 _MODULE = "kvxferd.doctor.nixl_read_process"
 
 
 class ReadResult(NamedTuple):
-    """What came of a read between two processes."""
+    """The result of a read between two processes."""
 
-    value: dict[str, Any]  # of `reading`; {}: nothing came of it
+    value: dict[str, Any]  # printed by `nixl_read_process`; {}: the read failed
     failure: str
-    ucx_version: str  # UCX's version; "": not known
-    loopback_transports: str  # transports for data to itself
-    node_transports: str  # and to the other process
+    ucx_version: str  # UCX's version; "": unknown
+    loopback_transports: str  # the data transports to the same process
+    node_transports: str  # and those to the other process
 
 
 def read_between(node: CheckContext, transports: str = "") -> ReadResult:
-    """Read. `transports`: UCX's names for those to use; "": as movers choose."""
+    """Return the result of a read. `transports`: UCX's names of those to use; "": as movers choose."""
     environment = dict(node.environment)
     if transports:
         environment["UCX_TLS"] = transports
@@ -54,7 +54,7 @@ def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadRe
 
 
 def _parse_ucx_log(errors: str) -> tuple[dict[str, str], str]:
-    """Return by reach what UCX chose, and its version."""
+    """Return the transports that UCX chose, by reach, and its version."""
     lanes, version = {ITSELF: "", NODE: ""}, ""
     for said in filter(None, map(parse_line, errors.splitlines())):
         if said.text.startswith("Version "):
@@ -65,6 +65,6 @@ def _parse_ucx_log(errors: str) -> tuple[dict[str, str], str]:
 
 
 def _without_class_name(refusal: str) -> str:
-    """Leave out which class an error was of: ``kvxferd.errors.MoverError: cannot ...``."""
+    """Remove the class of an error: ``kvxferd.errors.MoverError: cannot ...``."""
     head, separator, rest = refusal.partition(": ")
     return rest if separator and "." in head and " " not in head else refusal

@@ -1,7 +1,7 @@
-"""One placement of GPU memory, tried: `python -m kvxferd.doctor.placement_trial PLACEMENT DEVICE DIRECTORY`.
+"""Tries one placement of GPU memory: `python -m kvxferd.doctor.placement_trial PLACEMENT DEVICE DIRECTORY`.
 
-A daemon of its own, two engines in this process whose caches lie on the device, and pulls from one to
-the other, every byte checked. Prints one line of JSON.
+It starts a daemon and registers two engines of this process, whose caches are on the device, pulls from one
+to the other, and checks every byte. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kvxferd.memory.driver_registry import open_driver
 from kvxferd.tooling.die_with_parent import die_with_parent
 from kvxferd.tooling.subprocesses import DaemonProcess
 
-NUM_PULLS = 4  # the first connects
+NUM_PULLS = 4  # the first one connects
 EVENT_TIMEOUT_S = 30.0
 BLOCK_TOKENS = 16
-# 512 KiB a block, and 256 MiB in all: long enough that a link's speed shows.
+# 512 KiB a block, and 256 MiB in all: enough to measure a link's speed.
 NUM_HEADS, HEAD_DIM = 8, 128
 NUM_BLOCKS = 512
 NUM_LAYERS = 8
-FAKE_BLOCKS = 16  # a driver of memfds is tried for its way, not for its speed
+FAKE_BLOCKS = 16  # the fake driver's memfds are tried for function, not for speed
 
 
 class TrialDevice:
-    """The one that memory is on."""
+    """The device that the memory is on."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
         self.driver = driver
@@ -50,7 +50,10 @@ class TrialDevice:
         self.stream = driver.open_stream()
 
     def allocate(self, size: int, plain: bool) -> int:
-        """Return memory made to be exported, or as cudaMalloc makes it. It goes with this process."""
+        """Return the address of exportable memory, or, if `plain`, of memory as cudaMalloc makes it.
+
+        It is freed with this process.
+        """
         if plain:
             return self.driver.allocate_plain(self.uuid, size)
         granularity = self.driver.granularity(self.uuid)
@@ -63,21 +66,21 @@ class TrialDevice:
         return address
 
     def copy(self, to: int, source: int, size: int) -> float:
-        """Copy, and return the seconds that it took."""
+        """Copy, and return the time in seconds."""
         began = time.perf_counter()
         self.driver.copy([to], [source], [size], self.stream)
         self.driver.synchronize(self.stream)
         return time.perf_counter() - began
 
     def write(self, address: int, content: bytes) -> None:
-        """Put bytes there."""
+        """Write bytes to device memory."""
         window = self.driver.allocate_host(len(content))
         ctypes.memmove(window, content, len(content))
         self.copy(address, window, len(content))
         self.driver.free_host(window)
 
     def read(self, address: int, size: int) -> bytes:
-        """Return what is there."""
+        """Return bytes of device memory."""
         window = self.driver.allocate_host(size)
         self.copy(window, address, size)
         content = ctypes.string_at(window, size)
@@ -110,12 +113,12 @@ class TrialEngine:
 
     @property
     def rank(self) -> client.RankHandle:
-        """Once it is registered."""
+        """The registered rank."""
         assert self._rank is not None
         return self._rank
 
     def register(self, socket: str) -> None:
-        """Raises KvxferdError with the refusal."""
+        """Register the rank. Raises KvxferdError with the refusal."""
         region = RegionId("kv")
         connection = client.connect(socket)
         if self._placement == "resident":
@@ -129,7 +132,7 @@ class TrialEngine:
             self._rank = connection.register(engine=self.spec, layout=self.layout, regions={region: exported})
 
     def await_event(self, kind: type[client.Event]) -> Any:
-        """Return the next event of a kind. Raises KvxferdError at any other end, or when nothing comes."""
+        """Return the next event of a kind. Raises KvxferdError if the pull fails or none comes in time."""
         while wait_readable([self.rank.fileno()], EVENT_TIMEOUT_S):
             for event in self.rank.poll():
                 if isinstance(event, kind):
@@ -140,7 +143,7 @@ class TrialEngine:
 
 
 def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:
-    """Return the speed of a plain copy on the device, of as many bytes as a pull has."""
+    """Return the speed of a plain copy on the device, of the same size as a pull."""
     engines = [TrialEngine(device, name, "direct", num_blocks) for name in ("from", "to")]
     size = engines[0].size_bytes
     best = min(device.copy(engines[1].address, engines[0].address, size) for _ in range(NUM_PULLS))
@@ -174,7 +177,7 @@ def _mover_environment() -> str:
 def _pull_and_verify(
     device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
 ) -> dict[str, Any]:
-    device.driver.use(device.uuid)  # this is another thread
+    device.driver.use(device.uuid)  # this runs on another thread
     source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
     content = unique_pages(source.size_bytes)
     device.write(source.address, content)
@@ -201,7 +204,7 @@ def _pull_and_verify(
 
 
 def unique_pages(size_bytes: int) -> bytes:
-    """Return bytes of which no two pages are alike, so that none can stand in for another."""
+    """Return bytes in which no two pages are equal, so that a misplaced page is found."""
     noise, page = os.urandom(1 << 16), 4096
     pages = (
         number.to_bytes(8, "little") + noise[number * 8 % (1 << 15) :][: page - 8]
@@ -216,7 +219,7 @@ def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Try it. What goes wrong is one line on standard error."""
+    """Run the trial. An error prints one line on standard error."""
     die_with_parent(signal.SIGKILL)
     placement, uuid, directory = sys.argv[1:]
     try:
@@ -229,7 +232,7 @@ def main() -> None:
     except KvxferdError as error:
         sys.exit(f"{error.message} [{error.code.value}]")
     print(json.dumps(said), flush=True)
-    os._exit(0)  # neither drivers nor libraries have anything to say any more, and could hang
+    os._exit(0)  # destructors of drivers and libraries could hang, and are not needed
 
 
 if __name__ == "__main__":

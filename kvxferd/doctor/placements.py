@@ -1,4 +1,4 @@
-"""Every placement of GPU memory, each through a daemon of its own: does it work, and how fast?"""
+"""Whether each placement of GPU memory works, and how fast, each with its own daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACEMENTS = ("direct", "resident", "staged")
 
 
 class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of one placement."""
+    """The result of one placement."""
 
     placement: str
     refusal: str = ""  # "" where it works
@@ -26,7 +26,7 @@ class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[PlacementResult, ...]:
-    """Try each on the first GPU, in processes that may crash or hang. Nothing where there is no GPU."""
+    """Try each on the first GPU, in processes that may crash or hang. Return () if there is no GPU."""
     devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.FAIL and "uuid" in gpu.facts]
     if not devices:
         return ()

@@ -1,4 +1,4 @@
-"""What doctor prints, and with which status it ends."""
+"""The report of `kvxferd doctor`, and its exit status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvxferd.doctor.finding import Finding, Verdict
 from kvxferd.doctor.placements import PlacementResult
 from kvxferd.tooling.output import console, plain_text
 
-EXIT_OK, EXIT_FAILED, EXIT_NO_GPU = 0, 1, 3  # 2 is what cannot be run, as everywhere
+EXIT_OK, EXIT_FAILED, EXIT_NO_GPU = 0, 1, 3  # 2 is a usage error, as for every verb
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print a row for each, and under it what to do."""
+    """Print a row for each finding, and below it what to do."""
     table = Table(title="This node", title_justify="left")
     for head in ("check", "looked at", "", "found", "what to do"):
         table.add_column(head, overflow="fold")
@@ -30,7 +30,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def print_placements(tried: Sequence[PlacementResult]) -> None:
-    """Print the short table: placement, works or the exact refusal, speed against a plain device copy."""
+    """Print each placement with its speed against a plain device copy, or its refusal."""
     table = Table(title="Placements of GPU memory", title_justify="left")
     for head in ("placement", "works", "GB/s", "of a device copy"):
         table.add_column(head, overflow="fold", justify="right" if head == "GB/s" else "left")
@@ -47,7 +47,7 @@ def _over_transports(one: PlacementResult) -> str:
 
 
 def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:
-    """Return everything as one object."""
+    """Return findings and placements as one JSON object."""
     said: dict[str, Any] = {
         "findings": msgspec.to_builtins(list(findings)),
         "status": exit_status(findings, tried),
@@ -58,7 +58,7 @@ def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None
 
 
 def exit_status(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> int:
-    """Return the exit status. `tried`: placements, where they were asked for; none: there is no GPU."""
+    """Return the exit status. `tried`: None if placements were not requested, () if there is no GPU."""
     if any(finding.essential and finding.verdict is Verdict.FAIL for finding in findings):
         return EXIT_FAILED
     if tried is not None and not tried:

@@ -1,4 +1,4 @@
-"""The run directory: sockets and locks are there."""
+"""The run directory, which holds sockets and locks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Whether this user could run a daemon there, and what the sockets let whom do."""
+    """Check whether this user can run a daemon there, and who may use the sockets."""
     path = Path(node.config.node.run_dir)
     if not _exists(path):
         yield from _absent(path)

@@ -12,7 +12,7 @@ from kvxferd.config import Config, load_config
 from kvxferd.doctor.finding import Check, CheckContext, Finding, fail
 from kvxferd.errors import ConfigError, KvxferdError
 
-# The module of each check in `kvxferd.doctor`, in the order of the report. A check may find several things.
+# The module of each check, in the order of the report. A check may yield several findings.
 CHECKS = {
     "software": "software",
     "kernel": "kernel",
@@ -48,7 +48,7 @@ def select_checks(names: tuple[str, ...]) -> list[tuple[str, Check]]:
 
 
 def run_check(name: str, check: Check, node: CheckContext) -> list[Finding]:
-    """A check that fails is a finding, too: the others are wanted all the more."""
+    """Return a check's findings. An exception is a finding too, so that the other checks still run."""
     try:
         found = list(check(node))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How two processes of this node read from one another: by a copy in the kernel (CMA), or over TCP."""
+"""How processes of this node read from one another: by a copy in the kernel (CMA), or over TCP."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def _advice(node: CheckContext, reading: ReadResult) -> str:
 def _ptrace_scope() -> int:
     try:
         return int(_SCOPE.read_text())
-    except (OSError, ValueError):  # a kernel without Yama
+    except (OSError, ValueError):  # the kernel has no Yama
         return 0
 
 
 def _process_vm_errno() -> int:
-    """Copy a byte within this process the way CMA does; return 0, or the error's number."""
+    """Copy a byte within this process as CMA does; return 0 or the errno."""
     there, here = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
     local = Iovec(ctypes.addressof(here), 1)
     remote = Iovec(ctypes.addressof(there), 1)

@@ -1,4 +1,4 @@
-"""/dev/shm: UCX's queues between processes of one node are there."""
+"""/dev/shm, which holds UCX's queues between processes of one node."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvxferd.doctor.finding import CheckContext, Finding, ok, warn
 from kvxferd.tooling.output import format_bytes
 
 SHM_DIR = "/dev/shm"
-BYTES_PER_MOVER = 4 << 20  # UCX makes one file for each mover that is connected to
+BYTES_PER_MOVER = 4 << 20  # UCX makes one file for each connected mover
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Its size, what is free, and whether this user may write there."""
+    """Check its size, its free space, and whether this user may write to it."""
     place = node.environment.get("UCX_POSIX_DIR", SHM_DIR)
     needed = node.config.limits.max_ranks * BYTES_PER_MOVER
     todo = f"mount a tmpfs of {format_bytes(needed)} or more there (in a pod: an emptyDir of medium Memory)"

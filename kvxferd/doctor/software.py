@@ -1,4 +1,4 @@
-"""Versions of what is installed."""
+"""Versions of the installed software."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSTALL = "pip install 'kvxferd[daemon,nixl]' into this environment"
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Python, kvxferd, the transfer library and UCX."""
+    """Check the versions of Python, kvxferd, the transfer library and UCX."""
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
     yield ok("python", f"{platform.python_version()}, kvxferd {kvxferd.__version__}", packages=versions)
     reading = read_between(node)

@@ -1,4 +1,4 @@
-"""Reads over TCP: what is left between nodes without an RDMA card, and between users or PID namespaces."""
+"""Reads over TCP, as between nodes without an RDMA card, and between users or PID namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxferd.doctor.nixl_read_test import read_between
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Read between two processes that are allowed nothing else."""
+    """Read between two processes that may use TCP only."""
     reading = read_between(node, "tcp")
     if reading.value and reading.value["intact"] and reading.value["over_tcp"]:
         yield ok("tcp", f"{reading.value['gigabytes_per_s']:.3g} GB/s through loopback", **reading.value)

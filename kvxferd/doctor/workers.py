@@ -1,4 +1,4 @@
-"""Users and PID namespaces of registered workers: only what shares both reads the fast way."""
+"""Users and PID namespaces of registered workers: only processes that share both can use CMA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_VISIBLE = "another PID namespace, or gone"
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Ask the daemon who is registered, and the kernel where they are. Nothing where there is no daemon."""
+    """Compare the registered workers' users and namespaces; yield nothing if there is no daemon."""
     try:
         shown = msgspec.convert(node.daemon.get("/v1/status")["node"], NodeSnapshot)
     except KvxferdError:

@@ -1,4 +1,4 @@
-"""What each decode rank would read, in numbers: from the planner and the expander themselves."""
+"""The bytes and runs that each decode rank would read, computed by the planner and the expander."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
 from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
 from kvxferd.plan.plan import BlockGeometry, GroupRead
 
-REQUEST_TOKENS = 1000  # of the request that is reckoned with
-# Runs are counted over whole blocks of both sides where that is no more than so many tokens, and over
-# fewer than TOKENS where they would be so many: 16 MiB of arrays, a tenth of a second.
+REQUEST_TOKENS = 1000  # tokens of the example request
+# Runs are counted over whole blocks of both sides if those have at most MAX_SAMPLE_TOKENS tokens, and over
+# fewer than REQUEST_TOKENS if there would be more than MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
 MAX_SAMPLE_TOKENS = 8192
 MAX_SAMPLE_RUNS = 1 << 19
 
 
 class Refusal(NamedTuple):
-    """Why nothing can be read: a fact that the engines state differently, or what nobody holds."""
+    """Why nothing can be read: a fact that differs between the engines, or a part that no rank holds."""
 
     field: str
     prefill: object
@@ -36,10 +36,10 @@ class Refusal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RankRead:
-    """What one decode rank reads from one prefill rank, of one kind, for a request of 1,000 tokens.
+    """The read of one decode rank from one prefill rank, of one kind, for a request of 1,000 tokens.
 
-    Attention moves in proportion to the tokens, of a sliding window at most its own; a state moves
-    once. `num_runs` is for block ids that are nowhere neighbours, `fewest_runs` for ids in a row.
+    Attention moves in proportion to the tokens, a sliding window at most its own tokens; a state moves
+    once. `num_runs` is for block ids without neighbours, `fewest_runs` for consecutive ids.
     """
 
     source: Rank
@@ -53,13 +53,13 @@ class RankRead:
 
     @property
     def mean_run_bytes(self) -> float:
-        """Bytes of a run, block ids being scattered."""
+        """The mean bytes of a run, for scattered block ids."""
         return self.num_bytes / self.num_runs
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRankReads:
-    """Everything that one decode rank reads."""
+    """All reads of one decode rank."""
 
     rank: Rank
     layers: tuple[int, int]
@@ -68,12 +68,12 @@ class DecodeRankReads:
 
     @property
     def num_bytes(self) -> int:
-        """Of a request of 1,000 tokens."""
+        """The bytes of a request of 1,000 tokens."""
         return sum(read.num_bytes for read in self.reads)
 
     @property
     def num_runs(self) -> int:
-        """Of a request of 1,000 tokens."""
+        """The runs of a request of 1,000 tokens."""
         return sum(read.num_runs for read in self.reads)
 
     def sources(self, kind: GroupKind) -> list[Rank]:
@@ -83,7 +83,7 @@ class DecodeRankReads:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What would happen between two engines: `ranks`, or why not: `refused`."""
+    """The reads between two engines by rank, or the reasons why there are none in `refused`."""
 
     prefill: EngineDescription
     decode: EngineDescription
@@ -93,11 +93,11 @@ class Explanation:
 
     @property
     def num_bytes(self) -> int:
-        """Of a request of 1,000 tokens, into all decode ranks."""
+        """The bytes of a request of 1,000 tokens, into all decode ranks."""
         return sum(rank.num_bytes for rank in self.ranks)
 
     def bytes_by_source(self) -> dict[Rank, int]:
-        """Return the bytes that each prefill rank gives away, 0 where it is not read."""
+        """Return the bytes read from each prefill rank, 0 if it is not read."""
         given = dict.fromkeys(sorted(self.prefill.ranks), 0)
         for rank in self.ranks:
             for read in rank.reads:
@@ -106,7 +106,7 @@ class Explanation:
 
 
 def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Explanation:
-    """Return what every rank of `decode` would read from `prefill`, or why it cannot."""
+    """Return the reads of every rank of `decode` from `prefill`, or the reasons why it cannot read."""
     remote = prefill.layouts()
     ranks: list[DecodeRankReads] = []
     refused: dict[Refusal, None] = {}  # in order, each once
@@ -126,7 +126,7 @@ def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Expla
 def _refusals(
     prefill: EngineDescription, decode: EngineDescription, rank: Rank, error: PlanError
 ) -> Iterator[Refusal]:
-    """Yield every difference that one decode rank meets, else what the planner says."""
+    """Yield every difference for one decode rank, else the planner's error."""
     spec, layout = decode.ranks[rank]
     differences = find_differences(spec, layout, prefill.spec, prefill.layouts())
     for difference in differences:
@@ -142,12 +142,14 @@ def _refusals(
 def _reads(plan: Plan) -> Iterator[RankRead]:
     """Yield a plan's reads, source by source, attention before state."""
     for read in plan_reads(plan):
-        lanes = [
-            lane for lane in plan.group_reads if (lane.rank, lane.local.kind) == (read.source, read.kind)
+        group_reads = [
+            group_read
+            for group_read in plan.group_reads
+            if (group_read.rank, group_read.local.kind) == (read.source, read.kind)
         ]
         num_bytes = scattered = in_a_row = 0.0
         sentences: dict[str, None] = {}
-        for tokens, alike in _by_tokens(lanes).items():
+        for tokens, alike in _by_tokens(group_reads).items():
             part = msgspec.structs.replace(plan, group_reads=tuple(alike))
             (whole,) = plan_reads(part)
             size = whole.bytes_per_token * tokens + whole.bytes_per_state
@@ -168,22 +170,27 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
         )
 
 
-def _by_tokens(lanes: list[GroupRead]) -> dict[int, list[GroupRead]]:
-    """Return lanes by how many of the request's tokens they move: a sliding window only its own."""
+def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:
+    """Return the group reads by how many of the request's tokens they move: a sliding window only its own."""
     found: dict[int, list[GroupRead]] = {}
-    for lane in lanes:
-        window = lane.local.sliding_window
-        found.setdefault(REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window), []).append(lane)
+    for group_read in group_reads:
+        window = group_read.local.sliding_window
+        found.setdefault(REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window), []).append(
+            group_read
+        )
     return found
 
 
 def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
-    """Return the run lengths of a request whose ids are apart on both sides, and of one with ids in a row.
+    """Return the run lengths of a request with scattered ids on both sides, and of one with consecutive ids.
 
-    Ids that are apart merge nothing, so a sample of a few blocks tells as much as a whole request.
+    Scattered ids merge nothing, so a sample of a few blocks is as good as a whole request.
     """
     spans = [
-        side.id_tokens for lane in plan.group_reads for side in (lane.local, lane.remote) if side.id_tokens
+        side.id_tokens
+        for group_read in plan.group_reads
+        for side in (group_read.local, group_read.remote)
+        if side.id_tokens
     ]
     step = math.lcm(*spans) if spans else 1
     if step > MAX_SAMPLE_TOKENS:
@@ -195,11 +202,19 @@ def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
 
 def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     """Return the run lengths of a request whose ids are `stride` apart on both sides."""
-    local = {lane.local.group: _sample_block_ids(lane.local, tokens, stride) for lane in plan.group_reads}
-    remote = {lane.remote.group: _sample_block_ids(lane.remote, tokens, stride) for lane in plan.group_reads}
-    mine = dict.fromkeys((s.local.region for lane in plan.group_reads for s in lane.patterns), 0)
-    theirs = dict.fromkeys((s.remote.region for lane in plan.group_reads for s in lane.patterns), 0)
-    bases = {lane.rank: theirs for lane in plan.group_reads}
+    local = {
+        group_read.local.group: _sample_block_ids(group_read.local, tokens, stride)
+        for group_read in plan.group_reads
+    }
+    remote = {
+        group_read.remote.group: _sample_block_ids(group_read.remote, tokens, stride)
+        for group_read in plan.group_reads
+    }
+    mine = dict.fromkeys((s.local.region for group_read in plan.group_reads for s in group_read.patterns), 0)
+    theirs = dict.fromkeys(
+        (s.remote.region for group_read in plan.group_reads for s in group_read.patterns), 0
+    )
+    bases = {group_read.rank: theirs for group_read in plan.group_reads}
     parts = Expander(plan).parts(local, remote, tokens, mine, bases)
     return np.concatenate([runs.length for part in parts for runs in part.values()])
 
@@ -212,9 +227,12 @@ def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBl
 
 
 def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:
-    """Yield what is possible and still worth knowing."""
-    lanes = [lane for rank in ranks for lane in rank.plan.group_reads]
-    pairs = {(lane.local.group, lane.local.sliding_window, lane.remote.sliding_window) for lane in lanes}
+    """Yield notes on what can be read and may still surprise."""
+    group_reads = [group_read for rank in ranks for group_read in rank.plan.group_reads]
+    pairs = {
+        (group_read.local.group, group_read.local.sliding_window, group_read.remote.sliding_window)
+        for group_read in group_reads
+    }
     for group, mine, theirs in sorted(pairs, key=str):
         if theirs is not None and (mine is None or mine > theirs):
             wanted = "all tokens" if mine is None else f"the last {mine:,} tokens"
@@ -222,9 +240,11 @@ def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:
                 f"decode group {group!r} needs {wanted} and prefill keeps the last {theirs:,} only: longer "
                 "requests are refused (tokens-not-published) unless prefill still holds them"
             )
-    if any(lane.local.sliding_window is not None for lane in lanes):
-        windows = sorted({lane.local.sliding_window for lane in lanes if lane.local.sliding_window})
+    if any(group_read.local.sliding_window is not None for group_read in group_reads):
+        windows = sorted(
+            {group_read.local.sliding_window for group_read in group_reads if group_read.local.sliding_window}
+        )
         listed = ", ".join(f"{window:,}" for window in windows)
         yield f"sliding windows: of those layers only the last {listed} tokens move"
-    if any(lane.local.kind is GroupKind.STATE for lane in lanes):
+    if any(group_read.local.kind is GroupKind.STATE for group_read in group_reads):
         yield "states move once per request, whatever its length"

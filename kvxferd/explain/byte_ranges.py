@@ -17,7 +17,7 @@ _BLOCK_0 = pack_ids([0])
 
 
 class ByteRanges(NamedTuple):
-    """One component of one layer from one prefill rank: what block 0 of decode takes from block 0 of prefill.
+    """The ranges of one component of one layer that decode's block 0 reads from block 0 of a prefill rank.
 
     Offsets are bytes in the regions. Every further block lies one stride further on each side.
     """
@@ -35,14 +35,14 @@ class ByteRanges(NamedTuple):
 
     @property
     def pattern(self) -> tuple[object, ...]:
-        """What layers laid out alike have in common: everything but the layer and where it begins."""
+        """The fields that layers of equal layout share: all but the layer and its offset."""
         local, remote, _ = self.runs[0]
         relative = tuple((a - local, b - remote, length) for a, b, length in self.runs)
         return (self.source, self.kind, self.component, self.units, relative, *self[5:7], *self[8:])
 
     @property
     def num_bytes(self) -> int:
-        """Of all runs."""
+        """The bytes of all runs."""
         return sum(length for _, _, length in self.runs)
 
 
@@ -50,36 +50,38 @@ def byte_ranges(reads: DecodeRankReads) -> list[ByteRanges]:
     """Return the ranges of every component that a rank reads, by source, layer and component."""
     found = [
         ranges
-        for lane in reads.plan.group_reads
-        for strip in lane.patterns
-        for ranges in _pattern_ranges(reads.plan, lane, strip)
+        for group_read in reads.plan.group_reads
+        for pattern in group_read.patterns
+        for ranges in _pattern_ranges(reads.plan, group_read, pattern)
     ]
     return sorted(found, key=lambda r: (r.source, r.layer, r.component, r.units.start))
 
 
-def _pattern_ranges(plan: Plan, lane: GroupRead, strip: StridePattern) -> Iterator[ByteRanges]:
-    """Yield the ranges of each piece of a strip: expanded by itself, so that its runs stay its own."""
-    local = {lane.local.group: PackedBlocks(_BLOCK_0)}
-    remote = {lane.remote.group: PackedBlocks(_BLOCK_0)}
-    for piece in strip.extents:
-        alone = msgspec.structs.replace(strip, extents=(piece,))
-        part = msgspec.structs.replace(plan, group_reads=(msgspec.structs.replace(lane, patterns=(alone,)),))
-        runs = Expander(part).expand(
-            local, remote, 1, {strip.local.region: 0}, {lane.rank: {strip.remote.region: 0}}
+def _pattern_ranges(plan: Plan, group_read: GroupRead, pattern: StridePattern) -> Iterator[ByteRanges]:
+    """Yield the ranges of each extent of a pattern, each expanded alone, so that its runs are not merged."""
+    local = {group_read.local.group: PackedBlocks(_BLOCK_0)}
+    remote = {group_read.remote.group: PackedBlocks(_BLOCK_0)}
+    for extent in pattern.extents:
+        alone = msgspec.structs.replace(pattern, extents=(extent,))
+        part = msgspec.structs.replace(
+            plan, group_reads=(msgspec.structs.replace(group_read, patterns=(alone,)),)
         )
-        columns = runs[lane.rank] if runs else ((), (), ())
+        runs = Expander(part).expand(
+            local, remote, 1, {pattern.local.region: 0}, {group_read.rank: {pattern.remote.region: 0}}
+        )
+        columns = runs[group_read.rank] if runs else ((), (), ())
         listed = zip(*(list(map(int, column)) for column in columns), strict=True)
         yield ByteRanges(
-            lane.rank,
-            lane.local.kind,
-            piece.layer,
-            piece.component,
-            UnitRange(piece.first_unit, piece.first_unit + strip.num_units),
-            strip.local.region,
-            strip.remote.region,
+            group_read.rank,
+            group_read.local.kind,
+            extent.layer,
+            extent.component,
+            UnitRange(extent.first_unit, extent.first_unit + pattern.num_units),
+            pattern.local.region,
+            pattern.remote.region,
             tuple(listed),
-            strip.local.block,
-            strip.remote.block,
+            pattern.local.block,
+            pattern.remote.block,
         )
 
 
@@ -93,7 +95,7 @@ class LayersInStep(NamedTuple):
 
 
 def group_layers_in_step(ranges: list[ByteRanges]) -> list[LayersInStep]:
-    """Return the ranges with layers in equal steps together, in the order in which they come first."""
+    """Return the ranges with layers in equal steps grouped, in the order of their first layer."""
     found: dict[tuple[object, ...], list[LayersInStep]] = {}
     for item in ranges:
         last = found.setdefault(item.pattern, [])
@@ -105,7 +107,7 @@ def group_layers_in_step(ranges: list[ByteRanges]) -> list[LayersInStep]:
 
 
 def _extended(alike: LayersInStep, item: ByteRanges) -> LayersInStep | None:
-    """Return the layers with one more, if it follows in step."""
+    """Return the group with one more layer, or None if that does not follow in step."""
     count = len(alike.layers)
     steps = tuple(item.runs[0][side] - alike.first.runs[0][side] for side in (0, 1))
     if any(step % count for step in steps):

@@ -1,4 +1,4 @@
-"""What a user may write for an engine: a preset with keys, a file, or one that is live in the daemon."""
+"""Parses an engine argument: a preset with keys, a file, or an engine that is registered in the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import check_engine
 from kvxferd.tooling.control_client import ControlClient
 
-# dtypes that keys and values are cached in, and their bytes.
+# The dtypes of cached keys and values, and their bytes.
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 _DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
@@ -44,7 +44,7 @@ _USAGE = (
 
 @dataclasses.dataclass(frozen=True)
 class EngineDescription:
-    """One described engine: every rank of it, checked."""
+    """One described engine, with every rank checked."""
 
     label: str  # as the user wrote it
     ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]
@@ -55,19 +55,19 @@ class EngineDescription:
         return self.ranks[min(self.ranks)][0]
 
     def layouts(self) -> dict[Rank, RankLayout]:
-        """Every rank's layout."""
+        """Return every rank's layout."""
         return {rank: layout for rank, (_, layout) in self.ranks.items()}
 
 
 class _RankForm(msgspec.Struct, forbid_unknown_fields=True):
-    """One rank in a file, and in what the daemon answers."""
+    """One rank in a file, and in the daemon's response."""
 
     spec: EngineSpec
     layout: RankLayout
 
 
 class _ModelForm(msgspec.Struct, forbid_unknown_fields=True):
-    """A model of plain attention that no preset knows."""
+    """A model of plain attention that is not a preset."""
 
     name: str
     num_layers: int
@@ -77,10 +77,10 @@ class _ModelForm(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescription:
-    """Return the engine that `text` describes, every rank valid and the ranks complete.
+    """Return the engine that `text` describes, with every rank present and valid.
 
-    `daemon` is asked for only where the text begins with "@". Raises ConfigError naming what is
-    wrong with the description, and KvxferdError where the daemon does not answer.
+    `daemon` is called only if the text begins with "@". Raises ConfigError that names what is
+    wrong with the description, and KvxferdError if the daemon does not respond.
     """
     if text.startswith("@"):
         ranks = _from_daemon(text[1:], daemon())
@@ -113,7 +113,7 @@ def _from_keys(text: str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
 
 
 def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    """Return a model's deployment by keys, whose values are text or what a file has."""
+    """Return a model's deployment by keys, whose values are text or values of a file."""
     chosen: dict[str, Any] = {}
     for key, value in keys.items():
         if key not in (*_INTEGER_KEYS, *_TEXT_KEYS):
@@ -144,7 +144,7 @@ def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple
 
 
 def _parse_integer(key: str, value: Any) -> Any:
-    """Return a whole number; of num_blocks also a table of them by group."""
+    """Return a whole number; for num_blocks also a table of numbers by group."""
     if key == "num_blocks" and isinstance(value, Mapping):
         return {group: _parse_integer(f"num_blocks.{group}", count) for group, count in value.items()}
     try:
@@ -177,7 +177,7 @@ def _from_file(path: Path) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
 
 
 def _from_content(name: str, content: dict[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    """Return what one of the three forms of a file says; see docs/reference/explain.md."""
+    """Return the ranks of a file in one of its three forms; see docs/reference/explain.md."""
     forms = [form for form in ("preset", "model", "ranks") if form in content]
     if len(forms) != 1:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _plain_model(form: _ModelForm) -> ModelFacts:
 
 
 def _all_ranks(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    """Return the ranks by their places; refuses an engine that lacks some."""
+    """Return the listed ranks by rank. Raises ConfigError if some are missing."""
     ranks = {form.spec.rank: (form.spec, form.layout) for form in listed}
     if not ranks:
         raise ConfigError(f"cannot use {name!r}: it lists no rank")

@@ -1,4 +1,4 @@
-"""Ranks, layers and units as people write them; shared by the text and the picture."""
+"""Ranks, layers and units as text, for the text and the SVG report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvxferd.tooling.output import format_bytes
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Return whole numbers as ranges, both ends included: ``0-3, 7``. Many ranges end in their count."""
+    """Return whole numbers as ranges, both ends included: ``0-3, 7``; many ranges end in their count."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:
@@ -30,7 +30,7 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def format_layers(layers: Iterable[int]) -> str:
-    """Return layers for a small place: ``L0-39``, ``24 of L0-50``."""
+    """Return layers in short form: ``L0-39``, ``24 of L0-50``."""
     text = format_numbers(layers)
     count, of, rest = text.partition(" of ")
     return f"{count}{of}L{rest}" if of else f"L{text}"
@@ -46,7 +46,7 @@ def format_ranks(ranks: Sequence[Rank]) -> str:
 
 
 def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
-    """Return components with equal units together: ``k v heads 0-3``."""
+    """Return units, with components of equal units together: ``k v heads 0-3``."""
     together: dict[str, list[str]] = {}
     for name, held in units.items():
         together.setdefault(_format_held(held), []).append(name)
@@ -54,7 +54,7 @@ def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
 
 
 def format_heads(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
-    """Return the heads read (h), or state heads (s); "latent" where there is nothing to divide."""
+    """Return the heads (h) or state heads (s) that are read; "latent" if there is nothing to divide."""
     for name, mark in (("k", "h"), ("v", "h"), ("kv", "h"), ("ssm", "s")):
         if name in units:
             return mark + _format_held(units[name])
@@ -97,11 +97,11 @@ def format_engine(engine: EngineDescription) -> str:
 
 
 def format_load(explanation: Explanation) -> str:
-    """Return which prefill rank gives most, and which give nothing."""
+    """Return which prefill rank is read most, and which are not read."""
     served = explanation.bytes_by_source()
     idle = [rank for rank, given in served.items() if not given]
     busiest = max(served, key=lambda rank: served[rank])
-    told = f"the busiest prefill rank is {busiest} with {format_bytes(served[busiest])}"
+    sentence = f"the busiest prefill rank is {busiest} with {format_bytes(served[busiest])}"
     if len(set(served.values())) == 1:
-        told = f"every prefill rank gives {format_bytes(served[busiest])}"
-    return told + (f"; not read at all: {format_ranks(idle)}" if idle else "")
+        sentence = f"every prefill rank gives {format_bytes(served[busiest])}"
+    return sentence + (f"; not read at all: {format_ranks(idle)}" if idle else "")

@@ -1,4 +1,4 @@
-"""The explanation for machines: one JSON object."""
+"""The explanation as one JSON object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxferd.explain.byte_ranges import ByteRanges
 
 
 def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) -> dict[str, Any]:
-    """Return `ranks`, or `refused`; with `ranges`, those of the one rank asked for as `byte_ranges`."""
+    """Return `ranks`, or `refused`; with `ranges`, also `byte_ranges` of the requested rank."""
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
         return about | {"refused": [refusal._asdict() for refusal in explanation.refused]}

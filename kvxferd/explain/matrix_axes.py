@@ -10,7 +10,7 @@ from kvxferd.explain.formatting import format_layers, format_numbers
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, RankLayout, UnitRange
 
-# Which component speaks for a rank's share: the first of these that it holds.
+# The first of these components that a rank holds represents its share.
 _SHARE_COMPONENTS = {
     GroupKind.ATTENTION: ("k", "kv", "latent"),
     GroupKind.STATE: ("ssm", "conv.x"),
@@ -20,7 +20,7 @@ _UNIT_NAMES = {"k": "heads", "kv": "heads", "latent": "latent", "ssm": "state", 
 
 @dataclasses.dataclass(frozen=True)
 class UnitAxis:
-    """Which part of one axis of units every rank holds: what draws the staircase of shares."""
+    """The part of one axis of units that every rank holds, for the staircase of shares."""
 
     kind: GroupKind
     unit_name: str
@@ -34,7 +34,7 @@ class UnitAxis:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStage:
-    """One pipeline stage: some neighbouring ranks of the axis."""
+    """One pipeline stage: neighbouring ranks of the axis."""
 
     pp_rank: int
     first: int  # index of its first rank on the axis
@@ -43,7 +43,7 @@ class PipelineStage:
     end_layer: int
 
     def labels(self) -> tuple[str, ...]:
-        """Return what to call it, the longest first."""
+        """Return its labels, the longest first."""
         layers = range(self.start_layer, self.end_layer)
         if not layers:
             return (f"stage {self.pp_rank}: no layers", f"pp{self.pp_rank}: none", str(self.pp_rank))

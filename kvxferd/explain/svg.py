@@ -1,4 +1,4 @@
-"""A few shapes of SVG, escaped, and how wide text is about to be."""
+"""A few SVG shapes, escaped, and an estimate of the width of text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
-# Of the fonts above the widest takes 0.6 em a character on average.
+# The widest of the fonts above takes 0.6 em per character on average.
 CHARACTER_EM = 0.58
 
 INK, FAINT, RULE, PAPER, ALARM = "#1b2430", "#5b6675", "#d5dae1", "#ffffff", "#b42318"
@@ -26,22 +26,22 @@ def shade(scale: Scale, fraction: float) -> str:
 
 
 def escape_xml(text: str) -> str:
-    """Return text that XML can hold: no control characters."""
+    """Return text escaped for XML, without control characters."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 def text_width(text: str, size: float) -> float:
-    """Return about how wide text will be, in pixels."""
+    """Return the estimated width of text, in pixels."""
     return len(text) * size * CHARACTER_EM
 
 
 def longest_fitting(variants: Sequence[str], width: float, size: float) -> str:
-    """Return the first of the variants, longest first, that fits; "" if none does."""
+    """Return the first variant that fits, of variants in order of length, longest first; "" if none does."""
     return next((text for text in variants if text_width(text, size) <= width), "")
 
 
 class Canvas:
-    """Shapes in the order in which they are drawn, and how far they reach."""
+    """Shapes in drawing order, and their extent."""
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
@@ -50,7 +50,7 @@ class Canvas:
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, title: str = "", edge: str = ""
     ) -> None:
-        """Draw a rectangle; `title` is what a viewer shows when pointed at."""
+        """Draw a rectangle; `title` is its tooltip."""
         stroke = f' stroke="{edge}"' if edge else ""
         inside = f"<title>{escape_xml(title)}</title>" if title else ""
         self._shapes.append(
@@ -90,14 +90,14 @@ class Canvas:
     def paragraph(
         self, x: float, y: float, text: str, *, width: float, size: float = 12, fill: str = INK
     ) -> float:
-        """Draw wrapped text from baseline `y` on; returns the baseline of the line after it."""
+        """Draw wrapped text from baseline `y` on; return the baseline of the line after it."""
         lines = textwrap.wrap(text, max(20, int(width / (size * CHARACTER_EM)))) or [""]
         for number, line in enumerate(lines):
             self.text(x, y + number * size * 1.4, line, size=size, fill=fill)
         return y + len(lines) * size * 1.4
 
     def to_svg(self, title: str, margin: float) -> str:
-        """Return the document, as large as what is drawn and a margin."""
+        """Return the document, as large as the shapes and a margin."""
         width, height = self._right + margin, self._bottom + margin
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'

@@ -1,4 +1,4 @@
-"""The explanation as a picture: decode ranks against prefill ranks, coloured by bytes."""
+"""The explanation as SVG: decode ranks against prefill ranks, coloured by bytes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from kvxferd.tooling.output import format_bytes
 
 MARGIN = 28.0
 SCALES: dict[GroupKind, Scale] = {GroupKind.ATTENTION: BLUE, GroupKind.STATE: ORANGE}
-AXIS_SIZE = 46.0  # pixels of a staircase of shares
-STAGE_BAND = 24.0  # of a stage's band above the matrix
-STAGE_SIDE_BAND = 118.0  # beside it
-MAX_BAR = 150.0  # of the longest bar
+AXIS_SIZE = 46.0  # pixels for the staircase of shares
+STAGE_BAND = 24.0  # height of a stage's band above the matrix
+STAGE_SIDE_BAND = 118.0  # width of a stage's band beside the matrix
+MAX_BAR = 150.0  # length of the longest bar
 NOT_READ = "#f4f5f7"
-MAX_SENTENCES = 4  # on runs
+MAX_SENTENCES = 4  # sentences on runs
 # (ranks along one side, a cell's width if they are columns, its height if they are rows)
 _CELLS = ((4, 128.0, 58.0), (8, 104.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
-_MIN_CELL = (9.0, 12.0)  # beyond those; the picture grows
+_MIN_CELL = (9.0, 12.0)  # for more ranks; the picture grows
 
 
 def draw_svg(explanation: Explanation) -> str:
-    """Return an SVG document: the matrix, or what is refused."""
+    """Return an SVG document: the matrix, or the refusals."""
     canvas = Canvas()
     y = _heading(canvas, explanation)
     if explanation.refused:
@@ -54,7 +54,7 @@ def draw_svg(explanation: Explanation) -> str:
 
 
 def _heading(canvas: Canvas, explanation: Explanation) -> float:
-    """Draw the title and who the two engines are; returns where to go on."""
+    """Draw the title and the two engines; return the y below them."""
     y = MARGIN + 16
     if explanation.refused:
         canvas.text(MARGIN, y, "Refused: decode cannot read prefill", size=22, fill=ALARM, bold=True)
@@ -63,12 +63,12 @@ def _heading(canvas: Canvas, explanation: Explanation) -> float:
         runs = sum(rank.num_runs for rank in explanation.ranks)
         canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
         y += 24
-        told = (
+        sentence = (
             f"A request of {REQUEST_TOKENS:,} tokens moves {format_bytes(explanation.num_bytes)} in "
             f"{reads:,} read{'s' * (reads != 1)}: "
             f"{runs:,} runs of {format_bytes(explanation.num_bytes / max(1, runs))} on average"
         )
-        canvas.text(MARGIN, y, told, size=14)
+        canvas.text(MARGIN, y, sentence, size=14)
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
         y += 20
         canvas.text(MARGIN, y, role, size=12, bold=True)
@@ -77,7 +77,7 @@ def _heading(canvas: Canvas, explanation: Explanation) -> float:
 
 
 class _ReadMatrix:
-    """The matrix with everything around it; positions are worked out once."""
+    """The matrix with everything around it; positions are computed once."""
 
     def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
         self.canvas = canvas
@@ -143,7 +143,7 @@ class _ReadMatrix:
             y += AXIS_SIZE
 
     def _draw_axis_name(self, track: UnitAxis, x: float, y: float) -> None:
-        """Draw what the ends of a staircase mean: its first unit above, its last below."""
+        """Label the ends of a staircase: its first unit above, its last below."""
         ends = (
             (f"{track.unit_name} 0", str(track.total - 1))
             if track.total > 1
@@ -153,7 +153,7 @@ class _ReadMatrix:
             self.canvas.text(x, y + offset, text, size=10, fill=FAINT, anchor="end")
 
     def _draw_column_share(self, track: UnitAxis, rank: Rank, x: float, y: float) -> None:
-        """Draw which part of the units a prefill rank holds: a step of the staircase."""
+        """Draw the part of the units that a prefill rank holds: a step of the staircase."""
         height = AXIS_SIZE - 6
         self.canvas.rect(x + 1, y, self.width - 2, height, NOT_READ)
         fill = shade(SCALES[track.kind], 0.45)
@@ -208,7 +208,7 @@ class _ReadMatrix:
                         self._cell(row.rank, read, x + 1, y + 1 + number * part, part)
 
     def _cell(self, rank: Rank, read: RankRead, x: float, y: float, height: float) -> None:
-        """Draw one read; it says its layers and heads as far as there is room."""
+        """Draw one read, with its layers and heads as far as there is room."""
         fraction = 0.12 + 0.88 * read.num_bytes / self.most[read.kind]
         title = (
             f"decode {rank} reads prefill {read.source} for {read.kind.value}: layers "
@@ -247,7 +247,7 @@ class _ReadMatrix:
             )
 
     def _stage_lines(self) -> None:
-        """Set the stages apart."""
+        """Draw the lines between stages."""
         for stage in pipeline_stages(self.explanation.prefill)[1:]:
             x = self.left + stage.first * self.width
             self.canvas.line(x, self.top - 4, x, self.bottom + 4, INK, 1.5)
@@ -258,7 +258,7 @@ class _ReadMatrix:
     # --- beside and below it
 
     def _row_bars(self) -> None:
-        """Draw how much each decode rank reads."""
+        """Draw bars of the bytes that each decode rank reads."""
         most = max((row.num_bytes for row in self.rows), default=0) or 1
         x = self.right + 18
         self.canvas.text(x, self.top - 8, "each decode rank reads", size=12, bold=True)
@@ -272,13 +272,13 @@ class _ReadMatrix:
                 self.canvas.rect(at, y + inset, width, self.height - 2 * inset, shade(SCALES[kind], 0.6))
                 at += width
             ranks = len({read.source for read in row.reads})
-            told = (
+            sentence = (
                 f"{format_bytes(row.num_bytes)} from {ranks} rank{'s' * (ranks != 1)}, {row.num_runs:,} runs"
             )
-            self.canvas.text(x + MAX_BAR + 8, y + self.height / 2 + size * 0.35, told, size=size)
+            self.canvas.text(x + MAX_BAR + 8, y + self.height / 2 + size * 0.35, sentence, size=size)
 
     def _column_bars(self, y: float) -> float:
-        """Draw how much each prefill rank gives; returns where to go on."""
+        """Draw bars of the bytes read from each prefill rank; return the y below them."""
         served = self.explanation.bytes_by_source()
         most = max(served.values()) or 1
         height = 44.0
@@ -299,40 +299,40 @@ class _ReadMatrix:
         return y + height + 18
 
     def _legend(self, y: float) -> float:
-        """Draw what the colours mean; returns where to go on."""
+        """Draw the legend of the colours; return the y below it."""
         self.canvas.rect(MARGIN, y, 18, 14, NOT_READ, edge=RULE)
         self.canvas.text(MARGIN + 24, y + 11, "not read", size=12)
         x = MARGIN + 100
         for kind in self.kinds:
             for step in range(10):
                 self.canvas.rect(x + step * 14, y, 14.5, 14, shade(SCALES[kind], 0.12 + 0.88 * step / 9))
-            told = f"{kind.value}: up to {format_bytes(self.most[kind])} a read"
-            self.canvas.text(x + 148, y + 11, told, size=12)
-            x += 164 + text_width(told, 12)
+            sentence = f"{kind.value}: up to {format_bytes(self.most[kind])} a read"
+            self.canvas.text(x + 148, y + 11, sentence, size=12)
+            x += 164 + text_width(sentence, 12)
         y += 30
-        told = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads. "
-        told += "The steps along the edges show which part of the heads a rank holds."
+        sentence = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads. "
+        sentence += "The steps along the edges show which part of the heads a rank holds."
         if len(self.kinds) > 1:
-            told += " The upper part of a cell is attention, the lower part state (once per request)."
-        return self.canvas.paragraph(MARGIN, y + 4, told, width=self._text_width, fill=FAINT)
+            sentence += " The upper part of a cell is attention, the lower part state (once per request)."
+        return self.canvas.paragraph(MARGIN, y + 4, sentence, width=self._text_width, fill=FAINT)
 
     def _draw_notes(self, y: float) -> None:
-        """Draw what merges, and the notes."""
+        """Draw the sentences on runs, and the notes."""
         found = list(dict.fromkeys(f"{r.kind.value}: {r.merges}" for rank in self.rows for r in rank.reads))
-        told = found[:MAX_SENTENCES]
+        shown = found[:MAX_SENTENCES]
         if len(found) > MAX_SENTENCES:
-            told.append(f"{len(found) - MAX_SENTENCES} more kinds of runs: see the text or --json")
-        for sentence in [*told, *self.explanation.notes, format_load(self.explanation)]:
+            shown.append(f"{len(found) - MAX_SENTENCES} more kinds of runs: see the text or --json")
+        for sentence in [*shown, *self.explanation.notes, format_load(self.explanation)]:
             y = self.canvas.paragraph(MARGIN, y, sentence, width=self._text_width)
 
     @property
     def _text_width(self) -> float:
-        """How wide sentences may be."""
+        """Return the width for sentences."""
         return max(760.0, self.right - MARGIN + MAX_BAR)
 
 
 class _Refusals:
-    """What is refused, field by field with both values."""
+    """The refusals, each field with both values."""
 
     COLUMNS = (("field", 190.0), ("prefill", 210.0), ("decode", 210.0), ("why", 420.0))
 

@@ -1,4 +1,4 @@
-"""The explanation for people: a matrix of ranks, a table of reads, what merges, or what is refused."""
+"""The explanation as text: a matrix of ranks, a table of reads, sentences on runs, or the refusals."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvxferd.layout import GroupKind
 from kvxferd.tooling.output import format_bytes, plain_text
 
 SHADES = " ░▒▓█"
-# Layers that lie in no equal steps take a row each.
+# Layers that are not in equal steps take a row each.
 MAX_RANGES = 48
 
 
 def print_explanation(console: Console, explanation: Explanation) -> None:
-    """Print everything but byte ranges."""
+    """Print everything except byte ranges."""
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
         console.print(plain_text(f"{role:8}{engine.label}: {format_engine(engine)}"), soft_wrap=True)
     console.print()
@@ -36,8 +36,8 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
     for note in explanation.notes:
         console.print(plain_text(f"note: {note}"), soft_wrap=True)
-    told = f"in all {format_bytes(explanation.num_bytes)}; {format_load(explanation)}"
-    console.print(plain_text(told), soft_wrap=True)
+    sentence = f"in all {format_bytes(explanation.num_bytes)}; {format_load(explanation)}"
+    console.print(plain_text(sentence), soft_wrap=True)
 
 
 def _print_refused(console: Console, explanation: Explanation) -> None:
@@ -67,7 +67,7 @@ def _print_matrix(console: Console, explanation: Explanation) -> None:
 
 
 def _shade(size: float, most: float) -> str:
-    """Return a character for a size; anything that is read at all shows."""
+    """Return a character for a size, visible for every size above 0."""
     if not size:
         return "·"
     return SHADES[max(1, round(size / most * (len(SHADES) - 1)))]
@@ -101,7 +101,7 @@ def _bytes_from(rank: DecodeRankReads, source: Rank) -> int:
 
 
 def _reads_table(explanation: Explanation) -> Table:
-    """One row per read, and one per decode rank that has several."""
+    """Return a table with one row per read, and one per decode rank that has several."""
     table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
     for head in ("decode", "prefill", "for", "layers", "what"):
         table.add_column(head)
@@ -117,7 +117,7 @@ def _reads_table(explanation: Explanation) -> Table:
 
 
 def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
-    """Return a decode rank's own row: whom it reads, and how much in all."""
+    """Return a decode rank's own row: which ranks it reads, and how much in all."""
     attention, state = (format_ranks(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
     if not rank.reads:
         return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0")
@@ -150,7 +150,7 @@ def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
 
 
 def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
-    """Return what is said of runs, and of how many reads."""
+    """Return each sentence on runs, with the number of reads that it applies to."""
     found: dict[str, int] = {}
     for rank in explanation.ranks:
         for read in rank.reads:

@@ -1,4 +1,4 @@
-"""What verbs that run other processes share: several things at once, signals, a directory of their own."""
+"""Concurrent tasks and signals for tools that run child processes, and a work directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# sockaddr_un holds 107 bytes; below a longer one the sockets would not fit.
+# sockaddr_un holds 107 bytes; sockets in a longer directory would not fit.
 MAX_TEMP_PATH = 60
 
 
@@ -23,7 +23,7 @@ def make_work_directory(prefix: str) -> Path:
 
 
 async def gather_or_cancel(*awaitables: Awaitable[T]) -> list[T]:
-    """Await all at once; the first that raises ends the others."""
+    """Await all concurrently; the first exception cancels the others."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
@@ -32,23 +32,23 @@ async def gather_or_cancel(*awaitables: Awaitable[T]) -> list[T]:
 
 
 async def run_until_signal(work: Awaitable[T]) -> T:
-    """Return what `work` does; SIGTERM and SIGHUP end it as Ctrl-C does: KeyboardInterrupt.
+    """Return the result of `work`. SIGTERM and SIGHUP end it as Ctrl-C does, with KeyboardInterrupt.
 
-    Only the first signal counts: a second one (`timeout` sends two) would cut the clean-up short,
+    Only the first signal counts: a second one (`timeout` sends two) would interrupt the clean-up,
     which ends by itself.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
-    told = False
+    is_cancelled = False
 
     def on_signal() -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal is_cancelled
+        if not is_cancelled:
+            is_cancelled = True
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError, RuntimeError):  # not the main thread: a test, say
+        with suppress(ValueError, RuntimeError):  # not the main thread, as in a test
             loop.add_signal_handler(number, on_signal)
     try:
         return await task

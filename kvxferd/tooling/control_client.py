@@ -1,4 +1,4 @@
-"""How a verb asks the daemon on this node: HTTP over `control.sock`."""
+"""A client of the daemon's control socket: HTTP over `control.sock`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvxferd.errors import Code, KvxferdError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The daemon answers from memory; one that does not is stuck.
+# The daemon responds from memory; one that does not in this time is stuck.
 RESPONSE_TIMEOUT_S = 10.0
 
 
@@ -30,19 +30,19 @@ class ControlClient:
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> Any:
-        """Return the answer, decoded. Raises KvxferdError where there is none or it is a refusal."""
+        """Return the decoded response. Raises KvxferdError for a refusal, and if there is no response."""
         status, value = self.request("GET", path)
         return _value_or_raise(status, value)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False) -> Any:
-        """As `get`, for what changes something. `waits`: the answer may take as long as it takes."""
+        """As `get`, for a request that changes something. With `wait_forever` there is no timeout."""
         status, value = self.request("POST", path, body, wait_forever)
         return _value_or_raise(status, value)
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
     ) -> tuple[int, Any]:
-        """Return the answer's status and its JSON. Raises KvxferdError where there is none."""
+        """Return the response's status and its JSON. Raises KvxferdError if there is no response."""
         connection = _UnixConnection(self.socket_path, None if wait_forever else self._timeout_s)
         try:
             connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
@@ -81,7 +81,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def with_control_client(verb: F) -> F:
-    """Give a verb the options that name a daemon, and that daemon as its first argument."""
+    """Add the options that name a daemon, and pass its client as the verb's first argument."""
 
     @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
     @click.option(
@@ -90,14 +90,14 @@ def with_control_client(verb: F) -> F:
         metavar="FILE",
         type=click.Path(path_type=Path),
         envvar=CONFIG_PATH_VARIABLE,
-        help="The daemon's configuration, to take the socket from.",
+        help="The daemon's configuration file, which names the socket.",
     )
     @functools.wraps(verb)
-    def asking(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
+    def run_verb(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
         path = socket_path or load_config(config_path, os.environ, {}).control.socket
         return verb(ControlClient(path), **options)
 
-    return asking  # type: ignore[return-value]
+    return run_verb  # type: ignore[return-value]
 
 
 def _value_or_raise(status: int, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A process that goes when its parent goes, however that ends."""
+"""A process that ends when its parent ends, however that happens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
-    """Have this process sent a signal when its parent dies. Raises OSError."""
+    """Have the kernel send this process a signal when its parent dies. Raises OSError.
+
+    The kernel follows the parent's thread: start such a process on a thread that outlives it.
+    """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot tie this process to its parent")
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         raise SystemExit(0)
 
 
 def main() -> None:
-    """Run the `kvxferd` command line, tethered: `python -m kvxferd.tooling.die_with_parent serve ...`."""
+    """Run the `kvxferd` command line: `python -m kvxferd.tooling.die_with_parent serve ...`."""
     die_with_parent()
     sys.argv[0] = "kvxferd"
     import_module("kvxferd.cli").main()  # by name: this package stands below the command line

@@ -1,4 +1,4 @@
-"""Runs part of a check in a process of its own, with a deadline: what crashes or hangs ends that alone."""
+"""Runs part of a check in a child process with a deadline, so that a crash or hang ends only that."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _ERROR_CHARS = 300
 
 
 class IsolatedResult(NamedTuple):
-    """How such a process ended."""
+    """The outcome of an isolated process."""
 
-    value: Any  # what it printed last, as JSON; None: nothing
-    failure: str  # why there is no value; "" where there is one
-    stderr: str  # all that it wrote to standard error
+    value: Any  # its last line of output, decoded from JSON; None if there is none
+    failure: str  # why there is no value; "" if there is one
+    stderr: str  # everything that it wrote to standard error
 
 
 class IsolatedProcess:
-    """One process of a module, its standard output and input ours. Killed, children and all, on `end`."""
+    """One process that runs a module, with pipes to it. `finish` kills it with its children."""
 
     def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            # -P: what lies in the working directory is not imported.
+            # -P: nothing is imported from the working directory.
             [sys.executable, "-P", "-m", module, *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(environment),
-            start_new_session=True,  # so that what it starts can be killed with it
+            start_new_session=True,  # so that its children can be killed with it
         )
         self._output = b""
         self._errors = b""
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Its process id."""
         return self._process.pid
 
     def read_first_line(self, limit_s: float) -> IsolatedResult:
-        """Return the first line that it prints, while it goes on. Standard error comes with `end`."""
+        """Return the first line that it prints; it goes on running. Standard error comes with `finish`."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         import select
@@ -64,7 +64,7 @@ class IsolatedProcess:
         return IsolatedResult(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
 
     def finish(self, limit_s: float, stdin: bytes = b"") -> IsolatedResult:
-        """Say this on its standard input, close that, and wait for it to end; kill it if it does not."""
+        """Write `stdin` to its standard input, close that, and wait for its end; kill it after `limit_s`."""
         try:
             output, errors = self._process.communicate(stdin, timeout=limit_s)
             late = ""
@@ -96,7 +96,7 @@ def run_isolated(
 
 
 def _failure_reason(status: int, errors: str) -> str:
-    """Say how a process ended that had nothing to show: its own last word, or the signal that killed it."""
+    """Return why a process printed no value: its last line of standard error, or the signal."""
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in errors.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""How verbs show things: tables for people, one JSON object for machines."""
+"""Output of verbs: tables for people, one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def console() -> Console:
-    """Return where tables go: standard output."""
+    """Return a console on standard output."""
     return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 
 def print_json(value: Any) -> None:
-    """Print one object, indented."""
+    """Print one JSON object, indented."""
     click.echo(json.dumps(value, indent=2))
 
 
 def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, or one line where there are no rows. Numbers stand to the right."""
+    """Print a table, or one line if there are no rows. Numbers are right-aligned."""
     rows = [list(row) for row in rows]
     if not rows:
         console().print(f"{title}: none", highlight=False)
@@ -44,7 +44,7 @@ def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object
 
 
 def plain_text(value: object) -> Text:
-    """Return text that is shown as it is: no markup, and nothing that a terminal would obey."""
+    """Return text that is shown as it is: without markup, and without control characters."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
@@ -58,7 +58,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time with three digits: ``12.3 ms``."""
+    """Return a duration with three digits: ``12.3 ms``."""
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{seconds * scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Child processes of a verb: daemons, and processes that obey lines on standard input. None outlives it."""
+"""Child processes of a tool: daemons, and processes that reply to commands. None outlives the tool."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.control_client import ControlClient
 
-READY_TIMEOUT_S = 60.0  # a cold start on a machine that may be busy
-# A daemon that answers, and says for this long that it is not ready, has a reason that will not pass.
+READY_TIMEOUT_S = 60.0  # a cold start on a busy machine
+# A daemon that responds "not ready" for this long has a reason that will not pass.
 NOT_READY_TIMEOUT_S = 15.0
 READY_POLL_S = 0.05
-# A child keeps deadlines of its own and says so; this is for one that is stuck.
+# A child has deadlines of its own and reports them; this limit is for one that is stuck.
 REPLY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
 # A line carries references, samples or a report, never block ids.
@@ -27,7 +27,7 @@ TAIL_LINES = 12
 
 
 class DaemonProcess:
-    """A daemon in a directory of its own. `verb` is what it serves, for messages: "the demo"."""
+    """A daemon in its own directory. `tool` names its user in error messages: "the demo"."""
 
     def __init__(self, tool: str, name: str, directory: Path, process: Process) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class DaemonProcess:
         environment: Mapping[str, str] | None = None,
         peer_host: str = "127.0.0.1",
     ) -> DaemonProcess:
-        """Start it. Settings of the environment do not reach it, but for those of its movers."""
+        """Start it. Of this environment's settings only those of movers reach it."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
         environ |= {k: v for k, v in os.environ.items() if k.startswith("KVXFERD_MOVER_")}
         environ |= environment or {}
@@ -59,13 +59,13 @@ class DaemonProcess:
                 stdout=log,
                 stderr=log,
                 env=environ,
-                start_new_session=True,  # Ctrl-C is for the verb, which then stops this
+                start_new_session=True,  # Ctrl-C reaches the tool, which then stops this process
             )
         return cls(tool, name, directory, process)
 
     @property
     def pid(self) -> int:
-        """Its process; the movers' parent is a child of it."""
+        """Its process id; the forkserver is its child."""
         return self._process.pid
 
     async def wait_ready(self) -> None:
@@ -92,7 +92,7 @@ class DaemonProcess:
         )
 
     async def stop(self) -> None:
-        """Have it drain and end; kill it if it does not."""
+        """Have it drain and end; kill it after STOP_TIMEOUT_S."""
         await _stop(self._process, signal.SIGTERM)
 
     def log_tail(self) -> str:
@@ -101,7 +101,7 @@ class DaemonProcess:
 
 
 class CommandProcess:
-    """A Python module that answers each line on standard input with one on standard output."""
+    """A Python module that replies to each line on standard input with one on standard output."""
 
     def __init__(self, tool: str, name: str, log: Path, process: Process) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class CommandProcess:
         environment: Mapping[str, str] | None = None,
         flags: tuple[str, ...] = (),
     ) -> CommandProcess:
-        """Start it; it waits for its first line."""
+        """Start it; it waits for its first command."""
         path = directory / f"{name}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -135,14 +135,14 @@ class CommandProcess:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Its process id."""
         return self._process.pid
 
     async def request(self, line: bytes) -> bytes:
-        """Return its answer to a line. Raises KvxferdError if it ends, or does not answer in time."""
+        """Return its reply to a line. Raises KvxferdError if it ends, or does not reply in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(ConnectionError):  # then there is no answer either
+        with suppress(ConnectionError):  # then there is no reply either
             self._process.stdin.write(line)
             await self._process.stdin.drain()
         try:
@@ -159,12 +159,12 @@ class CommandProcess:
         return answer
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; one that has ended hears nothing."""
+        """Send a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def stop(self) -> None:
-        """Have it leave and end; kill it if it does not."""
+        """Close its standard input and wait for its end; kill it after STOP_TIMEOUT_S."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         await _stop(self._process, None)

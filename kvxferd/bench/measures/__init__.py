@@ -1,1 +1,1 @@
-"""What is measured, one thing a file."""
+"""The measures of the bench, one a file."""

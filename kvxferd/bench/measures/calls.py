@@ -27,7 +27,7 @@ MOST_IDS = 1 << 20
 
 
 class CallIds(NamedTuple):
-    """The block ids of a call: an int32 buffer, which the client copies unless it is lent."""
+    """The block ids of a call: an int32 buffer, which the client copies unless it borrows it."""
 
     num: int
     borrowed: bool
@@ -35,13 +35,13 @@ class CallIds(NamedTuple):
 
 COPIED = tuple(CallIds(count, borrowed=False) for count in (1, 1024, MANY_IDS))
 BORROWED = tuple(CallIds(count, borrowed=True) for count in (MANY_IDS, MOST_IDS))
-# A list of a million takes the daemon some time; there is not that much to see.
+# A list of a million ids takes the daemon some time, and few calls are enough.
 _LARGEST_DIVISOR = 10
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What was seen, by the ids of the call. Seconds."""
+    """The results in seconds, by the ids of the call."""
 
     rounds: int
     n: dict[CallIds, int]
@@ -52,11 +52,11 @@ class Calls:
     num_posted: int
 
 
-async def measure_calls(stage: Testbed, effort: Workload) -> Calls:
+async def measure_calls(testbed: Testbed, workload: Workload) -> Calls:
     """Measure calls of up to a million ids, and a few scattered requests of 65,536."""
     deployment = Deployment(name="ids", shape=IDS_SHAPE, layers=1, pool_blocks=MOST_IDS)
     times: dict[CallIds, list[float]] = {ids: [] for ids in (*COPIED, *BORROWED)}
-    async with stage.pair(deployment) as pair:
+    async with testbed.pair(deployment) as pair:
         cases = {
             ids: Case(deployment=deployment, lists=BlockPattern.CONTIGUOUS, blocks=ids.num) for ids in times
         }
@@ -64,18 +64,18 @@ async def measure_calls(stage: Testbed, effort: Workload) -> Calls:
             await verify_all_bytes(
                 pair, case, [KvxferdPulls(pair, is_prepared=False, is_borrowed=ids.borrowed)], 1
             )
-        for number in range(effort.rounds + 1):
+        for number in range(workload.rounds + 1):
             for ids, case in cases.items():
                 ours = KvxferdPulls(pair, is_prepared=False, is_borrowed=ids.borrowed)
                 fewer = _LARGEST_DIVISOR if ids.num == MOST_IDS else 1
-                samples = await ours.move(case, max(1, effort.calls_per_round // fewer), 1)
-                if number > 0:  # the first round is to get warm
+                samples = await ours.move(case, max(1, workload.calls_per_round // fewer), 1)
+                if number > 0:  # the first round is a warm-up
                     times[ids] += map(_call_time, samples)
         scattered = Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=MANY_IDS)
-        contenders: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
-        found = await interleave(pair, scattered, contenders, effort.rounds, 1)
+        implementations: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
+        found = await interleave(pair, scattered, implementations, workload.rounds, 1)
     return Calls(
-        rounds=effort.rounds,
+        rounds=workload.rounds,
         n={ids: len(values) for ids, values in times.items()},
         pull_p50_s={ids: percentile(values, 50) for ids, values in times.items()},
         pull_p99_s={ids: percentile(values, 99) for ids, values in times.items()},

@@ -1,4 +1,4 @@
-"""The first pull between engines whose daemons have never met, each time with new daemons."""
+"""The first pull between engines whose daemons have never connected, each time with new daemons."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ SHAPE = "llama-3-70b"
 
 @dataclass
 class FirstPull:
-    """What was seen, round by round. Seconds."""
+    """The results in seconds, round by round."""
 
     size_bytes: int
     started_s: list[float] = field(default_factory=list)  # both daemons, from nothing to ready
     registered_s: list[float] = field(default_factory=list)  # both ranks, their processes' start included
-    first_s: list[float] = field(default_factory=list)  # pull() to Delivered; the daemons have never met
+    first_s: list[float] = field(
+        default_factory=list
+    )  # pull() to Delivered; the daemons have never connected
     prepared_s: list[float] = field(default_factory=list)  # the first of two new engines, after prepare
     warm_s: list[float] = field(default_factory=list)  # the same pull again, prepared
 
     @property
     def median_s(self) -> float:
-        """Of the first pulls."""
+        """The median of the first pulls."""
         return median(self.first_s)
 
 
-async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], effort: Workload) -> FirstPull:
+async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], workload: Workload) -> FirstPull:
     """Measure first pulls of 64 MiB."""
     found = FirstPull(FIRST_BYTES)
-    for number in range(effort.first_rounds):
+    for number in range(workload.first_rounds):
         began = time.monotonic()
-        async with Testbed.open(hosts, environment, baselines=False) as stage:
+        async with Testbed.open(hosts, environment, baselines=False) as testbed:
             found.started_s.append(time.monotonic() - began)
             began = time.monotonic()
-            async with stage.pair(_deployment(f"first-{number}"), baselines=False) as pair:
+            async with testbed.pair(_deployment(f"first-{number}"), baselines=False) as pair:
                 found.registered_s.append(time.monotonic() - began)
                 await _stamp(pair, nonce := 3 * number + 1)
                 found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
-            async with stage.pair(_deployment(f"second-{number}"), baselines=False) as pair:
+            async with testbed.pair(_deployment(f"second-{number}"), baselines=False) as pair:
                 for nonce, times in enumerate((found.prepared_s, found.warm_s), 3 * number + 2):
                     await _stamp(pair, nonce)
                     times.append(
@@ -59,7 +61,7 @@ async def _stamp(pair: EnginePair, nonce: int) -> None:
 
 
 async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) -> float:
-    """Pull, have every byte compared, and return what the pull took."""
+    """Pull, compare every byte, and return how long the pull took."""
     command = protocol.PullCommand(case=_case(pair), refs=batch.refs)
     (sample,) = (await pair.sink.request(command, protocol.Moved)).samples
     await pair.release(batch)

@@ -20,12 +20,12 @@ SHAPE = "llama-3-70b"
 # A block of eight layers is 64 KiB: one block, and as many as make 2 GiB, in one pool.
 LAYERS = 8
 _SMALL_SLOTS = 8
-_FIRST_NONCE = 1 << 20  # none that was stamped before
+_FIRST_NONCE = 1 << 20  # a nonce that was not used before
 
 
 @dataclass(frozen=True)
 class HeadOfLine:
-    """What was seen. Seconds."""
+    """The results in seconds."""
 
     large_bytes: int
     large_s: float  # median, small pulls going on
@@ -39,13 +39,13 @@ class HeadOfLine:
 
 
 async def measure_head_of_line(
-    stage: Testbed, effort: Workload, lists: BlockPattern = BlockPattern.FRAGMENTED
+    testbed: Testbed, workload: Workload, lists: BlockPattern = BlockPattern.FRAGMENTED
 ) -> HeadOfLine:
-    """Measure pulls of 64 KiB alone and behind a large one, in turn."""
+    """Measure pulls of 64 KiB, alone and behind a large one, in turn."""
     sized = Deployment(name="sized", shape=SHAPE, layers=LAYERS, pool_blocks=1)
     small_blocks = blocks_for(sized, SMALL_BYTES)
     room = _SMALL_SLOTS * BLOCKS_PER_RUN * small_blocks
-    large_blocks = blocks_for(sized, effort.head_of_line_bytes)
+    large_blocks = blocks_for(sized, workload.head_of_line_bytes)
     deployment = msgspec.structs.replace(sized, name="behind", pool_blocks=room + large_blocks)
     small = Case(
         deployment=deployment, lists=BlockPattern.CONTIGUOUS, blocks=small_blocks, slots=_SMALL_SLOTS
@@ -54,28 +54,28 @@ async def measure_head_of_line(
     alone: list[float] = []
     hindered: list[float] = []
     large_s: list[float] = []
-    async with stage.pair(deployment, baselines=False) as pair:
+    async with testbed.pair(deployment, baselines=False) as pair:
         ours = KvxferdPulls(pair)
         await ours.move(large, 1, 1)  # every page is mapped
         await verify_all_bytes(pair, small, [ours], 1)
-        for nonce in range(_FIRST_NONCE, _FIRST_NONCE + effort.rounds):
+        for nonce in range(_FIRST_NONCE, _FIRST_NONCE + workload.rounds):
             await pair.source.request(protocol.Stamp(case=small, nonce=nonce), protocol.Done)
-            samples = await ours.move(small, effort.small_per_round, 1)
-            slots = min(effort.small_per_round, _SMALL_SLOTS)
+            samples = await ours.move(small, workload.small_per_round, 1)
+            slots = min(workload.small_per_round, _SMALL_SLOTS)
             await pair.require_correct(protocol.Check(case=small, nonce=nonce, slots=slots))
             alone += [sample.ended - sample.began for sample in samples]
             await pair.source.request(protocol.Stamp(case=large, nonce=nonce), protocol.Done)
-            first, *rest = await _pull_behind_large(pair, large, small, effort.head_of_line_pulls)
+            first, *rest = await _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
             await pair.require_correct(protocol.Check(case=large, nonce=nonce, slots=1))
-            # Stamping the large one put the small ones' content back: they must have brought that.
+            # Stamping the large case restored the small ones' content: they must have moved that.
             slots = min(len(rest), _SMALL_SLOTS)
             await pair.require_correct(protocol.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
             large_s.append(first.ended - first.began)
             hindered += [sample.ended - sample.began for sample in rest]
     return HeadOfLine(
-        large_bytes=effort.head_of_line_bytes,
+        large_bytes=workload.head_of_line_bytes,
         large_s=percentile(large_s, 50),
-        rounds=effort.rounds,
+        rounds=workload.rounds,
         num_alone=len(alone),
         num_behind=len(hindered),
         alone_p50_s=percentile(alone, 50),

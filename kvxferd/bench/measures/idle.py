@@ -1,4 +1,4 @@
-"""What a node costs when nothing moves: processor time and memory of its daemon and its movers."""
+"""The cost of an idle node: CPU time and memory of its daemon and its movers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, process_tree, resident_bytes
 
-# Past the time for which a source goes on polling after it was read.
+# Longer than a source goes on polling after it was read.
 SETTLE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Idle:
-    """What was seen of one node. Bytes and seconds."""
+    """The results of one node, in bytes and seconds."""
 
     ranks: int
     seconds: float
-    cpu_percent: float  # of one core: daemon, movers' parent and movers together
+    cpu_percent: float  # of one core: daemon, forkserver and movers together
     daemon_cpu_percent: float
     daemon_rss_bytes: int
     forkserver_rss_bytes: int
@@ -27,7 +27,7 @@ class Idle:
 
 
 async def measure_idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
-    """Measure a daemon of this machine and what it started."""
+    """Measure a daemon of this machine and the processes that it started."""
     await asyncio.sleep(SETTLE_S)
     pids = process_tree(daemon_pid)
     before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()

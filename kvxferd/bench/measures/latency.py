@@ -1,4 +1,4 @@
-"""Small prepared pulls: what a daemon adds to raw NIXL, and where the time of a pull goes."""
+"""Small prepared pulls: the time that a daemon adds to raw NIXL, and where a pull's time goes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvxferd.core.snapshot import PullRecord
 from kvxferd.telemetry.history import record_from_json
 
 SHAPE = "llama-3-70b"
-# A mover that has just moved something spins for a while. After this long it sleeps, as between an
+# A mover spins for a while after a read. After this long it sleeps, as between an
 # engine's requests.
 PULL_GAP_S = 0.005
 
 
 @dataclass(frozen=True)
 class Latency:
-    """What was seen. Seconds."""
+    """The results in seconds."""
 
     point: Point
     added_p50_s: float  # pull() to Delivered, less the median of raw NIXL in the same round
     added_p99_s: float
-    phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon counts them
+    phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon measures them
     unprepared_phases_s: dict[str, float]
     unprepared_median_s: float
-    spaced_added_s: list[float]  # of pulls `APART_S` apart, less raw NIXL's median back to back
+    spaced_added_s: list[float]  # of pulls `PULL_GAP_S` apart, less raw NIXL's median back to back
 
 
-async def measure_latency(stage: Testbed, transport: str, effort: Workload) -> Latency:
+async def measure_latency(testbed: Testbed, transport: str, workload: Workload) -> Latency:
     """Measure pulls of 64 KiB, one after the other."""
     layers = layers_for(SHAPE, SMALL_BYTES)
     sized = Deployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
@@ -44,17 +44,17 @@ async def measure_latency(stage: Testbed, transport: str, effort: Workload) -> L
     slots = 4
     pool = 2 * slots * ids_per_pull(sized, blocks)
     deployment = msgspec.structs.replace(sized, name=f"{transport}-small", pool_blocks=pool)
-    async with stage.pair(deployment) as pair:
+    async with testbed.pair(deployment) as pair:
         case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks, slots=slots)
-        contenders: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
-        found = await interleave(pair, case, contenders, effort.rounds, effort.small_per_round)
-        prepared = await _phases(pair, effort.small_per_round)
-        unprepared = await KvxferdPulls(pair, is_prepared=False).move(case, effort.small_per_round, 1)
-        unprepared_phases = await _phases(pair, effort.small_per_round)
+        implementations: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
+        found = await interleave(pair, case, implementations, workload.rounds, workload.small_per_round)
+        prepared = await _phases(pair, workload.small_per_round)
+        unprepared = await KvxferdPulls(pair, is_prepared=False).move(case, workload.small_per_round, 1)
+        unprepared_phases = await _phases(pair, workload.small_per_round)
         point = point_of("latency", transport, SMALL_BYTES, case, found)
         apart: list[protocol.Sample] = []
-        for _ in range(effort.rounds):
-            apart += await KvxferdPulls(pair, gap_s=PULL_GAP_S).move(case, effort.small_per_round, 1)
+        for _ in range(workload.rounds):
+            apart += await KvxferdPulls(pair, gap_s=PULL_GAP_S).move(case, workload.small_per_round, 1)
         return Latency(
             point=point,
             added_p50_s=percentile(added_latency(found), 50),
@@ -76,8 +76,8 @@ def added_latency(found: Rounds) -> list[float]:
 
 
 async def _phases(pair: EnginePair, count: int) -> dict[str, float]:
-    """Return the medians of the phases of the last pulls, as the sink's daemon has them, and "total"."""
-    answer = await pair.stage.daemons["sink"].get("/v1/history")
+    """Return the medians of the phases of the last pulls, from the sink's daemon, and "total"."""
+    answer = await pair.testbed.daemons["sink"].get("/v1/history")
     records = [record_from_json(one) for one in answer["records"] if one["kind"] == "pull"][-count:]
     pulls = [record for record in records if isinstance(record, PullRecord)]
     names = {name for pull in pulls for name in pull.phases_s}

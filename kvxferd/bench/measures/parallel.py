@@ -1,4 +1,4 @@
-"""Eight ranks: 64 pulls in flight against one at a time, and how fair it is."""
+"""Eight ranks: the speed of 64 pulls in flight against one at a time, and its fairness."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHAPE = "llama-3-70b"
 NUM_RANKS = 8
 WINDOW = 8
 SIZE_BYTES = 4 * MIB
-# Blocks for so many pulls; more than are under way at a time take turns.
+# Blocks for this many pulls, which is more than are in flight at a time.
 SLOTS = 2 * WINDOW
-# By then every rank has its command.
+# By the end of this time every rank has its command.
 _START_S = 0.1
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was seen."""
+    """The results."""
 
     size_bytes: int
     rounds: int
@@ -41,7 +41,7 @@ class Parallel:
     widest_spread: float
 
 
-def parallel_deployment(effort: Workload) -> Deployment:
+def parallel_deployment(workload: Workload) -> Deployment:
     """Return engines of eight ranks with room for a round."""
     sized = Deployment(name="sized", shape=SHAPE, layers=layers_for(SHAPE, SIZE_BYTES), pool_blocks=1)
     taken = ids_per_pull(sized, blocks_for(sized, SIZE_BYTES))
@@ -54,17 +54,17 @@ def parallel_deployment(effort: Workload) -> Deployment:
     )
 
 
-async def measure_parallel(pair: EnginePair, effort: Workload) -> Parallel:
-    """Measure a pair of that deployment."""
+async def measure_parallel(pair: EnginePair, workload: Workload) -> Parallel:
+    """Measure a pair of `parallel_deployment`."""
     blocks = blocks_for(msgspec.structs.replace(pair.deployment, ranks=1), SIZE_BYTES)
     case = Case(deployment=pair.deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks, slots=SLOTS)
-    count = effort.parallel_pulls
+    count = workload.parallel_pulls
     speedups, wholes, ones, spreads = [], [], [], []
     await _verify_all_ranks(pair, case)
-    for number in range(effort.rounds):
+    for number in range(workload.rounds):
         if number % 2 == 0:
             whole, one = await _all_at_once(pair, case, count), await _one_at_a_time(pair, case, count)
-        else:  # so that neither always finds what the other left warm
+        else:  # so that neither always runs with the caches that the other left warm
             one, whole = await _one_at_a_time(pair, case, count), await _all_at_once(pair, case, count)
         wholes.append(_rate_of_all(whole))
         ones.append(_rate_of_each(one))
@@ -72,8 +72,8 @@ async def measure_parallel(pair: EnginePair, effort: Workload) -> Parallel:
         spreads.append(rate_spread(whole))
     return Parallel(
         size_bytes=SIZE_BYTES,
-        rounds=effort.rounds,
-        pulls_per_round=effort.parallel_pulls * NUM_RANKS,
+        rounds=workload.rounds,
+        pulls_per_round=workload.parallel_pulls * NUM_RANKS,
         speedup=median(speedups),
         together_gb_per_s=median(wholes) / 1e9,
         one_gb_per_s=median(ones) / 1e9,
@@ -83,7 +83,7 @@ async def measure_parallel(pair: EnginePair, effort: Workload) -> Parallel:
 
 
 def rate_spread(by_rank: dict[Rank, list[Sample]]) -> float:
-    """Return how far the ranks' rates lie apart: each moved the same, from the same moment on."""
+    """Return how far the ranks' rates lie apart; each moved the same bytes from the same start time."""
     began = min(sample.began for samples in by_rank.values() for sample in samples)
     rates = [
         sum(sample.bytes for sample in samples) / (max(sample.ended for sample in samples) - began)
@@ -104,7 +104,7 @@ def _rate_of_each(by_rank: dict[Rank, list[Sample]]) -> float:
 
 
 async def _all_at_once(pair: EnginePair, case: Case, count: int) -> dict[Rank, list[Sample]]:
-    """Every rank pulls all, `WINDOW` at a time, from one moment on."""
+    """Have every rank pull all, `WINDOW` at a time, from one start time."""
     batch = await pair.publish_prepared(case, count)
     at = time.perf_counter() + _START_S
     answers = await gather_or_cancel(*(_pull(pair, rank, case, batch, WINDOW, at) for rank in pair.ranks))
@@ -113,7 +113,7 @@ async def _all_at_once(pair: EnginePair, case: Case, count: int) -> dict[Rank, l
 
 
 async def _one_at_a_time(pair: EnginePair, case: Case, count: int) -> dict[Rank, list[Sample]]:
-    """One rank after the other pulls all, one at a time."""
+    """Have one rank after the other pull all, one at a time."""
     batch = await pair.publish_prepared(case, count)
     answers = {rank: await _pull(pair, rank, case, batch, 1, 0.0) for rank in pair.ranks}
     await pair.release(batch)

@@ -15,34 +15,34 @@ from kvxferd.bench.workload import MIB, ThroughputPoint, Workload
 # A round is long enough to be timed and short enough for many.
 _ROUND_BYTES = 128 * MIB
 _MAX_PER_ROUND = 16
-# Room for lists that are not contiguous, on top of what one round moves.
+# Room for lists that are not contiguous, in addition to what one round moves.
 _POOL_HEADROOM = 1.25
 
 
-async def measure_throughput(stage: Testbed, transport: str, effort: Workload) -> AsyncIterator[Point]:
-    """Yield a point for each of the effort's pulls that its shape can be."""
-    for (shape, size), pulls in _by_shape_and_size(effort.points).items():
+async def measure_throughput(testbed: Testbed, transport: str, workload: Workload) -> AsyncIterator[Point]:
+    """Yield a point for each of the workload's pulls that fits its shape."""
+    for (shape, size), pulls in _by_shape_and_size(workload.points).items():
         deployment = _deployment(f"{transport}-{shape}-{size}", pulls)
         if deployment is None:
             continue
         blocks = blocks_for(deployment, size)
-        async with stage.pair(deployment) as pair:
+        async with testbed.pair(deployment) as pair:
             for one in pulls:
                 count = requests_per_round(one)
                 case = Case(deployment=deployment, lists=one.lists, blocks=blocks, slots=count)
                 found = await interleave(
-                    pair, case, implementations_of(pair), effort.rounds, count, one.in_flight
+                    pair, case, implementations_of(pair), workload.rounds, count, one.in_flight
                 )
                 yield point_of("throughput", transport, size, case, found)
 
 
 def requests_per_round(pulls: ThroughputPoint) -> int:
-    """Return how many requests one contender moves in one round."""
+    """Return how many requests one implementation moves in one round."""
     return max(pulls.in_flight, min(_MAX_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
 
 
 def region_bytes(pulls: tuple[ThroughputPoint, ...]) -> int:
-    """Return the memory of the largest rank that these take, on one side."""
+    """Return the memory of the largest rank that these pulls need, on one side."""
     groups = _by_shape_and_size(pulls).values()
     return max((d.region_bytes for group in groups if (d := _deployment("size", group))), default=0)
 
@@ -55,7 +55,7 @@ def _by_shape_and_size(pulls: tuple[ThroughputPoint, ...]) -> dict[tuple[str, in
 
 
 def _deployment(name: str, pulls: list[ThroughputPoint]) -> Deployment | None:
-    """Return engines for pulls of one shape and size; None where its states alone are larger."""
+    """Return engines for pulls of one shape and size; None if its states alone are larger."""
     shape, size = pulls[0].shape, pulls[0].size_bytes
     deployment = Deployment(name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1)
     blocks = blocks_for(deployment, size)
