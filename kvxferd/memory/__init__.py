@@ -1,4 +1,8 @@
-"""Memory that one process exports and another maps. Standard library only: the client imports it."""
+"""Memory that one process exports and another maps: memfds, fence pages, and GPU memory by its driver.
+
+The client imports it, so it imports the standard library and msgspec alone; CUDA and torch are imported by
+the calls that need them.
+"""
 
 from kvxferd.memory.fence import FencePage
 from kvxferd.memory.mapping import Mapping, map_memfd

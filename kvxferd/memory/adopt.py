@@ -1,20 +1,20 @@
 """Adopting memory: an allocation's pages are exchanged, in place, for a shared mapping with the same content.
 
-What an engine has allocated for itself no other process can map. Where the allocation is provably
-a mapping of its own, a sealed memfd can be put under it: addresses and content stay, and the engine
-notices nothing. glibc maps every block of 32 MiB or more by itself (smaller ones too, until some were
-freed) and writes down before it where that mapping begins and ends; this is what is read here, checked
+No other process can map memory that an engine has allocated for itself. Where the allocation is provably
+a mapping of its own, a sealed memfd can be put under it: addresses and content stay, and the engine need
+not change. glibc maps every block of 32 MiB or more by itself (smaller ones too, until some were freed) and
+writes the mapping's beginning and end into a header before the block. That header is read here, checked
 against /proc/self/maps, and believed only if `malloc` is glibc's. Blocks of other allocators (tcmalloc,
-jemalloc) share their mappings: refused.
+jemalloc) share their mappings, and are refused.
 
 Nothing may write the memory while it is exchanged, as that write could be lost: adopt before the
-engine's first forward pass. Freeing the memory later is what it was: glibc unmaps it, and the pages
-live on for as long as somebody has the descriptor. A child forked after adoption shares the memory
+engine's first forward pass. Freeing the memory later works as before: glibc unmaps it, and the pages
+live on for as long as a process has the descriptor. A child forked after adoption shares the memory
 instead of getting a copy.
 
-Transparent huge pages go with the exchange, unless the system gives them to shared memory as well
-(/sys/kernel/mm/transparent_hugepage/shmem_enabled). A NUMA policy set on the old mapping goes too; the
-process's own policy applies to pages that are touched anew.
+Transparent huge pages are lost in the exchange, unless the system gives them to shared memory as well
+(/sys/kernel/mm/transparent_hugepage/shmem_enabled). A NUMA policy set on the old mapping is lost too; the
+process's own policy applies to pages that are touched again.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _LIBC = ctypes.CDLL(None)
 _LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 _WORD = ctypes.sizeof(ctypes.c_size_t)
-# glibc's header of a block: two words before what malloc returns. In the second the size, and in its
-# three lowest bits: previous block in use, block is a mapping of its own, block of another arena.
+# glibc's header of a block is the two words before the address that malloc returns. The second holds the
+# size, and in its three lowest bits: previous block in use, block is a mapping of its own, block of another
+# arena.
 _HEADER_BYTES = 2 * _WORD
 _MMAPPED_FLAG = 0x2
 _FLAGS_MASK = 0x7
-# Exchanged in steps, so that little is there twice; a step that is all zeros takes no memory.
+# Exchanged in steps, so that little memory is there twice; a step that is all zeros takes none.
 _STEP_BYTES = 16 << 20
 
 
 class Adopted(NamedTuple):
-    """Memory that other processes can map now, and where in it the adopted range begins."""
+    """Memory that other processes can map, and the offset in it at which the adopted range begins."""
 
     memory: SealedMemory
     offset: int  # bytes; a multiple of the page size if the address was
@@ -71,9 +72,9 @@ class _DlInfo(ctypes.Structure):
 def adopt(address: int, size_bytes: int, *, allocated_at: int | None = None) -> Adopted:
     """Exchange the pages under an allocation, and return the memory that is there now.
 
-    The range is the block that malloc returned, or whole pages around it; `allocated_at` is what malloc
-    returned, if the range begins elsewhere. Raises EngineError(region-invalid) saying why not; then
-    nothing has changed.
+    The range is the block that malloc returned, or whole pages around it; `allocated_at` is the address that
+    malloc returned, if the range begins elsewhere. Raises EngineError(region-invalid) with the reason, and
+    then nothing has changed.
     """
     start, length = _mapping_of_block(address if allocated_at is None else allocated_at)
     behind = start + length - (address + size_bytes)
@@ -107,7 +108,7 @@ def _exchange_pages(memory: SealedMemory, start: int, at: int, length: int) -> N
 
 
 def _make_private_again(start: int, length: int) -> None:
-    """Make the first bytes of a mapping private again, content kept, as far as that can be."""
+    """Make the first bytes of a mapping private again, with their content."""
     for at in range(start, start + length, _STEP_BYTES):
         step = min(_STEP_BYTES, start + length - at)
         content = ctypes.string_at(at, step)
@@ -116,7 +117,7 @@ def _make_private_again(start: int, length: int) -> None:
 
 
 def _mapping_of_block(block: int) -> tuple[int, int]:
-    """Return start and length of the mapping that glibc made for a block alone. Raises EngineError."""
+    """Return start and length of the mapping that glibc made for this block alone. Raises EngineError."""
     allocator = _malloc_library()
     if not Path(allocator).name.startswith("libc.so"):
         raise _cannot_adopt(block, f"malloc is {allocator}, whose blocks share their mappings")
@@ -140,7 +141,7 @@ def _mapping_of_block(block: int) -> tuple[int, int]:
 
 
 def _malloc_library() -> str:
-    """Return the file whose malloc this process uses."""
+    """Return the path of the library whose malloc this process uses."""
     libc = ctypes.CDLL(None)
     libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DlInfo)]
     files = set()

@@ -1,6 +1,6 @@
-"""The one file that touches CUDA: its driver API, through cuda-python's bindings.
+"""The driver of NVIDIA GPUs, and the only file that calls CUDA: its driver API, by cuda-python's bindings.
 
-Nothing here runs on import; the first call initialises CUDA in this process, after which its
+Importing this initialises nothing. Making a `CudaDriver` initialises CUDA in this process, after which its
 children can no longer use it.
 """
 
@@ -20,7 +20,7 @@ _NAME_BYTES = 256
 
 
 class CudaDriver:
-    """See `Driver` for the promises. Contexts are the devices' primary ones, which torch uses too."""
+    """Keeps the contract of `Driver`. Contexts are the devices' primary ones, which torch uses too."""
 
     mem_type = "VRAM"
 
@@ -59,8 +59,8 @@ class CudaDriver:
 
     def _query_device(self, ordinal: int) -> Device:
         device = self._call("cuDeviceGet", ordinal)
-        # Of a MIG slice it is the slice's own, which nvidia-smi writes with another prefix. Bindings before
-        # 13 have two calls, of which the first tells of the whole card, the same for all of its slices.
+        # A MIG slice has a UUID of its own, which nvidia-smi writes with another prefix. Bindings before 13
+        # have two calls, of which the older returns the whole card's, the same for all of its slices.
         calls = ("cuDeviceGetUuid_v2", "cuDeviceGetUuid")
         call = next(name for name in calls if hasattr(self._cuda, name))
         number = uuids.UUID(bytes=bytes(self._call(call, device).bytes))
@@ -127,11 +127,11 @@ class CudaDriver:
         ordinal = self._device_of_uuid(uuid).ordinal
         ways = ("CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED", "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED")
         if not any(self._has_attribute(ordinal, way) for way in ways):
-            return WriteOrder.NATIVE  # no card can write there
+            return WriteOrder.NATIVE  # no network card can write there
         cuda = self._cuda
         none = cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE
         if self._attribute(ordinal, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING") > int(none):
-            return WriteOrder.NATIVE  # for the device that owns the memory, which is all that reads it
+            return WriteOrder.NATIVE  # for the device that owns the memory, and no other device reads it
         options = self._attribute(ordinal, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
         host = cuda.CUflushGPUDirectRDMAWritesOptions.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
         return WriteOrder.FLUSH if options & int(host) else WriteOrder.NONE

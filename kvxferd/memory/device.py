@@ -1,4 +1,4 @@
-"""Device memory on its way from a worker to its mover: what is exported, and how it is mapped again."""
+"""Device memory between a worker and its mover: how it is exported, and how it is mapped again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory:
-    """Addresses of a GPU that the worker's engine owns; a region of a layout starts in it.
+    """A range of GPU memory that the worker's engine owns, for one region of a layout.
 
     Nothing is allocated or kept alive: the engine keeps the memory as long as it is registered, and
     until `Suspended` or the end of the connection's movers.
     """
 
     def __init__(self, address: int, size_bytes: int, driver: Driver | None = None) -> None:
-        """Raises DeviceError: region-not-exportable where another process cannot map it (resident can)."""
+        """Raises DeviceError: region-not-exportable where another process cannot map it.
+
+        A resident mover can read such memory.
+        """
         if size_bytes <= 0:
             raise DeviceError(f"cannot export {size_bytes} bytes of device memory", Code.REGION_INVALID)
         self.address = address
@@ -31,8 +34,8 @@ class DeviceMemory:
         self.device = self.driver.device_of(address)
         with self.driver.on(self.device):
             self.allocations = tuple(_allocations_under(self.driver, address, size_bytes))
-            # All of it is exportable, or the engine must know now: plain and shared memory never mix in
-            # one tensor, so the first allocation tells.
+            # The engine must learn here where the memory is not exportable. Plain and exportable memory
+            # never mix in one tensor, so the first allocation stands for all.
             self.driver.release(self.driver.retain(self.allocations[0].base))
 
     @classmethod
@@ -58,7 +61,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """Memory that only this process reaches: a region of it needs a resident mover."""
+    """Memory that only this process can reach, so that its region needs a resident mover."""
 
     address: int
     size_bytes: int
@@ -69,22 +72,22 @@ def _allocations_under(driver: Driver, address: int, size_bytes: int) -> Iterabl
     """Yield the physical allocations under a range, in order of address."""
     end, position = address + size_bytes, address
     while position < end:
-        stretch = driver.allocation_range(position)
-        if not stretch.base <= position < stretch.base + stretch.size_bytes:
-            raise DeviceError(f"cannot export memory at {position:#x}: the driver places it at {stretch}")
-        yield stretch
-        position = stretch.base + stretch.size_bytes
+        allocation = driver.allocation_range(position)
+        if not allocation.base <= position < allocation.base + allocation.size_bytes:
+            raise DeviceError(f"cannot export memory at {position:#x}: the driver places it at {allocation}")
+        yield allocation
+        position = allocation.base + allocation.size_bytes
 
 
 class MappedAllocation(NamedTuple):
-    """One physical allocation in a mover: where it is mapped, as it was registered or may be."""
+    """One physical allocation, where it is mapped in a mover. Each can be registered by itself."""
 
     address: int
     size_bytes: int
 
 
 class DeviceMapping:
-    """Imported allocations of one device, mapped one after the other. `unmap` once, by whoever made it."""
+    """Imported allocations of one device, mapped one after the other. Its maker calls `unmap`."""
 
     def __init__(self, driver: Driver, uuid: str, address: int, sizes: Sequence[int]) -> None:
         self._driver = driver
@@ -97,7 +100,7 @@ class DeviceMapping:
     def map(cls, driver: Driver, uuid: str, exported: Sequence[tuple[int, int]]) -> DeviceMapping:
         """Map (descriptor, size) pairs, all or none. The device is current; descriptors stay the caller's.
 
-        Raises DeviceError: not what they claim to be, or no room.
+        Raises DeviceError where a descriptor is no such memory, or no addresses are left.
         """
         sizes = [size for _, size in exported]
         mapping = cls(driver, uuid, driver.reserve(sum(sizes)), sizes)
@@ -117,20 +120,19 @@ class DeviceMapping:
         try:
             self._driver.map(address, size_bytes, handle)
         finally:
-            # What is mapped lives until it is unmapped.
-            self._driver.release(handle)
+            self._driver.release(handle)  # mapped memory lives until it is unmapped
         self._mapped.append(MappedAllocation(address, size_bytes))
 
     @property
     def allocations(self) -> tuple[MappedAllocation, ...]:
-        """The allocations, in the order given."""
+        """The allocations, in the order of the descriptors."""
         return tuple(self._mapped)
 
     def unmap(self) -> None:
-        """Let go of the memory and its addresses. Idempotent."""
+        """Unmap the memory and free its addresses. Idempotent."""
         while self._mapped:
-            handle = self._mapped.pop()
-            self._driver.unmap(handle.address, handle.size_bytes)
+            allocation = self._mapped.pop()
+            self._driver.unmap(allocation.address, allocation.size_bytes)
         if self._reserved_bytes:
             reserved, self._reserved_bytes = self._reserved_bytes, 0
             self._driver.unreserve(self._address, reserved)

@@ -1,4 +1,4 @@
-"""Device memory that can be exported, for engines whose own allocator's cannot be.
+"""Device memory that can be exported, for engines whose own allocator's memory cannot.
 
 pool = DevicePool(uuid)
 with torch.cuda.use_mem_pool(pool.torch_pool()):
@@ -29,11 +29,11 @@ class PoolBlock:
     """One allocation: one physical handle, mapped here."""
 
     address: int
-    size_bytes: int  # as asked for, rounded up to the device's granularity
+    size_bytes: int  # the requested size, rounded up to the device's granularity
 
 
 class _Allocations:
-    """What is allocated from one device. Thread-safe."""
+    """The blocks that are allocated from one device. Thread-safe."""
 
     def __init__(self, uuid: str, driver: Driver) -> None:
         self._driver = driver
@@ -51,7 +51,7 @@ class _Allocations:
             try:
                 address = self._map(handle, size)
             finally:
-                driver.release(handle)  # what is mapped lives until it is unmapped
+                driver.release(handle)  # mapped memory lives until it is unmapped
             block = PoolBlock(address, size)
             self._blocks[address] = block
         return block
@@ -87,22 +87,24 @@ class _Allocations:
 
 
 class _TorchCallbacks:
-    """What torch calls: two C functions. They outlive the pool, as tensors and torch's own cache may."""
+    """The two C functions that torch calls. They outlive the pool, as tensors and torch's cache may."""
 
     def __init__(self, allocations: _Allocations, ordinal: int) -> None:
         self.allocations = allocations
         self.ordinal = ordinal
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
-        self.allocator: Any = None  # torch's own; a MemPool of older versions has but its address
+        self.allocator: Any = (
+            None  # torch's object, kept: a MemPool of older versions keeps its address alone
+        )
 
     def addresses(self) -> tuple[int, int]:
-        """Return where the functions are."""
+        """Return the functions' addresses."""
         allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
         assert allocate is not None and free is not None
         return allocate, free
 
     def _allocate(self, size: int, device: int, stream: int | None) -> int | None:
-        # Whatever is raised here would be printed, and torch told of an address that is none.
+        # An exception here would be printed, and torch would get an invalid address.
         try:
             if device != self.ordinal:
                 raise DeviceError(
@@ -112,7 +114,7 @@ class _TorchCallbacks:
             return self.allocations.allocate(size).address
         except Exception as error:
             _LOG.error("%s", error)
-            return None  # torch says that it is out of memory
+            return None  # torch raises that it is out of memory
 
     def _free(self, address: int, size: int, device: int, stream: int | None) -> None:
         try:
@@ -121,15 +123,18 @@ class _TorchCallbacks:
             _LOG.error("cannot free device memory at %#x: %s", address, error)
 
 
-# Never shortened: torch may call them until the process ends, and they are a few hundred bytes each.
+# Never freed: torch may call them until the process ends, and they are a few hundred bytes each.
 _KEPT_CALLBACKS: list[_TorchCallbacks] = []
 
 
 class DevicePool:
-    """Allocates from one device, a physical handle each, so that a tensor is one descriptor. Thread-safe."""
+    """Allocates from one device, one physical handle a block, so that a tensor is one descriptor.
+
+    Thread-safe.
+    """
 
     def __init__(self, uuid: str, driver: Driver | None = None) -> None:
-        """Raises DeviceError where there is no such device."""
+        """Raises DeviceError where the device does not exist."""
         self._driver = driver or open_driver()
         self._uuid = uuid
         self._allocations = _Allocations(uuid, self._driver)
@@ -141,17 +146,17 @@ class DevicePool:
         return self._allocations.allocate(size_bytes)
 
     def free(self, address: int) -> None:
-        """Give memory back that `allocate` returned. Raises KeyError for any other address."""
+        """Free memory that `allocate` returned. Raises KeyError for any other address."""
         self._allocations.free(address)
 
     @property
     def num_bytes(self) -> int:
-        """What is allocated now, for torch too."""
-        sides = [self._allocations] + ([self._torch_callbacks.allocations] if self._torch_callbacks else [])
-        return sum(side.num_bytes for side in sides)
+        """How many bytes are allocated now, those for torch included."""
+        both = [self._allocations] + ([self._torch_callbacks.allocations] if self._torch_callbacks else [])
+        return sum(allocations.num_bytes for allocations in both)
 
     def close(self) -> None:
-        """Free everything that `allocate` returned. Torch's follows, each with the last of its tensors."""
+        """Free everything that `allocate` returned. Torch frees its blocks, each with its last tensor."""
         self._torch_pool = None
         self._allocations.free_all()
 
@@ -160,20 +165,20 @@ class DevicePool:
     def torch_pool(self) -> Any:
         """Return a `torch.cuda.MemPool` that allocates here, on this pool's device.
 
-        Torch gives memory back once no tensor is in it and the pool is closed (or forgotten);
-        `torch.cuda.empty_cache` alone leaves it. Torch calls back into Python with its allocator's lock held:
-        while tensors are allocated here, no other thread may allocate or free any on the device, or both wait
-        for one another.
+        Torch frees memory once no tensor is in it and the pool is closed (or collected);
+        `torch.cuda.empty_cache` alone does not free it. Torch calls into Python with its allocator's lock
+        held: while tensors are allocated here, no other thread may allocate or free any on the device, or
+        both threads deadlock.
         """
         if self._torch_pool is None:
             import torch
 
-            side = self._open_torch_callbacks()
-            with torch.cuda.device(side.ordinal):  # a MemPool is of the device that is current
-                if side.allocator is None:
-                    # The public way in takes the name of a shared library; what it does with it is this.
-                    side.allocator = torch._C._cuda_customAllocator(*side.addresses())
-                self._torch_pool = torch.cuda.MemPool(side.allocator)
+            callbacks = self._open_torch_callbacks()
+            with torch.cuda.device(callbacks.ordinal):  # a MemPool belongs to the current device
+                if callbacks.allocator is None:
+                    # The public function takes the path of a shared library, and then calls this.
+                    callbacks.allocator = torch._C._cuda_customAllocator(*callbacks.addresses())
+                self._torch_pool = torch.cuda.MemPool(callbacks.allocator)
         return self._torch_pool
 
     def _open_torch_callbacks(self) -> _TorchCallbacks:

@@ -1,7 +1,7 @@
-"""What kvxferd needs of a GPU's driver; `kvxferd.memory.driver_registry` chooses one.
+"""The contract of a GPU's driver: all that kvxferd needs of one. `driver_registry` chooses it.
 
 Two implementations keep this contract and pass one suite: `kvxferd.memory.cuda`, the only file that
-touches CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles
+calls CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles
 are plain ints; a device is named by its UUID, because its number differs between processes.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 # For tests, and for a node whose movers must leave its GPUs alone ("none").
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
-PLACEMENT_VARIABLE = "KVXFERD_PLACEMENT"  # the configuration's mover.placement, on its way to a child
+PLACEMENT_VARIABLE = "KVXFERD_PLACEMENT"  # passes the setting mover.placement to child movers
 
 
 class Device(NamedTuple):
@@ -34,18 +34,18 @@ class AddressRange(NamedTuple):
 
 
 class WriteOrder(StrEnum):
-    """Whether what a network card has written to a device is there for the device's own work to see."""
+    """When a device's own work sees the bytes that a network card has written to its memory."""
 
-    NATIVE = "native"  # it is, or no network card writes to this device
+    NATIVE = "native"  # at once, or no network card can write to this device
     FLUSH = "flush"  # after `flush_writes`
-    NONE = "none"  # nobody can tell: a card must not write there directly
+    NONE = "none"  # unknown: a network card must not write there directly
 
 
 class Driver(Protocol):
-    """Raises DeviceError from every method: with the call's name and the driver's own words.
+    """Every method raises DeviceError, with the call's name and the driver's own text.
 
-    What concerns a device wants it current on the calling thread: `use` for a thread's whole life,
-    `on` for a while.
+    Methods that concern a device need it to be current on the calling thread: `use` makes it so for the
+    thread's whole life, `on` for a block.
     """
 
     name: str  # for people: "cuda 13.0", "fake"
@@ -56,7 +56,7 @@ class Driver(Protocol):
         ...
 
     def describe(self) -> dict[str, str]:
-        """Return versions and abilities, for people."""
+        """Return versions and capabilities, for people."""
         ...
 
     def use(self, uuid: str) -> int:
@@ -64,7 +64,7 @@ class Driver(Protocol):
         ...
 
     def on(self, uuid: str) -> AbstractContextManager[None]:
-        """Make the device current on this thread while inside; what was current is so again after."""
+        """Make the device current on this thread inside the block, and the previous one after it."""
         ...
 
     def device_of(self, address: int) -> str:
@@ -72,17 +72,17 @@ class Driver(Protocol):
         ...
 
     def write_order(self, uuid: str) -> WriteOrder:
-        """Return what network cards' writes to the device need before its own work may read them."""
+        """Return what has to happen before the device's own work sees the writes of a network card."""
         ...
 
     def flush_writes(self) -> None:
-        """Return once all that network cards have written to the current device is there to see."""
+        """Return once the current device sees all that network cards have written to it."""
         ...
 
-    # --- physical memory: a handle is released once by whoever got it; memory lives on while it is mapped
+    # --- physical memory: the caller that got a handle releases it once; mapped memory lives on without one
 
     def granularity(self, uuid: str) -> int:
-        """Return what sizes and places of mapped memory are multiples of."""
+        """Return the number of bytes of which sizes and addresses of mapped memory are multiples."""
         ...
 
     def create(self, uuid: str, size_bytes: int) -> int:
@@ -90,15 +90,15 @@ class Driver(Protocol):
         ...
 
     def retain(self, address: int) -> int:
-        """Return a handle of the physical memory mapped there.
+        """Return a handle of the physical memory that is mapped at the address.
 
-        Raises region-not-exportable for memory of plain cudaMalloc, and for memory that was not made to be
-        exported as a descriptor.
+        Raises region-not-exportable for memory of plain cudaMalloc, and for memory that was not allocated to
+        be exported as a descriptor.
         """
         ...
 
     def release(self, handle: int) -> None:
-        """Give a handle back."""
+        """Release a handle."""
         ...
 
     def export(self, handle: int) -> int:
@@ -112,23 +112,23 @@ class Driver(Protocol):
     # --- addresses
 
     def allocation_range(self, address: int) -> AddressRange:
-        """Return where the allocation that is mapped at the address begins, and how long it is."""
+        """Return the base and size of the allocation that is mapped at the address."""
         ...
 
     def reserve(self, size_bytes: int) -> int:
-        """Return the first of so many free addresses."""
+        """Reserve a range of addresses, and return the first."""
         ...
 
     def unreserve(self, address: int, size_bytes: int) -> None:
-        """Give reserved addresses back; nothing is mapped there."""
+        """Free reserved addresses, at which nothing is mapped."""
         ...
 
     def map(self, address: int, size_bytes: int, handle: int) -> None:
-        """Map all of a physical allocation at reserved addresses; `allow` makes it usable."""
+        """Map all of a physical allocation at reserved addresses; `set_access` makes it usable."""
         ...
 
     def set_access(self, uuid: str, address: int, size_bytes: int) -> None:
-        """Let the device, and copies, read and write what is mapped there."""
+        """Let the device, and copies, read and write the mapped memory."""
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:
@@ -158,15 +158,15 @@ class Driver(Protocol):
         ...
 
     def close_stream(self, stream: Any) -> None:
-        """Give a stream back; what was started on it is done."""
+        """Close a stream on which all copies are done."""
         ...
 
     def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
-        """Start copies, of host or device memory each. Addresses stay valid until an event says so."""
+        """Start copies of host or device memory. The caller keeps the memory until an event is done."""
         ...
 
     def record(self, stream: Any) -> Any:
-        """Return an event that is done when all that was started on the stream is."""
+        """Return an event that is done once all copies that were started on the stream are."""
         ...
 
     def is_done(self, event: Any) -> bool:
@@ -174,13 +174,13 @@ class Driver(Protocol):
         ...
 
     def drop_event(self, event: Any) -> None:
-        """Give an event back."""
+        """Free an event."""
         ...
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for all that was started on the stream. Tests and probes; a mover never waits."""
+        """Wait for all copies of the stream. For tests and probes; a mover that serves never waits."""
         ...
 
     def used_bytes(self, uuid: str) -> int:
-        """Return how much of the device's memory is in use, by whomever, as the driver counts."""
+        """Return how much of the device's memory all processes use, as the driver counts it."""
         ...

@@ -1,4 +1,4 @@
-"""Which driver a process uses for device memory: CUDA's, or the one that stands in for it."""
+"""Chooses the driver that a process uses for device memory: CUDA's, or the fake one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 def open_driver(name: str = "") -> Driver:
     """Return this process's driver. `name`: "cuda", "fake" or "none"; "": the environment's, or else cuda.
 
-    Not before a fork: a process that has used CUDA has no children that can. Raises
-    DeviceError(device-unavailable), which says what is missing.
+    Do not call it before a fork: children of a process that has used CUDA cannot use it. Raises
+    DeviceError(device-unavailable) with what is missing.
     """
     return _open_once(name or os.environ.get(DRIVER_VARIABLE, "") or "cuda")
 

@@ -1,7 +1,7 @@
-"""A driver without a GPU: physical memory is memfds, mapping them is mmap. For tests, over real processes.
+"""A driver without a GPU: physical memory is memfds, mapping them is mmap. For tests of real processes.
 
-Kept honest where a real driver is strict: mapped memory faults until `allow`, a copy lands no sooner
-than its event is asked for, sizes must be multiples of the granularity.
+It is as strict as a real driver: mapped memory faults until `set_access`, a copy lands no sooner than its
+event is polled, and sizes must be multiples of the granularity.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAKE_DEVICES = (
 )
 GRANULARITY = 64 << 10
 WRITE_ORDER_VARIABLE = "KVXFERD_FAKE_WRITE_ORDER"
-_PREFIX = "kvxferd-fake:"  # in a memfd's name: what it is, of which device, how large
+_PREFIX = "kvxferd-fake:"  # a memfd's name is this, then the device and the size
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -65,18 +65,18 @@ class _Event:
 
 
 class FakeDriver:
-    """See `Driver` for the promises."""
+    """Keeps the contract of `Driver`."""
 
     name = "fake"
     mem_type = "DRAM"
 
     def __init__(self) -> None:
         self.num_flushes = 0
-        self.polls_per_copy = 1  # an event says no so often before its copies land
+        self.polls_per_copy = 1  # polls of an event that report False before its copies land
         self._handles: dict[int, _Physical] = {}
         self._handle_numbers = itertools.count(1)
         self._reserved: dict[int, int] = {}
-        self._mapped: dict[int, tuple[int, _Physical]] = {}  # address: size and what is there
+        self._mapped: dict[int, tuple[int, _Physical]] = {}  # address: size and memory
         self._plain: dict[int, tuple[int, str]] = {}
         self._host: dict[int, int] = {}
 
@@ -114,7 +114,7 @@ class FakeDriver:
     def create(self, uuid: str, size_bytes: int) -> int:
         device = _device(uuid)
         _check_size("create memory", size_bytes)
-        # This process's own: a look at all others' for each of hundreds of allocations takes a minute.
+        # Only this process's own: to count all others' for each of hundreds of allocations takes a minute.
         if self._held_bytes(uuid) + size_bytes > device.total_bytes:
             raise DeviceError(f"cannot create {size_bytes} bytes of device memory: out of memory")
         memory = SealedMemory.create(size_bytes, f"{_PREFIX}{uuid}:{size_bytes}:{secrets.token_hex(4)}")
@@ -270,7 +270,7 @@ class FakeDriver:
         return True
 
     def drop_event(self, event: Any) -> None:
-        """Nothing is kept for it."""
+        """Do nothing."""
 
     def synchronize(self, stream: Any) -> None:
         self._run_copies(stream, stream.started)
@@ -316,7 +316,7 @@ def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd:
 
 
 def _fake_name_in(text: str) -> str:
-    """Return the name of fake device memory in a descriptor's link, "" if it is none."""
+    """Return the name of fake device memory in a descriptor's link, "" for any other descriptor."""
     _, found, rest = text.partition("/memfd:" + _PREFIX)
     return _PREFIX + rest.split(" ")[0] if found else ""
 
@@ -330,7 +330,7 @@ def _describe_fd(fd: int) -> tuple[str, int] | None:
 
 
 def _fake_memory_of(process: str) -> set[str]:
-    # Who maps memory keeps its descriptor (`_Physical`), and there are fewer of these than of mappings.
+    # A process that maps memory keeps its descriptor (`_Physical`), and has fewer of these than mappings.
     names: set[str] = set()
     for fd in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(OSError):

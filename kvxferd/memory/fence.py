@@ -14,9 +14,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class FencePage:
-    """Words of 16 bytes that readers fetch after the data: unchanged proves that the blocks were held.
+    """Words of 16 bytes that readers fetch after the data: an unchanged one proves that the blocks were held.
 
-    The client's view: it is mapped. Whoever lets go of a transfer's blocks calls `overwrite` first.
+    This is the client's view, which is mapped. Call `overwrite` before a transfer's blocks are released.
     """
 
     def __init__(self, mapping: Mapping, memory: SealedMemory | None = None) -> None:
@@ -26,7 +26,7 @@ class FencePage:
 
     @classmethod
     def create(cls) -> FencePage:
-        """Make a page to share, for a daemon that makes none. `fd` is what goes to it."""
+        """Make a page to share, for a daemon that makes none. Send it `fd`."""
         memory = SealedMemory.create(FENCE_PAGE_BYTES, "kvxferd-fence")
         try:
             return cls(map_memfd(memory.fd, FENCE_PAGE_BYTES), memory)
@@ -36,7 +36,7 @@ class FencePage:
 
     @classmethod
     def map(cls, fd: int) -> FencePage:
-        """Map a page that the daemon made; the descriptor stays the caller's.
+        """Map a page that the daemon has made; the descriptor stays the caller's.
 
         Raises EngineError as `check_fence_page` does.
         """
@@ -45,23 +45,23 @@ class FencePage:
 
     @property
     def fd(self) -> int:
-        """The descriptor to share, -1 on a page that was mapped from one."""
+        """The descriptor to share, -1 for a page that was mapped from one."""
         return self._memory.fd if self._memory is not None else -1
 
     def write(self, slot: int, word: bytes) -> None:
-        """Put a transfer's word in its place. Raises ValueError for a wrong slot or length."""
+        """Write a transfer's word into its slot. Raises ValueError for a wrong slot or length."""
         start = _offset_of(slot)
         if len(word) != FENCE_WORD_BYTES:
             raise ValueError(f"cannot write a fence word of {len(word)} bytes: it has {FENCE_WORD_BYTES}")
         self._words[start : start + FENCE_WORD_BYTES] = word
 
     def read(self, slot: int) -> bytes:
-        """Return the word that lies there."""
+        """Return the word in a slot."""
         start = _offset_of(slot)
         return bytes(self._words[start : start + FENCE_WORD_BYTES])
 
     def overwrite(self, slot: int) -> None:
-        """From the return of this call on, no read of the transfer counts as delivered."""
+        """Make the word random: from the return on, no read of the transfer counts as delivered."""
         self.write(slot, os.urandom(FENCE_WORD_BYTES))
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class FencePage:
 class UnmappedFencePage:
     """The daemon's view of a session's page: read and written through its descriptor, never mapped.
 
-    A client may punch holes into any page that it can write, and touching a hole where memory is
-    exhausted is SIGBUS. The same access by a system call is an OSError (and costs 0.5 us).
+    A client may punch holes into any page that it can write, and a process that touches a hole while memory
+    is exhausted dies by SIGBUS. The same access by a system call is an OSError (and costs 0.5 us).
     """
 
     def __init__(self, fd: int) -> None:
@@ -84,7 +84,7 @@ class UnmappedFencePage:
 
     @classmethod
     def create(cls) -> UnmappedFencePage:
-        """Make a page to hand out. Its memory is there, and no seal can be added. Raises OSError."""
+        """Make a page with all its memory allocated, to which no seal can be added. Raises OSError."""
         fd = os.memfd_create("kvxferd-fence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, FENCE_PAGE_BYTES)
@@ -104,11 +104,11 @@ class UnmappedFencePage:
         return cls(fd)
 
     def read(self, slot: int) -> bytes:
-        """Return the word that lies there. Raises ValueError for a wrong slot, OSError."""
+        """Return the word in a slot. Raises ValueError for a wrong slot, OSError."""
         return os.pread(self.fd, FENCE_WORD_BYTES, _offset_of(slot))
 
     def overwrite(self, slot: int) -> None:
-        """From the return of this call on, no read of the transfer counts as delivered.
+        """Make the word random: from the return on, no read of the transfer counts as delivered.
 
         Raises ValueError for a wrong slot, OSError where the client has made its page unwritable.
         """

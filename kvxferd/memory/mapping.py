@@ -1,4 +1,4 @@
-"""Mapping a memfd at an address that NIXL descriptors can name."""
+"""Maps a memfd at an address that NIXL descriptors can name."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MAP_FIXED = 0x10  # not in the mmap module
 
 
 class Mapping:
-    """A readable and writable shared mapping, owned: `unmap` once, by whoever made it."""
+    """A readable and writable shared mapping. Its maker calls `unmap`."""
 
     # Not mmap.mmap: that keeps a duplicate of the descriptor for as long as the mapping lives, and
-    # cannot put anything else at the same address.
+    # cannot map anything else at the same address.
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address = address
@@ -41,14 +41,14 @@ class Mapping:
         return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
 
     def blank(self) -> None:
-        """Let go of the memory but keep the address: what is there now is zeros, and nobody else's."""
-        # A source whose page is gone while somebody reads it over TCP dies by SIGSEGV.
+        """Release the memory but keep the addresses, at which private zeros are now."""
+        # A source that unmaps a page while it is read over TCP dies by SIGSEGV.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         if _LIBC.mmap(self.address, self.size_bytes, _READ_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap(self) -> None:
-        """Let go of memory and address. Idempotent."""
+        """Unmap the memory. Idempotent."""
         size, self.size_bytes = self.size_bytes, 0
         if size:
             _LIBC.munmap(self.address, size)
@@ -74,9 +74,9 @@ def map_memfd(fd: int, size_bytes: int, offset: int = 0) -> Mapping:
 
 
 def map_over(address: int, size_bytes: int, fd: int, offset: int) -> None:
-    """Put a descriptor's bytes in the place of the pages that are mapped there, which the caller owns.
+    """Map a descriptor's bytes in place of the pages that are mapped there, which the caller owns.
 
-    Address, size and offset are multiples of the page size. Raises OSError; then nothing has changed.
+    Address, size and offset are multiples of the page size. Raises OSError, and then changes nothing.
     """
     flags = mmap.MAP_SHARED | _MAP_FIXED
     if _LIBC.mmap(address, size_bytes, _READ_WRITE, flags, fd, offset) == _FAILED:

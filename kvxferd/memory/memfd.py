@@ -1,4 +1,4 @@
-"""Memory to export: a sealed memfd, mapped here."""
+"""Memory to export: a sealed memfd that is mapped in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SealedMemory:
-    """Zeroed memory that another process may map, and that cannot shrink under it."""
+    """Zeroed memory that another process may map, and that cannot shrink meanwhile."""
 
     def __init__(self, fd: int, buffer: mmap.mmap) -> None:
         self.fd = fd
@@ -24,7 +24,7 @@ class SealedMemory:
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvxferd") -> SealedMemory:
-        """Allocate. `name` is what /proc/PID/maps shows. Raises ValueError or OSError."""
+        """Allocate memory. `name` is shown in /proc/PID/maps. Raises ValueError or OSError."""
         if size_bytes <= 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -38,7 +38,7 @@ class SealedMemory:
 
     @property
     def size_bytes(self) -> int:
-        """How much was asked for."""
+        """The size that it was created with."""
         return len(self.buffer)
 
     def torch(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class SealedMemory:
         try:
             self.buffer.close()
         except BufferError:
-            # Somebody holds a tensor over it: the mapping goes with the last of them.
+            # A tensor over it lives: the mapping goes with the last of them.
             return
 
     def __enter__(self) -> SealedMemory:

@@ -1,7 +1,7 @@
-"""Having the pages of a mapping at hand before they are first read or written.
+"""Maps the pages of a mapping before they are first read or written.
 
 A new mapping has none: each page costs a fault when it is first touched, 37 ms for 64 MiB. The
-kernel does it for many at a time in 11 ms.
+kernel maps many at a time in 11 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in the mmap m
 
 
 def prefault(mapping: Mapping) -> Iterator[None]:
-    """Map the pages that the memory has, a step at a time; those that nobody has written stay away.
+    """Map the pages that the memory has, a step at a time. Pages that were never written stay unmapped.
 
     Ends early where the kernel cannot do it.
     """
@@ -35,7 +35,7 @@ def prefault(mapping: Mapping) -> Iterator[None]:
 
 
 def _existing_pages(address: int, size_bytes: int) -> list[tuple[int, int]]:
-    """Return the stretches whose pages exist: (address, bytes)."""
+    """Return the ranges whose pages exist, as (address, bytes)."""
     pages = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
     if _LIBC.mincore(address, size_bytes, pages):
         return []

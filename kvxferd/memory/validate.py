@@ -1,4 +1,4 @@
-"""Is a descriptor safe to map, and do a registration's regions agree with the descriptors that came?"""
+"""Checks that a descriptor is safe to map, and that a registration's regions agree with its descriptors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_memfd(fd: int, needed_bytes: int) -> None:
     """Return if the descriptor is a writable memfd that cannot shrink and holds `needed_bytes`.
 
     Raises EngineError: region-invalid (not a memfd, or not writable), region-unsealed (its owner
-    could shrink it, and whoever maps it would die by SIGBUS), region-too-small.
+    could shrink it, and a process that maps it would die by SIGBUS), region-too-small.
     """
     try:
         status = os.fstat(fd)
@@ -45,10 +45,10 @@ def check_memfd(fd: int, needed_bytes: int) -> None:
 
 
 def check_fence_page(fd: int) -> None:
-    """Return if the descriptor is a fence page that no user of it can die of.
+    """Return if the descriptor is a fence page that cannot kill a process which maps it.
 
-    Raises EngineError: as `check_memfd` does, and region-invalid for another size, for huge pages (an
-    exhausted pool of them is SIGBUS for whoever touches one), and for what the kernel does not map.
+    Raises EngineError: as `check_memfd` does, and region-invalid for another size, for huge pages (where
+    their pool is exhausted, a process that touches one dies by SIGBUS), and where the kernel does not map it.
     """
     check_memfd(fd, FENCE_PAGE_BYTES)
     size_bytes, page_bytes = os.fstat(fd).st_size, os.fstatvfs(fd).f_bsize
@@ -65,10 +65,10 @@ def check_fence_page(fd: int) -> None:
 
 
 def check_exports(exports: Sequence[RegionExport], fds: Sequence[int]) -> None:
-    """Return if every region lies in what came, and every descriptor is some region's.
+    """Return if every region lies in the given descriptors, and every descriptor belongs to a region.
 
-    What a GPU's descriptors hold only its driver knows: the mover finds out. Raises EngineError: as
-    `check_memfd` does, and region-invalid for places and sizes that cannot be.
+    The size of a GPU's descriptor is checked by the mover, as only the driver reports it. Raises EngineError:
+    as `check_memfd` does, and region-invalid for impossible offsets and sizes.
     """
     named: set[int] = set()
     for export in exports:
@@ -110,7 +110,7 @@ def _check_export(export: RegionExport, fds: Sequence[int]) -> range:
 
 
 def _check_pieces(export: RegionExport) -> None:
-    """The allocations under a region are all needed, and enough."""
+    """Return if the allocations under a region are all needed, and enough."""
     needed = export.fd_offset + export.size_bytes
     if (
         not export.device

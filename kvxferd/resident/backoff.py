@@ -1,4 +1,4 @@
-"""How a resident mover waits: it never spins, because whoever spins keeps the interpreter's lock."""
+"""How a resident mover waits: it never spins, because a thread that spins keeps the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvxferd.mover.process.backoff import (
     PollBackoff,
 )
 
-# A thread that waits for the lock needs some 50 us to wake; a lock given up for less is taken back
-# before it has, again and again, until the waiting thread forces its turn after 5 ms.
+# A thread that waits for the lock needs some 50 us to wake. A lock that is released for less is taken again
+# before that, again and again, until the waiting thread forces its turn after 5 ms.
 MIN_YIELD_S = 100e-6
-# A turn that took longer than this was in a copy of the library, or waited for the lock itself: others
-# have had it.
+# A turn that took longer than this was in a copy of the library, or waited for the lock itself: other threads
+# have had the lock.
 LONG_TURN_S = 1e-3
-# Of this thread's own time, between two pauses: a turn without work takes 30 us, one that serves a reader
-# more. The clock on the wall would count how long others had the lock.
+# CPU time of this thread between two pauses: a turn without work takes 30 us, one that serves a reader more.
+# A wall clock would count how long other threads had the lock.
 BUSY_TURN_CPU_S = 80e-6
 
 
@@ -33,12 +33,12 @@ class YieldingBackoff(PollBackoff):
         self._cpu_s = time.thread_time()
 
     def record_call(self, elapsed_s: float) -> None:
-        """A turn that moved nothing here: was there something to do for a reader?"""
+        """Reset the backoff where a turn took so much CPU time that it served a reader."""
         if time.thread_time() - self._cpu_s > BUSY_TURN_CPU_S:
             self.reset()
 
     def pause_s(self, is_reading: bool) -> float:
-        """Return how long to wait now; 0 only where the lock has just been free for long."""
+        """Return how long to wait now; 0 only where the lock was just free for a long time."""
         now = time.perf_counter()
         turn_s, self._resumed_at = now - self._resumed_at, now
         self._cpu_s = time.thread_time()

@@ -1,4 +1,4 @@
-"""Becoming a rank with a resident mover."""
+"""Registers a rank with a resident mover."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def register(
     timeout_s: float = 30.0,
     make_transport: MakeTransport | None = None,
 ) -> RankHandle:
-    """Become a rank whose mover is a thread of this process. Blocks and raises as `Client.register` does.
+    """Register a rank whose mover is a thread of this process. Blocks and raises as `Client.register` does.
 
     Each region is a tensor (its whole storage), an (address, size in bytes) of host memory, or a
-    `ResidentMemory`. The memory stays where it is, mapped, until `Suspended` or a `close` after which
-    `may_be_touched` is False. Raises MoverError(nixl-unavailable) where there is no transfer library.
-    `make_transport` replaces it.
+    `ResidentMemory`. Keep the memory mapped, at its address, until `Suspended` or a `close` after which
+    `memory_in_use` is False. Raises MoverError(nixl-unavailable) where there is no transfer library.
+    `make_transport` replaces the library.
     """
     launcher = Launcher(make_transport or _nixl_transport)
     if make_transport is None:
@@ -54,7 +54,7 @@ def register(
 
 
 def memory_of(place: MemoryInput) -> ResidentMemory:
-    """Return a place in this process's memory as what `register` and `RankHandle.resume` take.
+    """Return memory of this process in the form that `register` and `RankHandle.resume` take.
 
     Raises EngineError(region-invalid) for a tensor without memory, DeviceError where a GPU's driver
     does not know the address.
@@ -72,13 +72,13 @@ def memory_of(place: MemoryInput) -> ResidentMemory:
 
 
 class Launcher:
-    """Starts movers, and sees to it that none outlives the interpreter."""
+    """Starts movers, each of which is stopped before the interpreter ends."""
 
     def __init__(self, make_transport: MakeTransport) -> None:
         self._make_transport = make_transport
 
     def launch(self, boot: BootId, regions: tuple[RegionExport, ...]) -> ThreadMover:
-        """Start a mover for that daemon."""
+        """Start a mover for the daemon with that boot id."""
         own = [region for region in regions if region.kind == "resident"]
         mover = ThreadMover(AgentName(f"{boot}/{secrets.token_hex(8)}"), own, self._make_transport)
         _RUNNING_MOVERS.add(mover)
@@ -86,7 +86,7 @@ class Launcher:
 
 
 class _RunningMovers:
-    """Movers that may live; those that are quiet are closed by and by."""
+    """Movers whose threads may run; `add` closes those whose agents are gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class _RunningMovers:
             self._movers.append(mover)
 
     def stop_all(self) -> None:
-        """The interpreter ends: an agent that is used while it does would crash it."""
+        """Stop all movers, because the interpreter ends: an agent in use would crash it then."""
         for mover in self._movers:
             mover.stop()
         deadline = time.monotonic() + EXIT_WAIT_S

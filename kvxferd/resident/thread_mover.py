@@ -1,4 +1,4 @@
-"""A mover as a thread: made for one daemon, gone when its agent is."""
+"""A mover as a thread of the worker: made for one daemon's run, and ended with its agent."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from kvxferd.wire.worker import RegionExport
 
 _LOG = logging.getLogger(__name__)
 
-# Runs of a pull that are worked out in one go: the interpreter's lock is held for some 100 us.
+# Runs of a pull that are expanded at a time: the interpreter's lock is held for some 100 us.
 MAX_RUNS_AT_ONCE = 4096
 CLOSE_RETRY_S = 1.0
-LEAVING_TIMEOUT_S = 0.2  # a daemon that does not take the last words in this time has other worries
+LEAVING_TIMEOUT_S = 0.2  # for the last message; the mover ends whether or not it is sent
 
 MakeTransport = Callable[[AgentName], Transport]
 
 
 class ThreadMover:
-    """One resident mover; see `kvxferd.client.mover_watch.ResidentMover` for the promises.
+    """One resident mover; keeps the contract of `kvxferd.client.mover_watch.ResidentMover`.
 
     Its thread makes the agent, alone uses it, and destroys it. Then, and not before, it closes its
-    end of the stream, by which the daemon knows, and writes into a pipe, by which the client does.
+    end of the stream, which the daemon sees, and writes into a pipe, which the client sees.
     """
 
     def __init__(
         self, agent: AgentName, regions: Sequence[RegionExport], make_transport: MakeTransport
     ) -> None:
-        """Start the thread. `regions` are those of this process's memory that it may bind."""
+        """Start the thread. `regions`: the regions in this process's memory that it may bind."""
         self.agent = agent
         self.is_quiesced = False
         self._regions = tuple(regions)
         self._make_transport = make_transport
-        self._lock = threading.Lock()  # the socket's and the daemon's end are closed while others use them
+        self._lock = threading.Lock()  # both ends of the socket are closed while other threads use them
         self._socket, theirs = socket.socketpair()
         self.daemon_end = theirs.detach()
         self._quiesced_fd, self._quiesced_write_fd = os.pipe2(os.O_CLOEXEC)
@@ -65,14 +65,14 @@ class ThreadMover:
 
     def stop(self) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)  # what the thread reads next is the end
+            self._socket.shutdown(socket.SHUT_RD)  # the thread reads EOF next
 
     def wait(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
         return self.is_quiesced
 
     def close(self) -> None:
-        """Give the descriptors back. Only when quiet."""
+        """Close the descriptors. Call it only once `is_quiesced`."""
         self.close_daemon_end()
         with self._lock:
             if self._quiesced_fd >= 0:
@@ -90,15 +90,14 @@ class ThreadMover:
         if leaving is not None:
             _LOG.error("resident mover %s ends: %s", self.agent, leaving.message)
             _send_leaving(stream, leaving)
-        # Nothing of the exception is alive here: a traceback would keep handles, and so the agent.
+        # No exception is alive here: a traceback would keep handles alive, and so the agent.
         for transport in transports:
             self._destroy(transport)
         for mover in movers:
             mover.close()
         self.is_quiesced = True
-        os.write(
-            self._quiesced_write_fd, b"q"
-        )  # a forked process may hold a copy, and then its end never comes
+        # A byte, because closing is not enough: a forked process may hold a copy of the descriptor.
+        os.write(self._quiesced_write_fd, b"q")
         os.close(self._quiesced_write_fd)
         with self._lock:
             stream.close()
@@ -106,7 +105,7 @@ class ThreadMover:
     def _serve(
         self, stream: FrameSocket, transports: list[Transport], movers: list[MoverLoop]
     ) -> MoverLeaving | None:
-        """Be a mover until the daemon, or this process's client, wants no more; return why if neither did."""
+        """Serve until the daemon or the client closes the stream; return why it ended if neither did."""
         try:
             transport = self._make_transport(self.agent)
             transports.append(transport)
@@ -129,21 +128,21 @@ class ThreadMover:
         return None
 
     def _destroy(self, transport: Transport) -> None:
-        """Return once the agent is gone: nobody may believe that it is before."""
-        complained = False
+        """Return once the agent is gone. Its memory counts as in use until then."""
+        has_logged = False
         while True:
             try:
                 transport.close()
                 return
             except Exception:
-                if not complained:
+                if not has_logged:
                     _LOG.exception("cannot end the agent of resident mover %s; it is tried again", self.agent)
-                    complained = True
+                    has_logged = True
             time.sleep(CLOSE_RETRY_S)
 
 
 def _send_leaving(stream: FrameSocket, message: MoverLeaving) -> None:
-    """Send last words, and wait a little for them to be taken."""
+    """Send the last message, and wait for at most `LEAVING_TIMEOUT_S` until it is sent."""
     stream.send(encode(message))
     deadline = time.monotonic() + LEAVING_TIMEOUT_S
     while True:
