@@ -34,7 +34,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankManifest, TransferRef
 from scaling.engines import LARGE, NODE, DeploymentShape, blocks_of, manifest, renamed
-from scaling.station import FENCE_WORD, Clock, Cost, Meter, SimulatedNode
+from scaling.simulated_node import FENCE_WORD, Clock, Cost, Meter, SimulatedNode
 
 NUM_TOKENS = 2048
 NETWORK_S = 0.0001

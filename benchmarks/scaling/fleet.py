@@ -22,7 +22,7 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.peer import Granted
 from scaling.engines import BLOCK_TOKENS, NODE, DeploymentShape, blocks_of
-from scaling.station import FENCE_WORD, Clock, SimulatedNode
+from scaling.simulated_node import FENCE_WORD, Clock, SimulatedNode
 
 NETWORK_S = 0.0002
 WIRE_S = 0.05
