@@ -18,20 +18,21 @@ test: $(STAMP)
 N ?= 2000
 .PHONY: test-random
 test-random: $(STAMP)
-	RANDOM_PAIRS=$(N) $(VENV)/bin/pytest -s tests/random_pairs/test_random_pairs.py tests/plan/test_any_to_any.py
+	RANDOM_PAIRS=$(N) $(VENV)/bin/pytest -s tests/property/random_pairs/test_random_pairs.py \
+		tests/property/plan/test_any_to_any.py
 
 # Every order of events in sizes up to DEPTH, 1 to 3; 1 is part of `make test`.
 DEPTH ?= 2
 .PHONY: model
 model: $(STAMP)
-	PYTHONPATH=tests $(VENV)/bin/python -m model --depth $(DEPTH) $(MODEL_FLAGS)
+	$(VENV)/bin/python -m tests.property.model --depth $(DEPTH) $(MODEL_FLAGS)
 
 # Coverage-guided fuzzing; says so and does nothing where there is no atheris for this machine.
 SECONDS ?= 600
 .PHONY: fuzz
 fuzz: $(STAMP)
 	-$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
-	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --seconds $(SECONDS)
+	$(VENV)/bin/python -m tests.property.fuzz --seconds $(SECONDS)
 
 # The site of docs/, in build/site: `python -m http.server --directory build/site` shows it.
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -67,21 +68,21 @@ $(STAMP): pyproject.toml constraints.txt
 FAULTS ?= 100
 .PHONY: chaos
 chaos: $(STAMP)
-	PYTHONPATH=tests $(VENV)/bin/python -m chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
+	$(VENV)/bin/python -m tests.property.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
 
 # Attacks by strangers, users, workers and peers on real daemons, while an honest pair of engines goes on; the last line is
 # JSON. Needs root, to be other users. ONLY=NAME: attacks whose names contain that; `make hostile HOSTILE_FLAGS=--list` names them.
 .PHONY: hostile
 hostile: $(STAMP)
-	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(HOSTILE_FLAGS)
+	$(VENV)/bin/python -m tests.integration.hostile $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(HOSTILE_FLAGS)
 
 # Engines come and go for a long while, and nothing may grow.
 MINUTES ?= 30
 TRANSFERS ?= 100000
 .PHONY: soak
 soak: $(STAMP)
-	PYTHONPATH=tests $(VENV)/bin/python -m chaos.soak --minutes $(MINUTES) --transfers $(TRANSFERS) \
+	$(VENV)/bin/python -m tests.property.chaos.soak --minutes $(MINUTES) --transfers $(TRANSFERS) \
 		$(if $(SEED),--seed $(SEED))
 
 # Real vLLM engines in an environment of their own, some 4 GB of downloads; not part of `make test`. Whoever has vLLM
@@ -92,7 +93,7 @@ VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 .PHONY: test-vllm vllm-env
 test-vllm: $(STAMP) $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_STAMP))
-	KVXFERD_VLLM_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/pytest tests/vllm $(PYTEST_FLAGS)
+	KVXFERD_VLLM_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/pytest tests/integration/vllm $(PYTEST_FLAGS)
 
 vllm-env: $(VLLM_STAMP)
 

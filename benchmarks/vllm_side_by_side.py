@@ -1,6 +1,6 @@
 """vLLM with its own NIXL connector and with kvxferd's, in turn, from cold starts.
 
-    KVXFERD_VLLM_PYTHON=.venv-vllm/bin/python .venv/bin/python benchmarks/vllm_side_by_side.py --rounds 5
+    KVXFERD_VLLM_PYTHON=.venv-vllm/bin/python .venv/bin/python -m benchmarks.vllm_side_by_side --rounds 5
 
 A round starts a prefill and a decode engine (for kvxferd a daemon each), sends one request as soon as
 both respond, then more, one at a time, then lets them idle. A request is sent as a router would: one
@@ -23,15 +23,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
-
-from completions import RequestFailed, complete, decode, prefill, prompt_of
-from engines import Engine, Served, kvxferd_connector, nixl_connector
 from rich.console import Console
 from rich.table import Table
-from site_under_test import Site
+
+from tests.support.vllm_servers.completions import RequestFailed, complete, decode, prefill, prompt_of
+from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, nixl_connector
+from tests.support.vllm_servers.site import Site
 
 CONNECTORS = ("NixlConnector", "KvxferdConnector")
 LENGTH = 700  # 1.4 MB of cache in 22 blocks: 2 KiB a token

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peer_questions import Cost, compare, daemon_pid, processor_us
+from peer_requests import Cost, compare, daemon_pid, processor_us
 
 PUBLISHES, PULLS, REGISTRATIONS = 400, 60, 6
 

@@ -1,11 +1,11 @@
-"""`PYTHONPATH=tests .venv/bin/python -m frozen [NAME...]`: record surfaces anew, all or those named."""
+"""`.venv/bin/python -m tests.frozen [NAME...]`: record surfaces anew, all or those named."""
 
 from __future__ import annotations
 
 import sys
 
-from frozen import record
-from frozen.surfaces import SURFACES
+from tests.frozen import record
+from tests.frozen.surfaces import SURFACES
 
 
 def main(names: list[str]) -> int:

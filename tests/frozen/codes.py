@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from samples import StillNode
-
-from frozen.serving import run_verb, serving
 from kvxferd import errors
 from kvxferd.errors import Code, KvxferdError
+from tests.frozen.serving import run_verb, serving
+from tests.support.node_samples import StillNode
 
 
 class Refusing(StillNode):

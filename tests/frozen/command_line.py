@@ -15,11 +15,7 @@ from typing import Any
 
 import click
 import msgspec
-from samples import PEER, SOURCE, StillNode, pull_record
 
-from frozen.serving import Served, run_verb, serving
-from frozen.shapes import shape_of, struct_of
-from frozen.tree import ROOT, files_in, parsed
 from kvxferd import doctor as doctor_checks
 from kvxferd.bench.results import Result
 from kvxferd.cli import bench, demo
@@ -30,6 +26,10 @@ from kvxferd.doctor import report
 from kvxferd.doctor.finding import fail, ok, warn
 from kvxferd.doctor.placements import PlacementResult
 from kvxferd.doctor.runner import CHECKS
+from tests.frozen.serving import Served, run_verb, serving
+from tests.frozen.shapes import shape_of, struct_of
+from tests.frozen.tree import ROOT, files_in, parsed
+from tests.support.node_samples import PEER, SOURCE, StillNode, pull_record
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
 KINDS = {kind.__name__ for kind in (ok, warn, fail)}

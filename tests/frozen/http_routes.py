@@ -15,16 +15,16 @@ from typing import Any, get_args
 import aiohttp
 import structlog
 from msgspec import inspect as types
-from samples import PEER, SOURCE, StillNode
 
-from frozen.real_node import real_node
-from frozen.serving import Served, serving
-from frozen.shapes import example_of, shape_of, struct_of
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.telemetry.history import kind_of
+from tests.frozen.real_node import real_node
+from tests.frozen.serving import Served, serving
+from tests.frozen.shapes import example_of, shape_of, struct_of
+from tests.support.node_samples import PEER, SOURCE, StillNode
 
 READS = [route.path for route in ROUTES if route.method == "GET"]
 # What is asked of the routes that change something, and of none that is right.

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from frozen.shapes import signature_of, sorted_map, struct_of
-from frozen.tree import ROOT, parsed
 from kvxferd.client import TransferRef
 from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
 from kvxferd.integrations.vllm import request_params, stats
+from tests.frozen.shapes import signature_of, sorted_map, struct_of
+from tests.frozen.tree import ROOT, parsed
 
 PUBLIC = (
     "kvxferd",

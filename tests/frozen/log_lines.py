@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, get_args
 
 import structlog
 from msgspec import inspect as types
-from samples import pull_record, records
 
-from frozen.shapes import example_of, sorted_map
-from frozen.tree import files_in, parsed, text_of
 from kvxferd.core.snapshot import Record
 from kvxferd.errors import Code
 from kvxferd.telemetry.logs import log_record
+from tests.frozen.shapes import example_of, sorted_map
+from tests.frozen.tree import files_in, parsed, text_of
+from tests.support.node_samples import pull_record, records
 
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 COMPUTED = "(computed)"

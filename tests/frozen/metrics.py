@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from samples import node_snapshot, pull_record, records
-
-from frozen.shapes import sorted_map
-from frozen.tree import files_in, parsed, text_of
 from kvxferd.errors import Code
 from kvxferd.telemetry.metrics import Metrics
+from tests.frozen.shapes import sorted_map
+from tests.frozen.tree import files_in, parsed, text_of
+from tests.support.node_samples import node_snapshot, pull_record, records
 
 # vLLM's own metrics of the connector are named in tables there; they need vLLM to be made.
 _VLLM_PREFIX = "vllm:"

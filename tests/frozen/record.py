@@ -15,7 +15,7 @@ RECORDED = Path(__file__).parent / "recorded"
 DIGESTS = Path(__file__).parent / "digests.json"
 TESTS = Path(__file__).parents[1]
 FOREVER = ("fixtures/0.1/*.json", "schema_0_1.py")  # wherever below tests/ they are
-HOW_TO_RECORD = "PYTHONPATH=tests .venv/bin/python -m frozen {name}"
+HOW_TO_RECORD = ".venv/bin/python -m tests.frozen {name}"
 MAX_LINES = 80  # of a difference; more are counted
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from frozen.shapes import example_of, struct_of, type_of
-from frozen.tree import ROOT
 from kvxferd.config import CONFIG_PATH_VARIABLE, RELOADABLE, SETTINGS, flag_name, load_config
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.core.rank_holders import SavedRank
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.options import Options
 from kvxferd.run_directory import RunDirectory
+from tests.frozen.shapes import example_of, struct_of, type_of
+from tests.frozen.tree import ROOT
 
 
 def surface() -> dict[str, Any]:

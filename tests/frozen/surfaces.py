@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from frozen import codes, command_line, http_routes, imports, log_lines, metrics, settings, variables, wire
+from tests.frozen import (
+    codes,
+    command_line,
+    http_routes,
+    imports,
+    log_lines,
+    metrics,
+    settings,
+    variables,
+    wire,
+)
 
 SURFACES: dict[str, Callable[[], Any]] = {
     "wire": wire.surface,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from frozen import record
-from frozen.surfaces import SURFACES
+from tests.frozen import record
+from tests.frozen.surfaces import SURFACES
 
 
 @pytest.mark.parametrize("name", SURFACES)
@@ -37,7 +37,7 @@ def test_a_difference_names_the_value_and_how_to_record_it() -> None:
     assert '- a.fields[y].type = "str"' in text
     assert '+ a.fields[y].type = "float"' in text
     assert "- b = [1, 2]" in text
-    assert "python -m frozen wire" in text
+    assert "python -m tests.frozen wire" in text
     assert record.difference("wire", old, old) == ""
 
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import pytest
 
-from frozen.tree import PACKAGE, ROOT, files, files_in, parsed, text_of
+from tests.frozen.tree import PACKAGE, ROOT, files, files_in, parsed, text_of
 
 # What was true when it was written, and names places of that day.
-HISTORY = {"CHANGELOG.md"}
+HISTORY = {"CHANGELOG.md", "docs/former_names.toml", "tests/unit/docs/test_former_names.py"}
 HISTORY_FOLDERS = ("docs/adr", "tests/frozen/recorded")
 # Files called so: no module has such a name.
 FILE_SUFFIXES = {"toml", "key", "service", "sock", "log", "conf", "json", "svg", "png", "git"}
@@ -69,12 +69,11 @@ def mentions(pattern: re.Pattern[str]) -> list[Mention]:
 
 
 def file_of(parts: list[str]) -> Path | None:
-    """Return the file of a module of the package or, as tests import them, of the tests."""
-    for root in (ROOT, ROOT / "tests"):
-        path = root.joinpath(*parts)
-        for candidate in (path / "__init__.py", path.with_suffix(".py")):
-            if candidate.is_file():
-                return candidate
+    """Return the file of a module of the package, the tests or the benchmarks."""
+    path = ROOT.joinpath(*parts)
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if candidate.is_file():
+            return candidate
     return None
 
 
@@ -123,7 +122,9 @@ def test_every_dotted_name_is_a_module_or_in_one() -> None:
 
 def test_every_module_that_is_run_can_be_run() -> None:
     found = [m for m in mentions(_RUN) if m.name.split(".")[0] not in FOREIGN]
-    assert {"kvxferd.cli", "kvxferd.mover.process.forkserver", "chaos", "hostile"} & {m.name for m in found}
+    assert {"kvxferd.cli", "kvxferd.mover.process.forkserver", "tests.property.chaos"} <= {
+        m.name for m in found
+    }
     missing = []
     for mention in found:
         path = file_of(mention.name.split("."))

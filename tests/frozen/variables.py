@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from frozen.tree import ROOT, files_in, text_of
+from tests.frozen.tree import ROOT, files_in, text_of
 
 PARTS = {
     "package": ("kvxferd",),

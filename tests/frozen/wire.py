@@ -15,7 +15,6 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect as types
 
-from frozen.shapes import example_of, sorted_map, struct_of
 from kvxferd.bench import protocol as bench_speech
 from kvxferd.bench import remote_protocol
 from kvxferd.demo import protocol as demo_speech
@@ -29,6 +28,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.versions import FIELDS_SINCE_VERSION_2, VERSION_1_CODES
+from tests.frozen.shapes import example_of, sorted_map, struct_of
 
 PROTOCOLS: dict[str, Any] = {
     "client to daemon": worker.ClientMessage,

@@ -1,1 +1,0 @@
-"""Faults against real daemons, movers, workers and NIXL while requests run: ``python -m chaos``."""

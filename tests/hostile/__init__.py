@@ -1,1 +1,0 @@
-"""Attacks on real daemons while an honest pair of engines goes on: ``python -m hostile``."""

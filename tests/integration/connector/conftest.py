@@ -1,0 +1,30 @@
+"""Engines on a real daemon that are gone when their test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.support.connector_harness import EngineUnderTest
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+
+
+@pytest.fixture
+def daemon(fleet: Fleet) -> DaemonUnderTest:
+    return fleet.daemon("node")
+
+
+@pytest.fixture
+def engine(daemon: DaemonUnderTest) -> Iterator[Callable[..., EngineUnderTest]]:
+    """Make engines on the daemon."""
+    with ExitStack() as stack:
+
+        def make(engine_id: str, **facts: Any) -> EngineUnderTest:
+            made = EngineUnderTest(daemon, engine_id, **facts)
+            stack.callback(made.close)
+            return made
+
+        yield make

@@ -1,0 +1,70 @@
+"""The scheduler's side becomes a publisher beside an engine that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from kvxferd.client import Publisher, connect
+from kvxferd.errors import KvxferdError
+from kvxferd.integrations.vllm.options import Options
+from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+from tests.support.connector_harness import EngineUnderTest
+from tests.support.daemon_fleet import DaemonUnderTest
+
+Make = Callable[..., EngineUnderTest]
+
+
+def enrolled(engine: EngineUnderTest) -> RegisteredEngine:
+    return RegisteredEngine(engine.engine_id, engine.generation, needs_ready=False)
+
+
+def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill")
+    assert not prefill.scheduler.is_attached
+    arriving = open_publisher_in_thread(Options(socket=daemon.worker_socket), enrolled(prefill))
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
+    assert prefill.scheduler.is_attached, "it is not asked for twice"
+    arriving.exception(20)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+
+
+def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill")
+    arriving: Future[Publisher] = Future()
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
+    arriving.set_result(open_publisher(Options(socket=daemon.worker_socket), enrolled(prefill)))
+    assert prefill.prefill("p-2", 8, [1, 2], fill=5) is not None
+
+
+def test_an_engine_whose_daemon_is_away_lives_on(
+    engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = engine("prefill")
+    nobody = Options(socket=str(tmp_path / "worker.sock"), connect_timeout_s=0.1)
+    arriving = open_publisher_in_thread(nobody, enrolled(prefill))
+    assert isinstance(arriving.exception(20), KvxferdError)
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
+    for _ in range(2):
+        prefill.step()
+        assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
+    said = [r.message for r in caplog.records if "nothing can be published" in r.message]
+    assert len(said) == 1
+
+
+def test_a_publisher_that_arrives_after_the_engine_has_stopped_is_closed(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill = engine("prefill")
+    arriving: Future[Publisher] = Future()
+    prefill.scheduler.attach_later(arriving, needs_ready=False)
+    prefill.scheduler.close()
+    late = connect(daemon.worker_socket).attach(prefill.engine_id, prefill.generation)
+    arriving.set_result(late)
+    with pytest.raises(KvxferdError):
+        late.publish("p-1", {}, 0)

@@ -1,0 +1,93 @@
+"""The synthetic caches of these tests are vLLM's: its own functions and kernels are asked.
+
+Runs vLLM's interpreter, named by KVXFERD_VLLM_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
+from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
+
+PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not PYTHON, reason="needs vLLM in an environment of its own: KVXFERD_VLLM_PYTHON"),
+]
+NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
+
+
+def ask(*arguments: str) -> Any:
+    assert PYTHON is not None
+    script = Path(__file__).parents[2] / "support" / "vllm_introspection.py"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run(
+        [PYTHON, script, *arguments], capture_output=True, text=True, check=False, env=environ
+    )
+    (answer,) = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")] or [ran.stderr]
+    return json.loads(answer.removeprefix("ANSWER "))
+
+
+def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
+    found = ask("views")
+    assert len(found) == 8
+    for name, made in found.items():
+        layout, kernel = name.split("/")
+        per_id = 32 // int(kernel)
+        ours = layer_views(layout, (NUM_LAYERS, NUM_BLOCKS * per_id, NUM_HEADS, int(kernel), 2 * HEAD_SIZE))
+        assert made == [[list(v.shape), list(v.stride()), v.storage_offset()] for v in ours], name
+
+
+@pytest.mark.parametrize("block_tokens", [32, 64])
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: int) -> None:
+    found = ask("packing", isa, str(block_tokens))
+    tokens = found["tokens"]
+    numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32) % 30000 + 1
+    key, value = numbers.to(torch.int16).view(2, tokens, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
+    cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, block_tokens, 2 * HEAD_SIZE, dtype=torch.int16)
+    how = Deployment(block_tokens=block_tokens, backend=CPU, isa=isa)
+    for position, block in enumerate([2, 1]):
+        part = range(position * block_tokens, min((position + 1) * block_tokens, tokens))
+        for content, is_value in ((key, False), (value, True)):
+            for view, own in Stretch(block, part).places(cache, how, values=is_value):
+                own.copy_(view(content[:, part.start : part.stop]))
+    assert cache.flatten().tolist() == found["cache"]
+
+
+def test_its_specs_are_read_as_the_stand_ins_are() -> None:
+    *found, full, sliding, state, latent = ask("groups")
+    assert found == [
+        ["full", 32, None, 0, False],
+        ["sliding", 32, 1025, 0, False],
+        ["state", 512, None, 2, True],
+        ["full", 32, None, 0, False],
+    ]
+    assert full == sliding == repr(AttentionFacts(2, 64, 64, "bfloat16", 2))
+    assert latent == repr(AttentionFacts(1, 576, 0, "bfloat16", 2))
+    shapes = ((3, 576), (16, 32, 16))
+    dtypes = (("bfloat16", 2), ("float32", 4))
+    assert state == repr(StateFacts("gdn_attn", shapes, dtypes, num_groups=4))
+
+
+def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
+    """Where it does not, the server ends with the first transfer."""
+    said = ask("statistics")
+    for line, num_pulls, num_failed in said.values():
+        assert "Num pulls=4" in line.replace("': ", "=")  # several are a dict
+        assert (num_pulls, num_failed) == (4, 4)
+    assert said.keys() == {"alone", "child"}
+
+
+def test_its_last_token_finds_all_of_its_window_whatever_the_prompts_length() -> None:
+    """Of a prompt pulled to its end, one length in sixteen has no block for the oldest token."""
+    assert ask("windows") == {}

@@ -1,0 +1,463 @@
+"""Requests travel from a prefill engine to a decode engine by the connector's two sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxferd.client import BlockList
+from kvxferd.errors import Code
+from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.step_metadata import StepMetadata
+from kvxferd.integrations.vllm.worker import MAX_DAEMON_WAIT_S, Results
+from kvxferd.memory import SealedMemory
+from tests.support.connector_harness import (
+    BLOCK_TOKENS,
+    GROUPS,
+    WAIT_S,
+    Blocks,
+    EngineUnderTest,
+    Request,
+    Status,
+)
+from tests.support.daemon_fleet import DaemonUnderTest, wait_until
+
+Make = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture
+def pair(engine: Make) -> tuple[EngineUnderTest, EngineUnderTest]:
+    return engine("prefill", publishes=True), engine("decode")
+
+
+Pair = tuple[EngineUnderTest, EngineUnderTest]
+
+
+def test_a_prefilled_request_arrives_and_its_blocks_come_back(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 10, [3, 4, 5], fill=7)
+    assert params is not None
+    decode.decode("d-1", 10, [9, 8, 7], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, set(), set())
+    assert (decode.bytes[[9, 8]] == 7).all()
+    assert (decode.bytes[7][: 2 * 64] == 7).all()  # the third block holds two of its four tokens
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    counted = decode.worker.stats.collect()
+    assert counted is not None
+    assert len(counted["pull_s"]) == 1
+    assert counted["bytes"][0] >= 10 * 64
+
+
+def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.bytes[:] = 1
+    decode.decode("d-1", 16, [10, 11, 12, 13], params, cached=2 * BLOCK_TOKENS)
+    decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (decode.bytes[[10, 11]] == 1).all(), "blocks of a prefix hit may be others' as well"
+    assert (decode.bytes[[12, 13]] == 5).all()
+
+
+def test_a_full_prefix_hit_pulls_nothing_and_frees_the_prefill_engine(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    decode.bytes[:] = 1
+    decode.decode("d-1", 8, [10, 11], params, cached=8)
+    assert not decode.step().received
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    assert (decode.bytes == 1).all()
+
+
+def test_a_request_is_pulled_once(pair: Pair) -> None:
+    """vLLM tells of the same request's blocks again when the load is over, or after a preemption."""
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = decode.decode("d-1", 8, [10, 11], params)
+    decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
+    assert decode.scheduler.build_step_metadata().is_empty
+
+
+def test_a_request_that_is_aborted_before_it_was_scheduled_frees_the_prefill_engine(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = Request("d-1", 8, dict(params))
+    decode.scheduler.request_added(request)
+    decode.abort(request, [])
+    assert not decode.step().received
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_request_that_is_aborted_while_it_is_pulled_ends_once(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    request = decode.decode("d-1", 8, [10, 11], params)
+    decode.abort(request, [10, 11])  # before the workers have heard of the pull
+    assert decode.step_until(lambda r: bool(r.received), "the pull is over").received == {"d-1"}
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_an_aborted_prefill_is_not_published(pair: Pair) -> None:
+    prefill, _ = pair
+    request = Request("p-1", 8, {"do_remote_decode": True}, num_computed_tokens=4)
+    prefill.scheduler.request_added(request)
+    prefill.abort(request, [1])
+    assert prefill.scheduler.build_step_metadata().is_empty
+
+
+def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair) -> None:
+    _, decode = pair
+    foreign = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
+    request = Request("d-1", 8, foreign)
+    decode.scheduler.request_added(request)
+    assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
+    decode.abort(request, [])
+    assert decode.scheduler.build_step_metadata().is_empty
+    counted = decode.scheduler.stats.collect()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"transfer-unknown": 1}
+
+
+def test_an_engine_that_must_not_be_written_into_computes_by_itself(pair: Pair) -> None:
+    """vLLM gives the blocks of a kv_producer away while its steps may still write them."""
+    prefill, _ = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    scheduler = ConnectorScheduler(GROUPS, may_pull=False)
+    request = Request("d-1", 8, params)
+    scheduler.request_added(request)
+    assert scheduler.num_tokens_to_pull(request, 0) == 0
+    scheduler.blocks_allocated(request, Blocks(([10, 11],)), 0)
+    assert scheduler.build_step_metadata().is_empty
+    counted = scheduler.stats.collect()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"not-allowed": 1}
+
+
+def test_a_failed_pull_names_its_blocks(pair: Pair) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    params["kvxferd"]["nonce"] = "0" * 32
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, set(), {10, 11})
+
+
+def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> None:
+    """A block id alone names nothing there."""
+    two = CacheGroups(
+        (CacheGroup(0, CacheKind.FULL, BLOCK_TOKENS), CacheGroup(1, CacheKind.FULL, BLOCK_TOKENS)), 2
+    )
+    prefill, decode = engine("prefill", publishes=True), engine("decode", groups=two)
+    params = prefill.prefill("p-1", 4, [1], fill=5)
+    assert params is not None
+    request = Request("d-1", 4, params)
+    decode.scheduler.blocks_allocated(request, Blocks(([10], [11])), 4)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
+
+
+def one_group(kind: CacheKind, kept_tokens: int | None = None) -> CacheGroups:
+    return CacheGroups((CacheGroup(0, kind, BLOCK_TOKENS, kept_tokens),), num_listed=1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids"),
+    [
+        (one_group(CacheKind.SLIDING, kept_tokens=4), [0, 0, 12, 13]),
+        (one_group(CacheKind.STATE), [12]),
+    ],
+    ids=["sliding", "state"],
+)
+def test_a_failed_pull_names_its_request_where_the_blocks_before_hold_nothing(
+    engine: Make, groups: CacheGroups, ids: list[int]
+) -> None:
+    """Told of block 12, vLLM would go on from its first token, with null blocks for what is before."""
+    prefill, decode = engine("prefill", publishes=True), engine("decode", groups=groups)
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.decode("d-1", 16, ids, params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
+
+
+def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(engine: Make) -> None:
+    """vLLM cannot be refused once it has allocated: an error there would end the engine."""
+    prefill = engine("prefill", publishes=True)
+    decode = engine("decode", groups=one_group(CacheKind.SLIDING, kept_tokens=8))
+    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
+    assert params is not None
+    decode.decode("d-1", 16, [0, 0, 0, 13], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
+    counted = decode.worker.stats.collect()
+    assert counted is not None
+    assert counted["pulls_failed"] == {"blocks-invalid": 1}
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids", "num_computed"),
+    [
+        (one_group(CacheKind.SLIDING, kept_tokens=4), [0, 0, 0, 4], 18),
+        (one_group(CacheKind.STATE), [7], 14),
+    ],
+    ids=["the window has moved on", "the state has moved on"],
+)
+def test_a_prefill_that_went_beyond_its_prompt_is_not_published(
+    engine: Make, groups: CacheGroups, ids: list[int], num_computed: int
+) -> None:
+    """A router forgot max_tokens = 1. What the reader needs is gone, and the engine has to live on."""
+    prefill = engine("prefill", publishes=True, groups=groups)
+    request = Request("p-1", 12, {"do_remote_decode": True}, num_computed_tokens=num_computed)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_ended(request, (ids,)) == (False, None)
+    counted = prefill.scheduler.stats.collect()
+    assert counted is not None
+    assert counted["publishes_failed"] == {"blocks-invalid": 1}
+
+
+def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
+    prefill = engine("prefill", publishes=True, lease_s=0.5)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+    counted = prefill.scheduler.stats.collect()
+    assert counted is not None
+    assert counted["released_unread"] == {"lease-expired": 1}
+
+
+def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: DaemonUnderTest) -> None:
+    prefill = engine("prefill", publishes=True, lease_s=1.0)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+    prefill.step()
+    daemon.process.kill()
+    daemon.process.wait(10)
+    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    daemon.process.kill()
+    daemon.process.wait(10)
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
+    assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
+    daemon.start()
+    decode.bytes[:] = 0
+    wait_until(lambda: prefill.publisher.is_connected, "the new daemon knows the prefill engine")
+    for attempt in range(10):  # until both engines are registered there, and its new port is in references
+        again = prefill.prefill(f"p-2.{attempt}", 8, [3, 4], fill=6)
+        assert again is not None
+        decode.decode(f"d-2.{attempt}", 8, [12, 13], again)
+        if not decode.step_until(lambda r: bool(r.received), "the pull is over", 10).failed_block_ids:
+            break
+    assert (decode.bytes[[12, 13]] == 6).all()
+
+
+def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill, decode = engine("prefill", publishes=True), engine("decode", deadline_s=60)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    daemon.process.kill()
+    daemon.process.wait(10)
+    both = (prefill.publisher, decode.rank)
+    wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
+    assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None
+    counted = prefill.scheduler.stats.collect()
+    assert counted is not None
+    assert counted["publishes_failed"] == {Code.DAEMON_LOST.value: 1}
+    decode.decode("d-1", 8, [10, 11], params)
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over", MAX_DAEMON_WAIT_S + 5)
+    assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
+
+
+def test_a_scheduler_that_has_heard_of_no_worker_leaves_the_request_to_its_reader(engine: Make) -> None:
+    decode = engine("decode")
+    assert decode.prefill("p-1", 8, [1, 2], fill=5) is None
+
+
+def test_the_daemon_lets_go_of_a_suspended_rank(pair: Pair) -> None:
+    prefill, decode = pair
+    decode.worker.suspend()
+    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
+    assert params is not None
+    decode.decode("d-1", 8, [10, 11], params)
+    assert decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids == {10, 11}
+    decode.worker.resume(decode.region())
+    params = prefill.prefill("p-2", 8, [3, 4], fill=6)
+    assert params is not None
+    decode.decode("d-2", 8, [12, 13], params)
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
+    assert (decode.bytes[[12, 13]] == 6).all()
+
+
+class Copying:
+    """A cache that nobody else can map: the sealed memory stands for it."""
+
+    def __init__(self, memory: SealedMemory) -> None:
+        self.shared = np.frombuffer(memory.buffer, dtype=np.uint8)
+        self.own = np.zeros_like(self.shared).reshape(-1, BLOCK_TOKENS * 64)
+
+    def _rows(self, blocks: Mapping[str, BlockList]) -> Any:
+        (listed,) = blocks.values()
+        return list(memoryview(listed.ids))  # type: ignore[arg-type]
+
+    def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
+        rows = self._rows(blocks)
+        self.shared.reshape(self.own.shape)[rows] = self.own[rows]
+
+    def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
+        rows = self._rows(blocks)
+        self.own[rows] = self.shared.reshape(self.own.shape)[rows]
+
+
+def test_memory_that_cannot_be_shared_is_copied_before_it_is_read_and_after(engine: Make) -> None:
+    copies: list[Copying] = []
+
+    def mirror(memory: SealedMemory) -> Copying:
+        copies.append(Copying(memory))
+        return copies[-1]
+
+    prefill = engine("prefill", publishes=True, mirror=mirror)
+    decode = engine("decode", mirror=mirror)
+    copies[0].own[[1, 2]] = 9
+    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
+    assert params is not None
+    decode.decode("d-1", 8, [10, 11], params)
+    decode.step()
+    prefill.step()  # only now are the ranks ready
+    results = decode.step_until(lambda r: bool(r.received), "the pull is over")
+    assert not results.failed_block_ids
+    assert (copies[1].own[[10, 11]] == 9).all()
+    for copy in copies:
+        del copy.shared  # so that the memory can be closed
+
+
+class Work:
+    """What an engine has launched."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.asked = threading.Event()
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.is_done
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str) -> None:
+    """Neither from blocks nor into blocks that a draft of the step before still writes."""
+    work = Work()
+    prefill = engine("prefill", publishes=True, launched=(lambda: work) if who == "prefill" else None)
+    decode = engine("decode", launched=(lambda: work) if who == "decode" else None)
+    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
+    assert params is not None
+    prefill.step()
+    decode.decode("d-1", 8, [10, 11], params)
+    decode.bytes[[10, 11]] = 1
+    assert not decode.step().received
+    assert work.asked.wait(10)
+    assert not decode.step().received
+    prefill.bytes[[1, 2]] = 9  # the draft's last kernel
+    work.is_done = True
+    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
+    assert (decode.bytes[[10, 11]] == 9).all()
+
+
+def test_orders_of_nothing_are_empty() -> None:
+    assert StepMetadata().is_empty
+
+
+class Gated(Copying):
+    """One whose copies out begin when they may."""
+
+    def __init__(self, memory: SealedMemory) -> None:
+        super().__init__(memory)
+        self.may_copy = threading.Event()
+
+    def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
+        assert self.may_copy.wait(WAIT_S)
+        super().copy_out(blocks)
+
+    def has_arrived(self, ids: list[int], fill: int) -> bool:
+        """Whether bytes have been pulled to where they are copied from."""
+        return bool((self.shared.reshape(self.own.shape)[ids] == fill).all())
+
+
+@pytest.fixture
+def gated(engine: Make) -> Iterator[tuple[EngineUnderTest, Gated]]:
+    """An engine that prefills and decodes, and its copies."""
+    copies: list[Gated] = []
+
+    def mirror(memory: SealedMemory) -> Gated:
+        copies.append(Gated(memory))
+        return copies[-1]
+
+    both = engine("both", publishes=True, mirror=mirror)
+    yield both, copies[0]
+    copies[0].may_copy.set()
+    both.worker.close()  # and every copy with it
+    del copies[0].shared  # so that the memory can be closed
+
+
+def publish_and_take_back(side: EngineUnderTest, name: str, ids: list[int]) -> Results:
+    """Have a transfer be over before its blocks are copied. Returns what its steps have said."""
+    assert side.publisher is not None
+    params = side.prefill(name, 8, ids, fill=0)
+    assert params is not None
+    results = side.step()
+    side.publisher.unpublish(params["kvxferd"])
+
+    def is_over() -> bool:
+        results.sent |= side.step().sent
+        return name not in side.scheduler._published.values()
+
+    wait_until(is_over, "the transfer is released")
+    results.sent |= side.step().sent
+    return results
+
+
+def test_blocks_are_not_free_while_they_are_copied_out(gated: tuple[EngineUnderTest, Gated]) -> None:
+    both, copying = gated
+    assert not publish_and_take_back(both, "p-1", [1, 2]).sent
+    copying.may_copy.set()
+    assert both.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
+
+
+def test_a_copy_that_nobody_waits_for_overwrites_nothing(
+    gated: tuple[EngineUnderTest, Gated], engine: Make
+) -> None:
+    """Begun after its transfer, it would put the old request's bytes where the next one's have arrived."""
+    both, copying = gated
+    prefill = engine("prefill", publishes=True)
+    assert both.prefill("ahead", 8, [5, 6], fill=0) is not None
+    sent = publish_and_take_back(both, "p-1", [1, 2]).sent  # its copy waits behind the other
+    assert sent == {"p-1"}
+    params = prefill.prefill("p-2", 8, [3, 4], fill=9)
+    assert params is not None
+    both.decode("d-2", 8, [1, 2], params)
+    both.step()
+    wait_until(lambda: copying.has_arrived([1, 2], 9), "the bytes are there")
+    copying.may_copy.set()
+    results = both.step_until(lambda r: bool(r.received), "the pull is over")
+    assert (results.received, results.failed, results.failed_block_ids) == ({"d-2"}, set(), set())
+    assert (copying.own[[1, 2]] == 9).all()

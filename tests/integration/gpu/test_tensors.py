@@ -1,0 +1,97 @@
+"""Torch tensors from every allocator, through daemons and movers. `-m gpu` runs what needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.test_device_transfers import BIG, daemon
+from tests.integration.test_transfers import publish, pull_and_check, spec_of
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.devices import driver_or_skip
+from tests.support.tensor_allocators import ALLOCATORS
+
+# Where a driver can export. Torch that asks for another kind of handle is served by a resident mover.
+PLACEMENTS = {"default": "resident", "expandable": "direct", "pool": "direct"}
+
+
+def placement_of(node: DaemonUnderTest, engine: str) -> dict[str, Any]:
+    (rank,) = [r for e in node.status()["engines"] if e["engine_id"] == engine for r in e["ranks"]]
+    return rank["placement"]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_tensor_of_any_allocator_is_read_and_written(fleet: Fleet, driver: str, allocator: str) -> None:
+    """Where it can be placed depends on the allocator; that it arrives does not."""
+    node = daemon(fleet, "node", driver)
+    store = {"tensor": allocator, "driver": driver}
+    sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
+    sinks = fleet.engine(node, spec_of("decode"), store=store, **BIG)
+    for request in range(2):
+        pull_and_check(sinks, publish(sources, request), request)
+    found = placement_of(node, "decode")
+    if driver == "fake":
+        assert found["kind"] == PLACEMENTS[allocator]
+    else:
+        assert found["kind"] in ("direct", "resident", "staged")
+        assert found["kind"] != "direct" or allocator != "default"
+
+
+def test_every_allocator_reads_every_other(fleet: Fleet, driver: str) -> None:
+    node = daemon(fleet, "node", driver)
+    ranks = {
+        allocator: fleet.engine(
+            node, spec_of(allocator), store={"tensor": allocator, "driver": driver}, **BIG
+        )
+        for allocator in ALLOCATORS
+    }
+    request = 0
+    for source in ALLOCATORS:
+        for sink in ALLOCATORS:
+            if source != sink:
+                request += 1
+                pull_and_check(ranks[sink], publish(ranks[source], request), request)
+
+
+@pytest.mark.parametrize("allocator", ["expandable", "pool"])
+def test_a_tensor_that_must_be_staged(fleet: Fleet, driver: str, allocator: str) -> None:
+    node = daemon(fleet, "node", driver, placement="staged")
+    store = {"tensor": allocator, "driver": driver}
+    sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
+    sinks = fleet.engine(node, spec_of("decode"), store=store, **BIG)
+    pull_and_check(sinks, publish(sources, 1), 1)
+    found = placement_of(node, "prefill")
+    if driver == "fake":
+        assert found["kind"] == "staged"
+        assert "mover.placement" in found["why"]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_tensor_sleeps_and_wakes(fleet: Fleet, driver: str, allocator: str) -> None:
+    node = daemon(fleet, "node", driver)
+    store = {"tensor": allocator, "driver": driver}
+    sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
+    (sink,) = fleet.engine(node, spec_of("decode"), store=store, **BIG)
+    pull_and_check([sink], publish(sources, 1), 1)
+    sink.suspend()
+    sink.await_event("Suspended")
+    sink.free()
+    sink.allocate()
+    sink.resume()
+    pull_and_check([sink], publish(sources, 2), 2)
+
+
+def test_a_killed_worker_leaves_nothing_on_the_gpu(fleet: Fleet, driver: str) -> None:
+    """Its mover's context included: by the driver's own count, within a second of the later end."""
+    count = driver_or_skip(driver)
+    uuid = count.devices()[0].uuid
+    node = daemon(fleet, "node", driver)
+    before = count.used_bytes(uuid)
+    (source,) = fleet.engine(node, spec_of("prefill"), store={"tensor": "pool", "driver": driver}, **BIG)
+    assert count.used_bytes(uuid) > before
+    movers = set(node.movers())
+    source.kill()
+    wait_until(lambda: not node.status()["engines"], "the engine forgotten")
+    wait_until(lambda: len(movers & set(node.movers())) < len(movers), "its mover gone")
+    wait_until(lambda: count.used_bytes(uuid) <= before, "the memory free again", 1.0)

@@ -1,0 +1,1 @@
+"""Attacks on real daemons while an honest pair of engines goes on: `make hostile`."""

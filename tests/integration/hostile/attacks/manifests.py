@@ -1,0 +1,285 @@
+"""A daemon by hand whose key is admitted: its manifests, grants and answers are what it likes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.wire import peer
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import BlockIds, Message, RankManifest
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.honest_pair import NUM_BLOCKS, TOKENS
+from tests.integration.hostile.registry import attack
+
+Answer = Callable[[Any], list[Message]]
+
+
+class DaemonByHand:
+    """A ROUTER with the admitted key. `answer` gives what each question gets, `version` is its greeting's."""
+
+    def __init__(self, scene: Scene, answer: Answer, version: Any = 1) -> None:
+        self._answer = answer
+        self._version = version
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if scene.key is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, scene.key.secret)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}" + (f"#{scene.key.public}" if scene.key else "")
+        self.routes: set[bytes] = set()
+        self._ends = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ends:
+            if not self.socket.poll(50):
+                continue
+            route, content = self.socket.recv_multipart()
+            self.routes.add(route)
+            question: Any = PEER_MESSAGES.decode(content)
+            if isinstance(question, peer.PeerHello):
+                greeting = {"t": "greeting", "request": question.request, "boot": "evil"}
+                self.socket.send_multipart(
+                    [route, msgspec.msgpack.encode(greeting | {"version": self._version})]
+                )
+                continue
+            for message in self._answer(question):
+                with suppress(zmq.ZMQError):
+                    self.socket.send_multipart([route, encode(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._ends = True
+        self._thread.join(5)
+        self.socket.close(linger=0)
+        self._context.term()
+
+
+def ref_to(daemon: DaemonByHand, name: str) -> dict[str, Any]:
+    return {
+        "endpoint": daemon.endpoint,
+        "engine_id": name,
+        "generation": "g1",
+        "transfer_id": "t",
+        "nonce": "0" * 32,
+        "ready_tokens": -1,
+    }
+
+
+def manifest_of(scene: Scene, place: str, engine: str) -> RankManifest:
+    """What the daemon tells any admitted peer of an honest engine."""
+    one = scene.peer(scene.places[place])
+    answer = one.ask(peer.FetchEngine(request=2, engine_id=engine, generation="g1", wait_s=2.0))
+    assert isinstance(answer, peer.EngineManifest), answer
+    return answer.ranks[0]
+
+
+def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
+    """A source that hands that manifest out and grants whatever is asked."""
+
+    def answer(question: Any) -> list[Message]:
+        if isinstance(question, peer.FetchEngine):
+            return [peer.EngineManifest(request=question.request, boot="evil", ranks=(manifest,))]
+        if isinstance(question, peer.AskGrant):
+            ids = pack_ids(range(NUM_BLOCKS))
+            granted = peer.Granted(
+                request=question.request,
+                grant=question.grant,
+                blocks={"full": PackedBlocks(ids=ids)},
+                num_tokens=TOKENS,
+                lease_s=5.0,
+                fence_agent=manifest.binding.agent,
+                fence_address=manifest.binding.regions[0].address,
+                fence_word=bytes(16),
+                fence_metadata=manifest.binding.metadata,
+            )
+            return [msgspec.structs.replace(granted, **changes)]
+        if isinstance(question, peer.RenewGrants):
+            return [peer.GrantsRenewed(request=question.request, ended=())]
+        return [peer.Done(request=question.request)]
+
+    return answer
+
+
+def _bindings(mine: RankManifest, others: RankManifest) -> list[dict[str, Any]]:
+    """What a hostile daemon may say of where its bytes lie: `mine` is an honest source's manifest."""
+    true, agent = mine.binding.metadata, mine.binding.agent
+    (region,) = mine.binding.regions
+    nowhere = (msgspec.structs.replace(region, address=0x10_0000),)
+    high = (msgspec.structs.replace(region, address=(1 << 47) - region.size_bytes),)
+    return [
+        {"agent": "evil/1", "metadata": os.urandom(500)},
+        {"agent": "evil/2", "metadata": b""},
+        {"agent": "evil/3", "metadata": true},  # which names another agent
+        {"agent": "evil/4", "metadata": true[:-20]},
+        {"agent": "evil/5", "metadata": bytes(2_000_000)},
+        {"agent": "evil/6", "metadata": true[:60] + os.urandom(len(true) - 60)},
+        {"agent": agent, "metadata": os.urandom(500)},  # an honest source's agent from here on
+        {"agent": agent, "metadata": b""},
+        {"agent": agent, "metadata": true[:-20]},
+        {"agent": agent, "metadata": others.binding.metadata},
+        {"agent": agent, "metadata": true[:60] + os.urandom(len(true) - 60)},
+        {"agent": agent, "metadata": true, "regions": high},
+        {"agent": agent, "metadata": true, "regions": nowhere},
+    ]
+
+
+@attack("peer", limit_s=170.0, quick=False)
+def false_remote_metadata(scene: Scene) -> str:
+    """Manifests whose metadata is nonsense, empty, or a copy of an honest source's, whole and cut."""
+    return _mislead(scene, lambda binding, agent: binding["agent"] != agent)
+
+
+@attack("peer", limit_s=120.0, quick=True)
+def false_agents_of_others(scene: Scene) -> str:
+    """Manifests that give an honest source's agent, with metadata or addresses that are not its own."""
+    return _mislead(scene, lambda binding, agent: binding["agent"] == agent)
+
+
+def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> str:
+    mine, others = manifest_of(scene, "a", "honest-0"), manifest_of(scene, "b", "honest-1")
+    for number, changed in enumerate(_bindings(mine, others)):
+        if not is_meant(changed, mine.binding.agent):
+            continue
+        binding = msgspec.structs.replace(mine.binding, **changed)
+        spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
+        daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
+        before = scene.ask("traffic")
+        came = scene.honest("pull", sink=1, ref=ref_to(daemon, f"evil-{number}"), deadline_s=3.0)
+        scene.rest(0.3)
+        after = scene.ask("traffic")
+        daemon.close()
+        if came["outcome"] == "no answer":
+            return f"the pull by manifest {number} never ended"
+        if after["failed"] > before["failed"] or after["wrong"] > before["wrong"]:
+            return f"manifest {number} (agent {changed['agent'][:8]}) cost others their pulls: {after['why']}"
+    return ""
+
+
+@attack("peer", limit_s=90.0)
+def nonsense_in_grants(scene: Scene) -> str:
+    """Grants whose words, addresses, leases and blocks make no sense, and answers to other questions."""
+    mine = manifest_of(scene, "a", "honest-0")
+    spec = msgspec.structs.replace(mine.spec, engine_id="evil-grants")
+    many = PackedBlocks(ids=pack_ids(range(100_000)))
+    for changes in (
+        {"fence_word": b"x"},
+        {"fence_address": 0},
+        {"fence_address": (1 << 64) - 20},
+        {"fence_agent": ""},
+        {"lease_s": 1e-9},
+        {"lease_s": float("nan")},
+        {"num_tokens": -1},
+        {"num_tokens": 1 << 60},
+        {"blocks": {}},
+        {"blocks": {"full": many}},
+        {"blocks": {"full": PackedBlocks(ids=pack_ids([-1] * NUM_BLOCKS))}},
+        {"blocks": {"g" * 100_000: many}},
+        {"stream": 7},
+        {"request": 1},
+        {"grant": "another"},
+    ):
+        daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, mine.binding), changes))
+        came = scene.honest("pull", sink=1, ref=ref_to(daemon, "evil-grants"), deadline_s=1.5)
+        daemon.close()
+        if came["outcome"] in ("no answer", "delivered"):
+            return f"a grant with {str(changes)[:80]}: {came['outcome']}"
+    return ""
+
+
+@attack("peer", limit_s=60.0, fresh=True)
+def answers_in_a_flood(scene: Scene) -> str:
+    """A daemon that is asked once answers a hundred thousand times, and with block ids of no question."""
+
+    def answer(question: Any) -> list[Message]:
+        return []
+
+    daemon = DaemonByHand(scene, answer)
+    scene.honest("hint", sink=1, ref=ref_to(daemon, "flood"), what="prepare")
+    scene.rest(1.0)
+    route = next(iter(daemon.routes), b"")
+    done = encode(peer.Done(request=999_999))
+    refused = encode(peer.PeerRefused(request=3, code="busy", message="x" * 100_000))
+    ids = [encode(BlockIds(stream=n, group="full", offset=0, ids=bytes(8_000_000))) for n in range(8)]
+    until = time.monotonic() + 6.0
+    for number in range(60_000):
+        content = ids[number % 8] if number % 5_000 < 8 else refused if number % 50 == 0 else done
+        with suppress(zmq.ZMQError):
+            daemon.socket.send_multipart([route, content], zmq.NOBLOCK)
+        if time.monotonic() > until:
+            break
+    scene.rest(2.0)
+    daemon.close()
+    return ""
+
+
+@attack("peer", limit_s=60.0)
+def engines_learnt_without_end(scene: Scene) -> str:
+    """A daemon tells of a hundred engines of thousands of tensors each."""
+    from tests.integration.hostile.attacks.peers import large_manifest
+
+    def answer(question: Any) -> list[Message]:
+        if isinstance(question, peer.FetchEngine):
+            made = large_manifest(question.engine_id, daemon.endpoint, 6_000, "evil/1")
+            one = msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, pp_size=1))
+            return [peer.EngineManifest(request=question.request, boot="evil", ranks=(one,))]
+        return []
+
+    daemon = DaemonByHand(scene, answer)
+    for number in range(24):
+        scene.honest("hint", sink=1, ref=ref_to(daemon, f"large-{number}"), what="prepare")
+    scene.rest(4.0)
+    daemon.close()
+    return ""
+
+
+@attack("peer", limit_s=80.0, imports=("nixl._api",))
+def a_source_that_stalls(scene: Scene) -> str:
+    """Pulls from a real agent that connects and then stops: others' pulls of the same rank go on."""
+    return _stall(scene)
+
+
+def _stall(scene: Scene) -> str:
+    import ctypes
+    import signal
+
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    mine = manifest_of(scene, "a", "honest-0")
+    os.environ["HOME"] = "/tmp"  # the library looks there for its settings
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        agent = nixl_agent("evil/stall", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        memory = ctypes.create_string_buffer(mine.binding.regions[0].size_bytes)
+        agent.register_memory([(ctypes.addressof(memory), len(memory), 0, "x")], "DRAM")
+        metadata = agent.get_agent_metadata()
+        os.write(write, ctypes.addressof(memory).to_bytes(8, "little") + metadata)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    found = os.read(read, 1 << 20)
+    address = int.from_bytes(found[:8], "little")
+    region = msgspec.structs.replace(mine.binding.regions[0], address=address)
+    binding = msgspec.structs.replace(mine.binding, agent="evil/stall", metadata=found[8:], regions=(region,))
+    spec = msgspec.structs.replace(mine.spec, engine_id="evil-stall")
+    daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
+    outcomes = [
+        scene.honest("pull", sink=1, ref=ref_to(daemon, "evil-stall"), deadline_s=2.0)["outcome"]
+        for _ in range(3)
+    ]
+    scene.rest(15.0)
+    daemon.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "it was delivered" if "delivered" in outcomes else ""

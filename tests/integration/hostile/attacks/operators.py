@@ -1,0 +1,76 @@
+"""What an operator or an accident does, and must not cost more than it must."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+
+import numpy as np
+
+from kvxferd import client
+from kvxferd.demo import content
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.attacks.ownership import RESTART, back
+from tests.integration.hostile.honest_pair import TOKENS, Engine, _blocks, spec_of
+from tests.integration.hostile.raw_protocol import connected
+from tests.integration.hostile.registry import Setup, attack
+
+UNREAD = Setup(stderr_unread=True)
+
+
+@attack("user", setup=UNREAD, limit_s=60.0)
+def a_log_that_nobody_reads(scene: Scene) -> str:
+    """Standard error is a pipe that nobody reads, and a user makes as many lines as it can."""
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            one = connected(scene.a.worker_socket)
+            one.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            one.recv(4096)
+            one.close()
+    return ""
+
+
+@attack("worker", limit_s=80.0, allows_failed_pulls=RESTART, quick=True)
+def a_rank_that_sleeps_while_its_daemon_is_away(scene: Scene) -> str:
+    """A scheduler published; the daemon dies; the rank is suspended, its memory used for other things, and it
+    resumes: what was published before must not be delivered."""
+    spec = spec_of("sleeper")
+    source = Engine(scene.a.worker_socket, spec)
+    sink = Engine(scene.b.worker_socket, spec_of("sleeper-reader"))
+    scheduler = client.connect(scene.a.worker_socket, name="scheduler")
+    publisher = scheduler.attach("sleeper", "g1")
+    ids = list(range(8))
+    content.write(source.bytes, source.layout, content.RequestBlocks(77, np.array(ids, np.int32), TOKENS))
+    ref = publisher.publish("before", _blocks(ids), TOKENS, lease_s=60.0).to_dict()
+    scene.rest(0.5)
+    scene.ask("kill", node="a")
+    scene.rest(0.3)
+    source.rank.suspend()
+    if not _await(source.rank, client.Suspended, 15.0):
+        return "the rank was never suspended"
+    source.bytes[:] = content.background(source.bytes.size)
+    if problem := scene.ask("restart", node="a"):
+        return problem
+    source.rank.resume(source.regions)
+    scene.rest(1.5)
+    sink.rank.pull(ref, _blocks(ids), TOKENS, 6.0)
+    event = _await(sink.rank, (client.Delivered, client.Failed), 10.0)
+    if isinstance(event, client.Delivered):
+        return f"delivered: {sink.num_wrong(77, ids)} items wrong"
+    if event is None:
+        return "the pull never ended"
+    for one in (source.client, sink.client, scheduler):
+        one.close()
+    return back(scene)
+
+
+def _await(rank: client.RankHandle, kind: object, limit_s: float) -> client.Event | None:
+    until = time.monotonic() + limit_s
+    while (left := until - time.monotonic()) > 0:
+        select.select([rank], [], [], left)
+        for event in rank.poll():
+            if isinstance(event, kind):  # type: ignore[arg-type]
+                return event
+    return None

@@ -1,0 +1,328 @@
+"""The peer socket: from strangers who have no key, and from a peer whose key is admitted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import peer
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress, TransferRef
+from kvxferd.wire.endpoint import address_of
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.attacks.floods import newcomer
+from tests.integration.hostile.raw_protocol import PeerByHand, stranger_key
+from tests.integration.hostile.registry import Setup, attack
+
+CLEAR = Setup(keys=False)
+ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+
+
+def raw(scene: Scene) -> socket.socket:
+    host, _, port = address_of(scene.a.endpoint).removeprefix("tcp://").rpartition(":")
+    made = socket.create_connection((host, int(port)), timeout=2.0)
+    made.settimeout(2.0)
+    return made
+
+
+def greeting(mechanism: bytes, as_server: bytes = b"\0") -> bytes:
+    return ZMTP + mechanism.ljust(20, b"\0") + as_server + bytes(31)
+
+
+@attack("stranger")
+def half_open_peers(scene: Scene) -> str:
+    """Hundreds of connections to the peer port that say nothing, or a greeting or half of one."""
+    made = []
+    for number in range(400):
+        with contextlib.suppress(OSError):
+            one = raw(scene)
+            made.append(one)
+            one.sendall((b"", ZMTP, greeting(b"CURVE"), greeting(b"NULL"))[number % 4])
+    scene.rest(1.5)
+    return newcomer(scene, "late-half-open")
+
+
+@attack("stranger", quick=True)
+def nonsense_at_the_peer_port(scene: Scene) -> str:
+    """Random bytes, web requests, lengths past any memory, and mechanisms that are not there."""
+    for content in (
+        os.urandom(1 << 16),
+        b"GET / HTTP/1.1\r\n\r\n",
+        greeting(b"CURVE") + b"\x02" + b"\xff" * 9,
+        greeting(b"CURVE") + b"\x04\xc8\x05HELLO" + os.urandom(194),
+        greeting(b"CURVE") + b"\x04\x06\x05HELLO",
+        greeting(b"PLAIN") + b"\x04\x10\x05HELLO" + bytes(10),
+        greeting(b"NULL") + b"\x02" + (1 << 40).to_bytes(8, "big"),
+        greeting(b"CURVE", b"\1"),
+        greeting(b"\xff" * 20),
+        b"\x01\x00" * 1000,
+    ):
+        for _ in range(5):
+            with contextlib.suppress(OSError):
+                one = raw(scene)
+                one.sendall(content)
+                one.recv(4096)
+                one.close()
+    return ""
+
+
+@attack("stranger", quick=True)
+def an_older_zmtp_without_keys(scene: Scene) -> str:
+    """Greetings of ZMTP 1.0 and 2.0, which know no keys, and then a question."""
+    question = encode(PeerByHand.greeting())
+    old = b"\x01\x00" + (bytes([len(question) + 1, 0]) if len(question) < 254 else b"") + question
+    newer = ZMTP[:10] + b"\x01\x05" + b"\x00\x00" + bytes([0, len(question)]) + question
+    for content in (old, newer):
+        with contextlib.suppress(OSError):
+            one = raw(scene)
+            one.sendall(content)
+            one.settimeout(0.5)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while chunk := one.recv(4096):
+                    answer += chunk
+            if b"greeting" in answer:
+                return "a peer without a key was answered"
+    return ""
+
+
+@attack("stranger")
+def handshakes_with_keys_nobody_admits(scene: Scene) -> str:
+    """CURVE handshakes with new keys, by thirty connections that try again at once, for some seconds."""
+    context = zmq.Context()
+    made = []
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 1)
+        key = stranger_key()
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(scene.a.endpoint.partition("#")[2]))
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        dealer.connect(address_of(scene.a.endpoint))
+        dealer.send(b"x", zmq.NOBLOCK)
+        made.append(dealer)
+        if len(made) > 30:
+            made.pop(0).close(linger=0)
+        time.sleep(0.005)
+    for dealer in made:
+        dealer.close(linger=0)
+    context.term()
+    return ""
+
+
+@attack("stranger", setup=CLEAR, fresh=True)
+def large_messages_in_the_clear(scene: Scene) -> str:
+    """Where daemons have no keys: eight connections send messages of 16 MB as fast as they go."""
+    content = os.urandom(1000) * 16_000
+    peers = [scene.peer(greet=False) for _ in range(8)]
+    for one in peers:
+        one.socket.setsockopt(zmq.SNDHWM, 4)
+    with contextlib.suppress(zmq.ZMQError):
+        for number in range(64):
+            peers[number % 8].socket.send(content, zmq.NOBLOCK)
+    scene.rest(2.0)
+    return ""
+
+
+@attack("stranger", setup=CLEAR, fresh=True)
+def small_messages_in_the_clear(scene: Scene) -> str:
+    """Where daemons have no keys: questions and nonsense by the ten thousand, no answer of which is read."""
+    one = scene.peer()
+    fetch = encode(peer.FetchEngine(request=3, engine_id="honest-0", generation="g1", wait_s=0.0))
+    with contextlib.suppress(zmq.ZMQError):
+        for number in range(60_000):
+            one.socket.send(fetch if number % 2 else b"\xc1" * 40, zmq.NOBLOCK)
+    scene.rest(3.0)
+    return ""
+
+
+@attack("stranger", setup=CLEAR, fresh=True)
+def block_ids_from_a_route(scene: Scene) -> str:
+    """Where daemons have no keys: parts of block lists that no question asked for."""
+    one = scene.peer()
+    for stream in range(1, 40):
+        one.say(BlockIds(stream=stream, group="full", offset=0, ids=bytes(4_000_000)))
+    scene.rest(0.5)
+    return ""
+
+
+def large_manifest(engine_id: str, home: str, num_tensors: int, agent: str) -> RankManifest:
+    spec = EngineSpec(
+        engine_id=engine_id,
+        generation="g1",
+        num_layers=num_tensors // 2,
+        num_kv_heads=1,
+        pp_size=2,
+        home=home,
+    )
+    layout = attention_layout(
+        spec=spec,
+        num_kv_heads=1,
+        head_dim=16,
+        block_tokens=16,
+        num_blocks=4,
+        start_layer=0,
+        end_layer=num_tensors // 2,
+    )
+    region = layout.regions[0]
+    address = RegionAddress(region=region.region, address=1 << 40, size_bytes=region.size_bytes)
+    return RankManifest(spec, layout, Binding(agent, b"m" * 100, (address,), "i"))
+
+
+def _joins(scene: Scene, home: str, reps: int) -> None:
+    one = scene.peer()
+    manifest = large_manifest("joined", home, 8_000, "by-hand/1")
+    joins = [encode(peer.JoinRank(request=10 + n, boot="by-hand", manifest=manifest)) for n in range(reps)]
+    for join in joins:
+        one.socket.send(join)
+    scene.rest(4.0)
+
+
+@attack("peer")
+def large_joins_for_another_home(scene: Scene) -> str:
+    """Eight ranks of thousands of tensors each are joined to a daemon that is not their home."""
+    _joins(scene, "tcp://127.0.0.1:1", 8)
+    return ""
+
+
+@attack("peer")
+def large_joins(scene: Scene) -> str:
+    """Eight ranks of thousands of tensors each are joined to their home."""
+    _joins(scene, scene.a.endpoint, 8)
+    return ""
+
+
+@attack("stranger", setup=CLEAR)
+def large_joins_in_the_clear(scene: Scene) -> str:
+    """Where daemons have no keys: ranks of thousands of tensors each are joined."""
+    _joins(scene, scene.a.endpoint, 8)
+    return ""
+
+
+@attack("peer", fresh=True)
+def manifests_that_are_not_read(scene: Scene) -> str:
+    """An admitted peer asks for manifests by the ten thousand and reads none."""
+    one = scene.peer()
+    for number in range(30_000):
+        one.say(peer.FetchEngine(request=number + 10, engine_id="honest-0", generation="g1", wait_s=0.0))
+    scene.rest(3.0)
+    return ""
+
+
+@attack("peer", limit_s=60.0)
+def sessions_end_while_thousands_wait(scene: Scene) -> str:
+    """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""
+    scene.honest("spread", home=scene.a.endpoint, stages=[0], name="lacking")
+    try:
+        one = scene.peer()
+        ref = TransferRef(scene.a.endpoint, "lacking", "g1", "t", "0" * 32)
+        who = peer.Consumer("x", "g", (0, 0), 1)
+        for number in range(8000):
+            one.say(
+                peer.AskGrant(
+                    request=10 + number, grant=f"g{number}", ref=ref, consumer=who, reads=(), wait_s=10.0
+                )
+            )
+        scene.rest(1.0)
+        for _ in range(20):
+            scene.honest("connect_and_leave", at=0)
+        scene.rest(1.0)
+    finally:
+        scene.honest("spread_end", name="lacking")
+    return ""
+
+
+# --- a peer that speaks for a member of an engine whose ranks are elsewhere
+
+
+def _spread(scene: Scene, name: str) -> str:
+    came = scene.honest("spread", home=scene.a.endpoint, stages=[0, 1], name=name)
+    return "" if came["outcome"] == "done" else f"no engine on two nodes: {came}"
+
+
+@attack("peer", limit_s=60.0)
+def ready_said_for_another(scene: Scene) -> str:
+    """An admitted peer says that another daemon's rank is ready with a transfer that it has not written."""
+    if problem := _spread(scene, "spread-r"):
+        return problem
+    try:
+        made = scene.honest("spread_publish", name="spread-r")
+        one = scene.peer()
+        for number in range(20):
+            one.ask(_ready("spread-r", made["transfer"], 100 + number), 0.3 if number else 3.0)
+        came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=4.0, request=made["request"])
+        if came["outcome"] == "delivered":
+            return f"delivered before its rank was ready, {came['wrong']} items wrong"
+    finally:
+        scene.honest("spread_end", name="spread-r")
+    return ""
+
+
+def _ready(engine: str, transfer: str, request: int, **more: Any) -> Any:
+    return peer.RankReady(
+        request=request, engine_id=engine, generation="g1", rank=(1, 0), transfer_id=transfer, **more
+    )
+
+
+@attack("peer", limit_s=60.0, quick=True)
+def leaving_said_for_another(scene: Scene) -> str:
+    """An admitted peer says that another daemon's rank has left, in that daemon's name."""
+    if problem := _spread(scene, "spread-l"):
+        return problem
+    try:
+        status = scene.ask("status", node="b")
+        (engine,) = [e for e in status["engines"] if e["engine_id"] == "spread-l"]
+        (agent,) = [rank["agent"] for rank in engine["ranks"]]
+        one = scene.peer()
+        leave = peer.LeaveRank(
+            request=5, boot=status["boot"], engine_id="spread-l", generation="g1", rank=(1, 0), agent=agent
+        )
+        one.ask(leave, 3.0)
+        home = scene.ask("status", node="a")
+        (engine,) = [e for e in home["engines"] if e["engine_id"] == "spread-l"]
+        return "" if engine["complete"] else "another's rank was taken out"
+    finally:
+        scene.honest("spread_end", name="spread-l")
+
+
+@attack("peer", limit_s=60.0, quick=True)
+def joining_replayed(scene: Scene) -> str:
+    """An admitted peer repeats another daemon's join, so that the home's questions go to it."""
+    if problem := _spread(scene, "spread-j"):
+        return problem
+    try:
+        one = scene.peer()
+        answer = one.ask(peer.FetchEngine(request=4, engine_id="spread-j", generation="g1", wait_s=3.0))
+        if not isinstance(answer, peer.EngineManifest):
+            return f"no manifest: {answer}"
+        boot = scene.ask("status", node="b")["boot"]
+        member = next(m for m in answer.ranks if m.spec.pp_rank == 1)
+        for changed in (
+            member,
+            msgspec.structs.replace(member, binding=msgspec.structs.replace(member.binding, metadata=b"x")),
+        ):
+            one.ask(peer.JoinRank(request=6, boot=boot, manifest=changed), 3.0)
+        made = scene.honest("spread_publish", name="spread-j")
+        scene.honest("spread_ready", name="spread-j", transfer=made["transfer"], request=made["request"])
+        came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])
+        redirected = []
+        while (message := one.next(0.2)) is not None:
+            if isinstance(message, peer.SetRankPolling | peer.TransferReleased):
+                redirected.append(type(message).__name__)
+        if redirected:
+            return f"the home asked the wrong daemon: {redirected}"
+        if came["outcome"] != "delivered":
+            return f"the engine cannot be read any more: {came}"
+    finally:
+        scene.honest("spread_end", name="spread-j")
+    return ""

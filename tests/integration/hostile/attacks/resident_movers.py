@@ -1,0 +1,120 @@
+"""A resident mover by hand: what it says of itself, and of others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from kvxferd.errors import Code
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import mover, worker
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Message, RegionAddress
+from kvxferd.wire.framing import HEADER
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.raw_protocol import FACTS, WorkerByHand
+from tests.integration.hostile.registry import attack
+
+
+class MoverByHand:
+    """Registers a resident rank; `said` are the messages of its mover."""
+
+    def __init__(self, scene: Scene, name: str) -> None:
+        self.session: WorkerByHand = scene.worker()
+        spec = EngineSpec(engine_id=name, generation="g1", num_layers=2, num_kv_heads=2)
+        self.layout = attention_layout(spec=spec, **FACTS)
+        (region,) = self.layout.regions
+        ours, theirs = socket.socketpair()
+        export = worker.RegionExport(
+            region=region.region, size_bytes=region.size_bytes, kind="resident", address=1 << 30
+        )
+        self.session.say(
+            worker.Register(
+                request=1,
+                engine=spec,
+                layout=self.layout,
+                regions=(export,),
+                incarnation="i",
+                placement="resident",
+            ),
+            theirs.fileno(),
+        )
+        theirs.close()
+        self.link = FrameSocket(ours)
+        self.addresses = (RegionAddress(region=region.region, address=1 << 30, size_bytes=region.size_bytes),)
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.link.send(encode(message))
+            self.link.flush()
+
+    def push(self, content: bytes) -> None:
+        """As much as it takes."""
+        with contextlib.suppress(OSError):
+            os.set_blocking(self.link.fileno(), True)
+            socket.socket(fileno=os.dup(self.link.fileno())).sendall(content)
+
+
+def _frames(message: Message, count: int) -> bytes:
+    payload = encode(message)
+    return (HEADER.pack(len(payload), 0, 0) + payload) * count
+
+
+@attack("worker", limit_s=60.0, quick=True)
+def a_mover_that_speaks_for_others(scene: Scene) -> str:
+    """A resident mover takes an honest agent's name, answers pulls, fences and questions of others."""
+    status = scene.ask("status", node="a")
+    boot = status["boot"]
+    (rank,) = [r for e in status["engines"] if e["engine_id"] == "honest-0" for r in e["ranks"]]
+    thief = MoverByHand(scene, "thief")
+    thief.say(mover.MoverUp(agent=rank["agent"], library="nixl 1", pid=1))
+    scene.rest(0.3)
+    other = MoverByHand(scene, "meddler")
+    other.say(mover.MoverUp(agent=f"{boot}/meddler", library="nixl 1", pid=1))
+    scene.rest(0.3)
+    other.say(mover.Bound(regions=other.addresses, metadata=os.urandom(200)))
+    scene.rest(0.3)
+    outcome = mover.PullOutcome(delivered=True)
+    for number in range(200):
+        other.say(
+            mover.PullDone(pull=number, outcome=outcome),
+            mover.PullQuiesced(pull=number),
+            mover.Polling(token=number),
+            mover.FenceMapped(session=number, address=1 << 20, metadata=b"x"),
+        )
+    scene.rest(1.0)
+    return ""
+
+
+@attack("worker", limit_s=60.0)
+def a_mover_that_never_stops(scene: Scene) -> str:
+    """A resident mover sends a hundred thousand messages, in one breath."""
+    boot = scene.ask("status", node="a")["boot"]
+    one = MoverByHand(scene, "talker")
+    one.say(mover.MoverUp(agent=f"{boot}/talker", library="nixl 1", pid=1))
+    scene.rest(0.3)
+    one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
+    scene.rest(0.3)
+    for _ in range(5):
+        one.push(_frames(mover.Polling(token=1), 20_000))
+    one.push(_frames(mover.ProbeResult(placement=mover.Placement()), 5_000))
+    one.push(_frames(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000), 200))
+    scene.rest(1.0)
+    return ""
+
+
+@attack("worker", limit_s=60.0)
+def a_mover_of_many_bytes(scene: Scene) -> str:
+    """A resident mover announces frames that never end, and metadata of megabytes."""
+    boot = scene.ask("status", node="a")["boot"]
+    for number in range(20):
+        one = MoverByHand(scene, f"heavy-{number}")
+        one.say(mover.MoverUp(agent=f"{boot}/heavy-{number}", library="nixl 1", pid=1))
+        scene.rest(0.05)
+        one.say(mover.Bound(regions=one.addresses, metadata=bytes(3_000_000)))
+        scene.opened.append(one)
+    scene.rest(1.0)
+    return ""

@@ -1,0 +1,178 @@
+"""Daemons that speak version 2: their secrets change, their greetings lie, they are ready without end."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvxferd.errors import Code
+from kvxferd.ids import Rank
+from kvxferd.wire import peer
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Message, RankManifest, Versions
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.attacks.manifests import DaemonByHand, ref_to
+from tests.integration.hostile.attacks.peers import CLEAR, large_manifest
+from tests.integration.hostile.raw_protocol import FIRST, SECOND, PeerByHand
+from tests.integration.hostile.registry import attack
+
+NUMBERS = itertools.count(1000)
+SECRETS = ("", "guessed", "0" * 32, "x" * 100_000)
+
+
+def _own_rank(scene: Scene, name: str, secret: str, one: PeerByHand) -> RankManifest | str:
+    """Join the first of two ranks of an engine whose home is the daemon's."""
+    manifest = large_manifest(name, scene.a.endpoint, 4, f"{name}/1")
+    answer = one.ask(peer.JoinRank(request=next(NUMBERS), boot="by-hand", manifest=manifest, secret=secret))
+    return manifest if isinstance(answer, peer.Done) else f"cannot join a rank: {answer}"
+
+
+def _about(manifest: RankManifest, secret: str, **more: Any) -> list[Message]:
+    """All that may be said of a rank that was joined."""
+    spec = manifest.spec
+    facts: dict[str, Any] = {
+        "engine_id": spec.engine_id,
+        "generation": spec.generation,
+        "rank": spec.rank,
+        "secret": secret,
+    }
+    ready = peer.RankReady(
+        request=next(NUMBERS), transfer_id="t", incarnation=manifest.binding.incarnation, **facts
+    )
+    boot = more.get("boot", "by-hand")
+    leave = peer.LeaveRank(request=next(NUMBERS), boot=boot, agent=manifest.binding.agent, **facts)
+    join = peer.JoinRank(request=next(NUMBERS), boot=boot, manifest=manifest, secret=secret)
+    return [ready, join, leave]
+
+
+def _speak_for(scene: Scene, engine: str) -> str:
+    """Speak for the honest member of a spread engine, with every secret but its own."""
+    came = scene.honest("spread", home=scene.a.endpoint, stages=[0, 1], name=engine)
+    if came["outcome"] != "done":
+        return f"no engine on two nodes: {came}"
+    try:
+        one = scene.peer(versions=SECOND)
+        answer = one.ask(peer.FetchEngine(request=4, engine_id=engine, generation="g1", wait_s=3.0))
+        if not isinstance(answer, peer.EngineManifest):
+            return f"no manifest: {answer}"
+        member = next(m for m in answer.ranks if m.spec.pp_rank == 1)
+        boot = scene.ask("status", node="b")["boot"]
+        made = scene.honest("spread_publish", name=engine)
+        for secret in SECRETS:
+            for message in _about(member, secret, boot=boot):
+                is_ready = isinstance(message, peer.RankReady)
+                changes = {"transfer_id": made["transfer"]} if is_ready else {}
+                said = one.ask(msgspec.structs.replace(message, **changes), 3.0)
+                if isinstance(said, peer.Done):
+                    return f"{type(message).__name__} with the secret {secret[:10]!r} was taken"
+        scene.honest("spread_ready", name=engine, transfer=made["transfer"], request=made["request"])
+        came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])
+        return "" if came["outcome"] == "delivered" else f"the engine cannot be read any more: {came}"
+    finally:
+        scene.honest("spread_end", name=engine)
+
+
+@attack("stranger", setup=CLEAR, limit_s=60.0)
+def secrets_that_are_guessed(scene: Scene) -> str:
+    """Where daemons have no keys: a member's rank is joined, left and said ready with secrets not its own."""
+    return _speak_for(scene, "spread-g")
+
+
+@attack("peer", limit_s=60.0)
+def secrets_of_another_key(scene: Scene) -> str:
+    """Where daemons have keys: the same by a peer with another admitted key."""
+    return _speak_for(scene, "spread-k")
+
+
+@attack("stranger", setup=CLEAR, limit_s=60.0)
+def secrets_that_change(scene: Scene) -> str:
+    """A member's secret changes in the middle of its life, is left out, and is 100 KB long."""
+    one = scene.peer(versions=SECOND)
+    manifest = _own_rank(scene, "changes", "first", one)
+    if isinstance(manifest, str):
+        return manifest
+    for secret in SECRETS:
+        for message in _about(manifest, secret):
+            said = one.ask(message, 3.0)
+            if isinstance(said, peer.Done):
+                return f"{type(message).__name__} with the secret {secret[:10]!r} was taken"
+    for secret in SECRETS[1:]:
+        with_secret = _own_rank(scene, f"long-{len(secret)}-{secret[:3]}", secret, one)
+        if isinstance(with_secret, str) is (len(secret) < 256):
+            return f"a secret of {len(secret)} characters: {str(with_secret)[:200]}"
+    for message in _about(manifest, "first"):
+        one.ask(message, 3.0)
+    return ""
+
+
+@attack("stranger", setup=CLEAR, fresh=True, limit_s=60.0)
+def ready_without_end(scene: Scene) -> str:
+    """A member is ready with transfers of names of megabytes, and with fifty thousand that never come."""
+    one = scene.peer(versions=SECOND)
+    manifest = _own_rank(scene, "ready-ever", "own", one)
+    if isinstance(manifest, str):
+        return manifest
+    ready, _, leave = _about(manifest, "own")
+    for number in range(50):
+        one.say(
+            msgspec.structs.replace(ready, request=next(NUMBERS), transfer_id=f"{number}" + "x" * 3_900_000)
+        )
+    for number in range(50_000):
+        with suppress(zmq.ZMQError):
+            content = encode(
+                msgspec.structs.replace(ready, request=next(NUMBERS), transfer_id=f"never-{number}")
+            )
+            one.socket.send(content, zmq.NOBLOCK)
+    scene.rest(6.0)
+    one.say(leave)
+    scene.rest(0.5)
+    return ""
+
+
+@attack("peer", limit_s=90.0)
+def greetings_that_lie(scene: Scene) -> str:
+    """Peers agree on one version and speak the other, change it, and offer versions that there are not."""
+    for versions in ((3, 99), (0, 0), (2, 1), (-9, -1)):
+        one = scene.peer(greet=False)
+        answer = one.ask(one.greeting(versions=Versions(*versions)))
+        if not isinstance(answer, peer.PeerRefused) or answer.code is not Code.BAD_VERSION:
+            return f"versions {versions}: {answer}"
+        one.close()
+        scene.opened.remove(one)
+    one = scene.peer(versions=SECOND)
+    for number in range(200):
+        one.say(one.greeting(request=100 + number, versions=(FIRST, SECOND, Versions(1, 99))[number % 3]))
+    late = peer.RankReady(
+        request=7,
+        engine_id="honest-0",
+        generation="g1",
+        rank=Rank(0, 0),
+        transfer_id="t1",
+        incarnation="i",
+        secret="s",
+    )
+    for versions in (FIRST, SECOND):
+        two = scene.peer(versions=versions)
+        two.say(late)
+        two.say(msgspec.structs.replace(late, incarnation="", secret=""))
+    long_greet = {"t": "greet", "request": 1, "versions": [1, 2], "boot": "b", "endpoint": "e"}
+    for later in ("x" * 4_000_000, [None] * 3_900_000, {"a": ["b"] * 900_000}):
+        three = scene.peer(greet=False)
+        three.socket.send(msgspec.msgpack.encode(long_greet | {"later": later}))
+        if not isinstance(three.next(), peer.PeerWelcome):
+            return "a greeting with fields of a later version was not answered"
+    return _answered_by_liars(scene)
+
+
+def _answered_by_liars(scene: Scene) -> str:
+    for version in (0, -1, 3, 1 << 62, (1 << 64) - 1, "2", None):
+        liar = DaemonByHand(scene, lambda question: [], version)
+        came = scene.honest("pull", sink=1, ref=ref_to(liar, "liar"), deadline_s=1.5)
+        liar.close()
+        if came["outcome"] in ("no answer", "delivered"):
+            return f"a daemon of version {version!r}: {came['outcome']}"
+    return ""

@@ -1,0 +1,452 @@
+"""A worker that speaks version 2: what it acknowledges, announces, names and promises is not so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from kvxferd.errors import Code
+from kvxferd.ids import Rank
+from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker
+from kvxferd.wire.common import FdBatch, Message, TransferRef, Versions
+from kvxferd.wire.framing import HEADER
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES, MAX_HELLO_BYTES
+from tests.integration.hostile.attacker import Scene
+from tests.integration.hostile.attacks.fence_pages import page
+from tests.integration.hostile.attacks.floods import newcomer
+from tests.integration.hostile.honest_pair import FACTS, NUM_BLOCKS, TOKENS, spec_of
+from tests.integration.hostile.raw_protocol import SECOND, WorkerByHand, connected, frame
+from tests.integration.hostile.registry import Setup, attack
+
+ANSWERS = (worker.Registered, worker.Refused, worker.Farewell)
+ONE_BLOCK = {"full": PackedBlocks(ids=bytes(4))}
+
+
+def _rank(scene: Scene, name: str, **more: Any) -> WorkerByHand:
+    """A registered rank that acknowledges its mover."""
+    session = scene.worker(versions=SECOND)
+    answer = session.register(name, incarnation="own", **more)
+    assert isinstance(answer, worker.Registered), answer
+    return session
+
+
+def _say(session: WorkerByHand, *messages: Message) -> worker.Farewell | None:
+    """Say them; return the farewell, if that is what came of it."""
+    with contextlib.suppress(OSError):
+        for message in messages:
+            session.say(message)
+    found = session.await_one(worker.Farewell, 0.3)
+    assert found is None or isinstance(found, worker.Farewell)
+    return found
+
+
+@attack("worker", limit_s=60.0)
+def movers_never_acknowledged(scene: Scene) -> str:
+    """Ranks that acknowledge no mover: none may have their memory, and their sessions must end."""
+    made = []
+    for number in range(4):
+        session = scene.worker(versions=SECOND)
+        session.acknowledges = False
+        memory = SealedMemory.create(1 << 20, "unwatched")
+        session.register(f"unwatched-{number}", memory, wait_s=0.5)
+        made.append((session, os.fstat(memory.fd).st_ino))
+    until = time.monotonic() + 45.0
+    while time.monotonic() < until and not all(session.ended for session, _ in made):
+        for session, inode in made:
+            if mappers := scene.ask("mappers", inode=inode):
+                return f"memory is mapped by {mappers}, and nobody watches them"
+            session.next(0.05)
+        scene.rest(0.5)
+    if not all(session.ended for session, _ in made):
+        return "a session that acknowledges no mover goes on"
+    return newcomer(scene, "late-unwatched")
+
+
+@attack("worker", limit_s=60.0, quick=True)
+def acknowledgements_of_everything(scene: Scene) -> str:
+    """Movers acknowledged before any was offered, twice, late, by numbers that were never given."""
+    early = scene.worker(versions=SECOND)
+    if _say(early, worker.MoverAcknowledged(number=1)) is None:
+        return "a mover that was never offered was acknowledged"
+    again = _rank(scene, "acks-again")
+    if _say(again, *[worker.MoverAcknowledged(number=1)] * 500) is not None:
+        return "a second acknowledgement ended the session"
+    for number in (0, -1, 2, 1 << 62):
+        if _say(_rank(scene, f"acks{number}"), worker.MoverAcknowledged(number=number)) is None:
+            return f"mover {number} was never offered, and was acknowledged"
+    return ""
+
+
+def _full_socket(kept: list[socket.socket]) -> int:
+    """One that takes no packet more, and that nobody reads."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            there.send(bytes(100))
+    kept += [here, there]
+    return there.fileno()
+
+
+@attack("worker", limit_s=80.0)
+def strange_notices(scene: Scene) -> str:
+    """Notices that are a file, a pipe, a socket of another kind, the session's own, or that nobody reads."""
+    nothing = scene.worker(versions=SECOND)
+    with contextlib.suppress(OSError):
+        nothing.raw(frame(_empty_register("no-notices")))
+        if not isinstance(nothing.await_one(ANSWERS, 3.0), worker.Farewell):
+            return "notices without a socket were taken"
+    read, write = os.pipe()
+    kept: list[socket.socket] = []
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    datagrams.connect(("127.0.0.1", 9))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(b"\0kvxferd-hostile-%d" % os.getpid())
+    listening.listen()
+    control = connected(scene.a.worker_socket)
+    strange = [
+        page(100),
+        os.open("/", os.O_PATH),
+        os.open("/dev/null", os.O_RDWR),
+        read,
+        write,
+        datagrams.fileno(),
+        listening.fileno(),
+        control.fileno(),
+        _full_socket(kept),
+    ]
+    for number, fd in enumerate(strange):
+        if problem := _pull_with(scene, f"noticed-{number}", fd):
+            return problem
+    for one in (*kept, datagrams, listening, control):
+        one.close()
+    return ""
+
+
+def _empty_register(name: str) -> worker.Register:
+    spec = spec_of(name)
+    layout = attention_layout(spec=spec, **FACTS)
+    return worker.Register(request=1, engine=spec, layout=layout, regions=(), incarnation="i", notices=True)
+
+
+def _pull_with(scene: Scene, name: str, notices: int) -> str:
+    """Be an engine like the honest ones, with these notices, and pull from one of them."""
+    spec = spec_of(name)
+    layout = attention_layout(spec=spec, **FACTS)
+    session = scene.worker(scene.b, versions=SECOND)
+    memory = SealedMemory.create(layout.regions[0].size_bytes, "noticed")
+    with memory:
+        answer = session.register(name, memory, layout, spec=spec, notices=True, behind=(notices,))
+        if not isinstance(answer, worker.Registered):
+            return ""  # refused: as good
+        for ticket in (1, 2):
+            ref = scene.honest("publish", source=0)["ref"]
+            if ref is None:
+                continue
+            blocks = {"full": PackedBlocks(ids=pack_ids(range(NUM_BLOCKS)))}
+            session.say(
+                worker.Pull(
+                    ticket=ticket,
+                    ref=TransferRef(**ref),
+                    blocks=blocks,
+                    num_tokens=TOKENS,
+                    deadline_s=8.0,
+                )
+            )
+            ended = session.await_one((worker.Delivered, worker.Failed, worker.Farewell), 10.0)
+            # Into a socket that takes packets the mover has said it, wherever they go.
+            if isinstance(ended, worker.Failed):
+                return f"a pull with notices {name} failed: {ended.code} {ended.message}"
+    session.close()
+    return ""
+
+
+@attack("worker", limit_s=60.0, quick=True)
+def descriptors_that_were_promised(scene: Scene) -> str:
+    """Registrations announce descriptors and send fewer, more, others, or register again meanwhile."""
+    with SealedMemory.create(1 << 20, "promised") as memory:
+        for number in (-1, 8193, 1 << 31, 1 << 62):
+            session = scene.worker(versions=SECOND)
+            answer = session.register(f"promised{number}", memory, num_descriptors=number)
+            if number > 0 and isinstance(answer, worker.Registered):
+                return f"a registration of {number} descriptors was taken with one"
+        for number, (name, fds) in enumerate(
+            (
+                ("fewer", [memory.fd]),
+                ("more", [memory.fd] * 250),
+                ("others", [page(100, seals=0), os.open("/", os.O_RDONLY)]),
+                ("none", []),
+            )
+        ):
+            session = _promising(scene, f"promised-{name}", memory)
+            with contextlib.suppress(OSError):
+                session.say(FdBatch(first=1), *fds)
+                session.say(FdBatch(first=7), *fds)
+                session.say(FdBatch(first=0), *fds)
+            if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
+                return f"{name} were taken, case {number}"
+        session = _promising(scene, "promised-again", memory)
+        with contextlib.suppress(OSError):
+            session.register("promised-again", memory, incarnation="own", num_descriptors=2, wait_s=0.5)
+            session.say(FdBatch(first=1), memory.fd)
+        if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
+            return "what one registration announced was taken for another's"
+    return newcomer(scene, "late-promised")
+
+
+def _promising(scene: Scene, name: str, memory: SealedMemory) -> WorkerByHand:
+    session = scene.worker(versions=SECOND)
+    session.register(name, memory, incarnation="own", num_descriptors=3, answers=(worker.FdsWanted, *ANSWERS))
+    return session
+
+
+@attack("user", setup=Setup(num_fds=1500))
+def descriptors_after_attach(scene: Scene) -> str:
+    """Sessions attached to engines that do not exist send descriptors that belong to nothing."""
+    with open("/dev/null", "rb") as null:
+        for number in range(6):
+            session = scene.worker(versions=SECOND)
+            session.say(worker.Attach(request=1, engine_id=f"nobody-{number}", generation="g"))
+            session.await_one(ANSWERS)
+            with contextlib.suppress(OSError):
+                for first in range(0, 1250, 250):
+                    session.say(FdBatch(first=first), *[null.fileno()] * 250)
+    scene.rest(0.3)
+    held = scene.ask("num_fds", node="a")
+    return f"the daemon holds {held} descriptors" if held > 900 else newcomer(scene, "late-attached-fds")
+
+
+def _publish(number: int, **more: Any) -> worker.Publish:
+    facts: dict[str, Any] = {
+        "transfer_id": f"x{number}",
+        "nonce": "0" * 32,
+        "num_tokens": 16,
+        "fence_slot": number % 4000,
+        "blocks": ONE_BLOCK,
+    }
+    return worker.Publish(**(facts | more))
+
+
+@attack("worker", limit_s=80.0, quick=True)
+def publishes_of_wrong_incarnations(scene: Scene) -> str:
+    """Publishes name mappings that are none: of the future, of ranks below 0, twice, 200,000 of them."""
+    own = (Rank(0, 0), "own")
+    wrong: list[tuple[Any, ...]] = [
+        (),
+        ((Rank(0, 0), ""),),
+        ((Rank(0, 0), "tomorrow"),),
+        ((Rank(-1, -1), "own"),),
+        ((Rank(1 << 62, 0), "own"),),
+        (own, (Rank(0, 0), "tomorrow")),
+        ((Rank(0, 0), "x" * 900_000),),
+        (own,) * 4096,
+        (own,) * 130_000,
+        tuple((Rank(n, n), "") for n in range(100_000)),
+    ]
+    session = _rank(scene, "wrongly-named")
+    for number, named in enumerate(wrong):
+        for _ in range(2):
+            if session.ended:
+                session = _rank(scene, f"wrongly-named-{number}")
+            _write_words(session)
+            with contextlib.suppress(OSError):
+                session.say(_publish(number, incarnations=named))
+            answer = session.await_one((worker.PublishRefused, worker.Farewell), 2.0)
+            if answer is None and not session.ended:
+                return f"publish {number} ({str(named)[:60]}) was taken"
+    if session.ended:
+        session = _rank(scene, "wrongly-named-last")
+    _write_words(session)
+    for number in range(100):
+        with contextlib.suppress(OSError):
+            session.say(_publish(100 + number, nonce="n" * 900_000, incarnations=(own,)))
+    refused = session.await_one((worker.PublishRefused, worker.Farewell), 5.0)
+    return "" if refused is not None else "nonces of 900,000 characters are kept"
+
+
+def _write_words(session: WorkerByHand) -> None:
+    """A word in every slot of the pages that came."""
+    for fd in session.fds:
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, os.urandom(FENCE_WORD_BYTES) * (FENCE_PAGE_BYTES // FENCE_WORD_BYTES), 0)
+
+
+@attack("worker")
+def ready_of_another_incarnation(scene: Scene) -> str:
+    """A rank says ready for memory that it has not, for others' transfers, and thousands that never come."""
+    session = _rank(scene, "readies")
+    _write_words(session)
+    session.say(_publish(1, incarnations=((Rank(0, 0), "own"),)))
+    session.say(worker.Ready(transfer_id="x1", incarnation="tomorrow"))
+    released = session.await_one((worker.Released, worker.PublishRefused, worker.Farewell), 3.0)
+    if not isinstance(released, worker.Released) or released.why is not Code.RANK_LOST:
+        return f"ready of another mapping: {released}"
+    for number in range(20_000):
+        session.say(worker.Ready(transfer_id=f"t{number}", incarnation=("own", "tomorrow", "")[number % 2]))
+    before = scene.ask("traffic")["done"]
+    scene.rest(1.0)
+    if _say(session, worker.Ready(transfer_id="t")) is None:
+        return "ready without an incarnation was taken"
+    return "" if scene.ask("traffic")["done"] > before else "the honest pair stands still"
+
+
+@attack("user", quick=True)
+def versions_that_lie(scene: Scene) -> str:
+    """Sessions that agree on one version and speak the other, and versions that there are not."""
+    for versions in ((1, 99), (-5, 1 << 40), (1, 2), (2, 2), (1, 1)):
+        if not isinstance(_hello(scene, Versions(*versions)), worker.Welcome):
+            return f"versions {versions} were not taken"
+    for versions in ((3, 99), (0, 0), (-9, -1), (2, 1), (99, 1)):
+        answer = _hello(scene, Versions(*versions))
+        if not isinstance(answer, worker.Farewell) or answer.code is not Code.BAD_VERSION:
+            return f"versions {versions}: {answer}"
+    ref = TransferRef("tcp://127.0.0.1:9", "e", "g", "t", "0" * 32)
+    second = [
+        worker.MoverAcknowledged(number=1),
+        worker.Ready(transfer_id="t", incarnation="i"),
+        worker.PullsResumed(number=1, tickets=(1, 2), arrived=(3,)),
+        FdBatch(first=0),
+        _publish(1, incarnations=((Rank(0, 0), "i"),)),
+        worker.Hello(versions=SECOND, client="again"),
+    ]
+    first = [worker.Ready(transfer_id="t"), _publish(2), worker.Prepare(ref=ref), worker.NewMover()]
+    for versions, messages in ((Versions(1, 1), second), (SECOND, first)):
+        for message in messages:
+            session = scene.worker(versions=versions)
+            with contextlib.suppress(OSError):
+                session.say(message)
+                session.register("speaks-the-other", num_descriptors=2, wait_s=0.3)
+                session.say(message)
+            session.close()
+    return newcomer(scene, "late-versions")
+
+
+def _hello(scene: Scene, versions: Versions) -> Message | None:
+    made = WorkerByHand(scene.a.worker_socket, hello=False)
+    scene.opened.append(made)
+    return made.hello(versions)
+
+
+@attack("user", quick=True)
+def hellos_with_more_fields(scene: Scene) -> str:
+    """Greetings with fields that nobody knows, as long as may be and longer, and nested without end."""
+    fields: list[tuple[Any, bool]] = [
+        ("x" * 10, True),
+        ("x" * (MAX_HELLO_BYTES - 100), True),
+        ("x" * MAX_HELLO_BYTES, False),
+        ("x" * 900_000, False),
+        ([[]] * 3000, True),
+        (list(range(2000)), False),
+        ({str(n): None for n in range(500)}, True),
+    ]
+    for number, (value, is_welcome) in enumerate(fields):
+        said = {"t": "hello", "versions": [1, 2], "client": "x", "later": value}
+        answer = _raw_hello(scene, msgspec.msgpack.encode(said))
+        if isinstance(answer, worker.Welcome) is not is_welcome:
+            return f"hello {number}: {answer}"
+    for nested in (b"\x91" * 3900, b"\x81" * 3900, b"\xdf\xff\xff\xff\xff" * 700):
+        said_raw = msgspec.msgpack.encode({"t": "hello", "versions": [1, 2], "client": "x"})
+        _raw_hello(scene, b"\x84" + said_raw[1:] + b"\xa1z" + nested)
+    return newcomer(scene, "late-hello")
+
+
+def _raw_hello(scene: Scene, payload: bytes) -> Message | None:
+    made = WorkerByHand(scene.a.worker_socket, hello=False)
+    try:
+        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence, contextlib.suppress(OSError):
+            made.raw(HEADER.pack(len(payload), 1, 0) + payload, fence.fd)
+        return made.next(3.0)
+    finally:
+        made.close()
+
+
+@attack("worker", limit_s=60.0)
+def transfer_ids_again(scene: Scene) -> str:
+    """A transfer's id is published twice, after its end, by another session, and where others have it."""
+    session = _rank(scene, "ids-again")
+    other = scene.worker(versions=SECOND)
+    other.say(worker.Attach(request=1, engine_id="ids-again", generation="g1"))
+    other.await_one(ANSWERS)
+    named = ((Rank(0, 0), "own"),)
+    _write_words(session)
+    _write_words(other)
+    session.say(_publish(1, incarnations=named))
+    for again in (session, other):
+        again.say(_publish(1, fence_slot=7, incarnations=named))
+        refused = again.await_one((worker.PublishRefused, worker.Farewell), 3.0)
+        if not isinstance(refused, worker.PublishRefused) or refused.code is not Code.TRANSFER_EXISTS:
+            return f"an id was published twice: {refused}"
+    session.say(worker.Unpublish(transfer_id="x1"))
+    session.await_one(worker.Released, 3.0)
+    for again in (session, other):
+        again.say(_publish(1, nonce="1" * 32, fence_slot=8, incarnations=named))
+        refused = again.await_one((worker.PublishRefused, worker.Farewell), 3.0)
+        if not isinstance(refused, worker.PublishRefused):
+            return f"an id was published again after its end: {refused}"
+    for number in range(2000):  # the honest pair's own
+        session.say(_publish(10, transfer_id=f"t{number}", incarnations=named))
+        session.say(worker.Unpublish(transfer_id=f"t{number}"))
+    scene.rest(1.0)
+    return ""
+
+
+@attack("worker", limit_s=80.0, quick=True)
+def sleeping_and_waking_without_end(scene: Scene) -> str:
+    """Ranks resume as mappings that were, or that nobody can name, and sleep again before a mover comes."""
+    spec = EngineSpec(engine_id="restless", generation="g1", num_layers=2, num_kv_heads=2)
+    facts = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "num_blocks": 16}
+    region = attention_layout(spec=spec, **facts).regions[0]
+    exports = (worker.RegionExport(region=region.region, size_bytes=region.size_bytes),)
+    with SealedMemory.create(region.size_bytes, "restless") as memory:
+        session = _rank(scene, "restless", memory=memory, spec=spec)
+        session.say(worker.Suspend())
+        session.await_one(worker.Suspended, 5.0)
+        for incarnation in ("own", "", "x" * 900_000):
+            session.say(worker.Resume(request=2, regions=exports, incarnation=incarnation), memory.fd)
+            answer = session.await_one(ANSWERS, 5.0)
+            if not isinstance(answer, worker.Refused):
+                return f"resumed as {incarnation[:20]!r}: {answer}"
+        began = len(scene.ask("pids", node="a"))
+        until, most = time.monotonic() + 4.0, 0
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                session.say(worker.Resume(request=3, regions=exports, incarnation=f"n{number}"), memory.fd)
+                session.say(worker.Suspend())
+                while session.next(0.0) is not None:
+                    pass
+                if number % 50 == 0:
+                    most = max(most, len(scene.ask("pids", node="a")))
+                if time.monotonic() > until:
+                    break
+    if most > began + 40:
+        return f"{most - began} movers were made for a rank that sleeps"
+    return newcomer(scene, "late-restless", timeout_s=20.0)
+
+
+@attack("user", fresh=True, limit_s=60.0)
+def tiny_frames(scene: Scene) -> str:
+    """Sixty greeted sessions send as many of the smallest frames as their sockets hold."""
+    cancels = frame(worker.Cancel(ticket=1)) * 8000
+    made = []
+    with contextlib.suppress(OSError):
+        for _ in range(60):
+            made.append(scene.worker(versions=SECOND))
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until and made:
+        for session in list(made):
+            try:
+                session.socket.send(cancels)
+            except BlockingIOError:
+                continue
+            except OSError:
+                made.remove(session)
+    return ""

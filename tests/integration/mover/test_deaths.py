@@ -1,0 +1,307 @@
+"""Whoever dies, the others notice, and nothing keeps memory that is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxferd.errors import Code, MoverError
+from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
+from tests.support.mover_harness import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
+
+WORD = bytes(range(16))
+Make = Callable[..., Worker]
+
+
+def has_exited(pidfd: int, deadline_s: float = DEADLINE_S) -> bool:
+    return bool(select.select([pidfd], [], [], deadline_s)[0])
+
+
+async def take_again(node: Node) -> MoverHandle:
+    """Take a mover as a client registers: again, when it is told that the last one was lost."""
+    async with asyncio.timeout(DEADLINE_S):
+        while node.pool.status().library or node.pool.status().num_warm:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # the death of the old parent has not been noticed yet
+        while True:
+            try:
+                return await node.pool.acquire()
+            except MoverError:
+                continue
+
+
+async def test_a_dead_worker_takes_its_mover_with_it(node: Node, make_worker: Make) -> None:
+    rank = make_worker("E")
+    mover, _ = await bind(node, rank)
+    rank.process.kill()
+    await node.gone(mover, 1.0)
+    assert node.exits == [mover.mover_id]
+    assert not mover.is_alive
+    mover.send(AbortPull(pull=1))  # type: ignore[arg-type]
+    mover.kill()
+
+
+async def test_a_mover_dies_with_its_worker_in_the_middle_of_a_read(
+    pair: tuple[Node, Node], make_worker: Make
+) -> None:
+    there, here = pair
+    shape = {"blocks": 8192, "head_dim": 256, "layers": 4}  # 1 GiB
+    ours = make_worker("D", **shape)
+    source = await serve(there, make_worker("P", **shape))
+    source.worker.array[:4096] = 9
+    reader = await sink(here, ours, [source])
+    reader.start([source], source.place(0, WORD), range(8192), range(8192))
+    async with asyncio.timeout(DEADLINE_S):
+        while ours.array[0] != 9:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    ours.process.kill()
+    await here.gone(reader.mover, 1.0)
+    assert [m for _, m in here.said if isinstance(m, PullDone)] == []
+    source.close()
+
+
+async def test_a_worker_that_is_dead_already(node: Node, make_worker: Make) -> None:
+    rank = make_worker("E")
+    mover = await node.pool.acquire()
+    rank.process.kill()
+    mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    await node.gone(mover)
+    assert node.exits == [mover.mover_id]
+
+
+async def test_a_killed_mover_is_told_once_and_its_readers_fail(
+    pair: tuple[Node, Node], make_worker: Make
+) -> None:
+    there, here = pair
+    shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
+    source = await serve(there, make_worker("P", **shape))
+    reader = await sink(here, make_worker("D", **shape), [source])
+    source.page.write(0, WORD)
+    assert (await reader.outcome(reader.start([source], source.place(0, WORD), [0], [0]))).delivered
+    number = reader.start([source], source.place(0, WORD), range(4096), range(4096))
+    source.mover.kill()
+    source.mover.kill()
+    await there.gone(source.mover)
+    outcome = await reader.outcome(number)
+    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
+    assert outcome.agent == source.mover.agent
+    # The reader lives on, and a source that replaces the dead one is read by it.
+    again = await serve(there, source.worker)
+    again.page.write(0, WORD)
+    reader.know(again.mover.agent, again.bound.metadata, again.fence.metadata)
+    assert (await reader.outcome(reader.start([again], again.place(0, WORD), [0], [0]))).delivered
+    assert there.exits == [source.mover.mover_id]
+    source.close()
+    again.close()
+
+
+async def test_a_stopped_source_keeps_an_aborted_pull_open(make_worker: Make) -> None:
+    """Over TCP the source's process sends the bytes. What it could still send counts."""
+    async with Node("there", environment={"UCX_TLS": "tcp"}) as there:
+        shape = {"blocks": 2048, "head_dim": 256, "layers": 4}
+        source = await serve(there, make_worker("P", **shape))
+        reader = await sink(there, make_worker("D", **shape), [source])
+        source.page.write(0, WORD)
+        assert (await reader.outcome(reader.start([source], source.place(0, WORD), [0], [0]))).delivered
+        os.kill(source.mover.pid, signal.SIGSTOP)
+        number = reader.start([source], source.place(0, WORD), range(2048), range(2048))
+        follower = reader.start([source], source.place(0, WORD), [0], [0])
+        with pytest.raises(TimeoutError):
+            await there.heard(reader.mover, PullDone, 0.2)
+        reader.mover.send(AbortPull(pull=number))
+        with pytest.raises(TimeoutError):
+            await there.heard(reader.mover, PullDone, 0.3)
+        os.kill(source.mover.pid, signal.SIGCONT)
+        done = [await there.heard(reader.mover, PullDone) for _ in range(2)]
+        outcomes = {d.pull: d.outcome for d in done}
+        assert (outcomes[number].code, outcomes[number].finished) == (Code.CANCELLED, True)
+        assert outcomes[follower].delivered
+        source.close()
+
+
+async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(node: Node, make_worker: Make) -> None:
+    rank = make_worker("E")
+    mover, _ = await bind(node, rank)
+    parent = int(Path(f"/proc/{mover.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    await node.gone(mover)
+    again = await take_again(node)
+    again.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    await node.heard(again, Bound)
+    assert again.agent != mover.agent
+    assert node.exits == [mover.mover_id]
+
+
+DAEMON = """
+import asyncio, sys
+from kvxferd.mover.supervisor.pool import MoverPool
+
+async def main():
+    lock = open(sys.argv[1])
+    import fcntl
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    pool = MoverPool(boot="b", size=2, on_message=print, on_exit=print, lock_fds=(lock.fileno(),))
+    await pool.start()
+    movers = [await pool.acquire() for _ in range(3)]
+    print(*(m.pid for m in movers), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_daemon_leaves_nothing_and_its_lock_tells_when(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(lock)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "KVXFERD_TEST": MARK},
+    )
+    assert daemon.stdout is not None
+    pids = [int(word) for word in daemon.stdout.readline().split()]
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    with lock.open() as mine:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        daemon.kill()
+        daemon.wait()
+        signal.alarm(int(DEADLINE_S))
+        fcntl.flock(mine, fcntl.LOCK_EX)  # granted when the last mover and the parent are gone
+        signal.alarm(0)
+        assert all(has_exited(pidfd, 0) for pidfd in pidfds)
+    daemon.stdout.close()
+    for pidfd in pidfds:
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize("broken", ["import", "plugin"])
+async def test_without_a_library_the_reason_is_told(tmp_path: Path, broken: str) -> None:
+    environment = {"NIXL_PLUGIN_DIR": str(tmp_path)}
+    if broken == "import":
+        for name in ("nixl", "rixl"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(f"raise ImportError('no {name} on this node')\n")
+        environment = {"PYTHONPATH": str(tmp_path)}
+    async with Node("here", environment=environment) as node:
+        for _ in range(2):
+            with pytest.raises(MoverError) as raised:
+                await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
+            assert raised.value.code is Code.NIXL_UNAVAILABLE
+            if broken == "import":
+                assert "no nixl on this node" in raised.value.message
+                assert "no rixl on this node" in raised.value.message
+        assert node.pool.status().reason == raised.value.message
+
+
+async def test_a_parent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = sys.executable
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    async with Node("here", size=0) as node:
+        taking = asyncio.ensure_future(node.pool.acquire())
+        with pytest.raises(MoverError) as raised:
+            await asyncio.wait_for(taking, DEADLINE_S)
+        assert raised.value.code is Code.MOVER_LOST
+        monkeypatch.setattr(sys, "executable", python)
+        assert (await take_again(node)).is_alive
+
+
+async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> None:
+    async with Node("here", environment={"HOME": "/nonexistent"}) as node:
+        mover, bound = await bind(node, make_worker("E"))
+        assert mover.is_alive
+        assert bound.metadata
+
+
+async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
+    mover = await node.pool.acquire()
+    mover._stream.send(b"\xc1 not a message")
+    mover._flush()
+    await node.gone(mover)
+    assert node.exits == [mover.mover_id]
+
+
+async def test_stopping_while_movers_start(make_worker: Make) -> None:
+    node = Node("here", size=3)
+    await node.pool.start()
+    taking = asyncio.ensure_future(node.pool.acquire())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(node.pool.stop(), DEADLINE_S)
+    with pytest.raises(MoverError):
+        await taking
+    with pytest.raises(MoverError):
+        await node.pool.acquire()
+
+
+ON_UVLOOP = """
+import uvloop
+from tests.support.mover_harness import Node, bind, worker
+
+async def main():
+    rank = worker("E")
+    async with Node("here") as node:
+        mover, _ = await bind(node, rank)
+        print("bound")
+        mover.kill()
+        await node.gone(mover)
+        print("gone")
+    rank.close()
+
+uvloop.run(main())
+"""
+
+
+def test_a_pool_works_on_uvloop() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "KVXFERD_TEST": MARK}
+    out = subprocess.run(
+        [sys.executable, "-c", ON_UVLOOP], capture_output=True, text=True, check=True, env=environment
+    )
+    assert out.stdout.split() == ["bound", "gone"], out
+
+
+async def test_movers_are_kept_ready_but_not_made_while_busy() -> None:
+    async with Node("here", size=2) as node:
+        pool = node.pool
+        await pool.acquire()
+
+        async def warm(num: int) -> None:
+            await wait_until(lambda: pool.status().num_warm == num, f"{num} are warm")
+
+        await warm(2)
+        pool.set_busy(True)
+        taken = [await pool.acquire() for _ in range(3)]  # the third is made for whoever waits
+        assert len({mover.pid for mover in taken}) == 3
+        await asyncio.sleep(0.4)  # longer than the refill's delay
+        assert pool.status().num_warm == 0
+        pool.set_busy(False)
+        await warm(2)
+        status = pool.status()
+        assert (status.num_assigned, status.reason) == (4, "")
+        assert status.library.startswith("nixl")
+
+
+async def test_a_taker_that_gives_up_leaves_its_mover_to_others() -> None:
+    async with Node("here", size=0) as node:
+        taking = asyncio.ensure_future(node.pool.acquire())
+        await asyncio.sleep(0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
+
+
+def test_the_daemon_side_imports_neither_torch_nor_nixl() -> None:
+    program = (
+        "import sys, kvxferd.mover.supervisor.pool; print([m for m in ('torch', 'nixl') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

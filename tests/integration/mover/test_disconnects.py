@@ -1,0 +1,195 @@
+"""What a lost connection proves: only where the transports are known, and known to prove it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import pytest
+
+from kvxferd.core.ucx_log import TransportsUsed, is_about_connection, parse_transports
+from kvxferd.errors import Code
+from kvxferd.mover.disconnects import NO_WRITES_AFTER_DISCONNECT, transports_prove_over, ucx_tls_proves_over
+from kvxferd.mover.process import pull_engine
+from kvxferd.mover.supervisor.stderr_reader import StderrReader
+from kvxferd.mover.transport.base import TransportError
+from kvxferd.wire.mover import DisconnectSeen
+from tests.support.mover_harness import Node, Worker, serve, sink
+from tests.unit.mover.process.test_pull_engine import Bench, scattered
+
+WORD = bytes(range(16))
+LINE = "a %s cfg#1 %s"
+
+
+def lanes(groups: str, reach: str = "intra-node") -> TransportsUsed:
+    found = parse_transports(LINE % (reach, groups))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("known", "is_over"),
+    [
+        ([], False),  # not known at all
+        (["rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)"], True),
+        (["am(tcp/eth0) cm(rc_mlx5/mlx5_0:1)"], True),  # connected through a card, read over TCP
+        (["am(tcp/lo cma/memory)", "am(rc_mlx5/mlx5_0:1 rc_mlx5/mlx5_1:1) ka(ud_mlx5/mlx5_0:1)"], False),
+        (["am(dc_mlx5/mlx5_0:1)"], False),
+        (["am(ud_verbs/mlx5_0:1)"], False),
+        (["rma(sysv/memory cma/memory cuda_ipc/cuda)"], False),
+        (["rma(posix/memory)"], False),
+        (["rma(gaudi_gdr/hl_0)"], False),
+        (["rma(something_new/x)"], False),
+        (["am(cma/memory) odd<rc_mlx5/mlx5_0:1>"], False),  # not all of the line is understood
+        (["ka(tcp/lo)"], False),  # it names none that carries data
+        (["am(tcp/lo cma/memory)", ""], False),
+    ],
+)
+def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: bool) -> None:
+    assert transports_prove_over([lanes(groups) for groups in known]) is is_over
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_over"),
+    [
+        ("tcp", True),
+        ("cma,tcp,self", True),
+        (" cma , tcp", True),
+        ("", False),
+        ("all", False),
+        ("sm,tcp", False),  # an alias, of knem and xpmem too
+        ("cma,posix,sysv,self,tcp", False),
+        ("^rc,dc", False),
+        ("^tcp", False),
+        ("tcp,rc", False),
+        ("tcp,", False),
+    ],
+)
+def test_a_setting_proves_it_where_it_leaves_nothing_else(setting: str, is_over: bool) -> None:
+    assert ucx_tls_proves_over(setting) is is_over
+
+
+def test_what_is_in_the_table_has_a_reason() -> None:
+    assert set(NO_WRITES_AFTER_DISCONNECT) == {"cma", "tcp", "self"}
+    assert all(NO_WRITES_AFTER_DISCONNECT.values())
+    assert is_about_connection("a new-reach cfg#9 am(tcp/lo)")
+
+
+# --- in the pull engine
+
+
+def lose(bench: Bench) -> None:
+    """The next read from the second agent loses its connection, and what that proves is not known here."""
+    bench.fabric.polls_per_read = 2
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+
+
+def asked(bench: Bench) -> list[int]:
+    return [message.number for message in bench.told if isinstance(message, DisconnectSeen)]
+
+
+def test_a_pull_waits_for_the_answer_and_then_is_finished(bench: Bench) -> None:
+    lose(bench)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert not bench.outcomes()
+    (question,) = asked(bench)
+    bench.disconnects.handle_reply(question, True)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.finished, outcome.code, outcome.agent) == (True, Code.TRANSPORT, bench.agents[1])
+
+
+def test_what_is_not_proved_is_in_doubt_until_the_mover_is_dead(bench: Bench) -> None:
+    lose(bench)
+    number = bench.start(scattered(8))
+    bench.run()
+    (question,) = asked(bench)
+    bench.disconnects.handle_reply(question, False)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.finished, outcome.quiet_follows) == (False, False)
+    assert bench.quiet() == []
+    other = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[other].delivered, "other pulls go on"
+
+
+def test_an_answer_that_takes_long_ends_the_doubt(bench: Bench) -> None:
+    lose(bench)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.finished, outcome.quiet_follows) == (False, True)
+    (question,) = asked(bench)
+    bench.disconnects.handle_reply(question, True)
+    bench.disconnects.handle_reply(question, False)  # a second answer says nothing
+    bench.disconnects.handle_reply(99, False)
+    bench.run()
+    assert bench.quiet() == [number]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# --- the log
+
+
+async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
+    losses: list[int] = []
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    complaints = StderrReader(reading, lambda line: None, lambda: losses.append(1))
+    os.write(writing, b"[1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(tcp/lo)\n")
+    complaints.read_available()
+    assert not losses
+    os.write(
+        writing, b"half a sentence [1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(rc/m)\n"
+    )
+    complaints.read_available()
+    assert len(losses) == 1
+    line = b"x" * 200 + b"\n"
+    try:
+        while True:
+            os.write(writing, line)
+    except BlockingIOError:
+        pass
+    complaints.read_available()
+    assert len(losses) > 1
+    os.close(writing)
+    complaints.close()
+
+
+# --- real movers
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_over"),
+    [
+        pytest.param({}, True, id="as-logged"),
+        pytest.param({"UCX_LOG_LEVEL": "warn"}, False, id="not-logged"),
+        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, True, id="by-setting"),
+    ],
+)
+async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
+    environment: dict[str, str], is_over: bool, make_worker: Callable[..., Worker]
+) -> None:
+    async with Node("there", environment=environment) as there, Node("here", environment=environment) as here:
+        shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
+        source = await serve(there, make_worker("P", **shape))
+        reader = await sink(here, make_worker("D", **shape), [source])
+        source.page.write(0, WORD)
+        assert (await reader.outcome(reader.start([source], source.place(0, WORD), [0], [0]))).delivered
+        number = reader.start([source], source.place(0, WORD), range(4096), range(4096))
+        await asyncio.sleep(0)
+        source.mover.kill()
+        await there.gone(source.mover)
+        outcome = await reader.outcome(number)
+        assert (outcome.delivered, outcome.code) == (False, Code.TRANSPORT)
+        assert (outcome.finished, outcome.quiet_follows) == (is_over, is_over)
+        source.close()

@@ -1,0 +1,419 @@
+"""What every transport promises, tried on the in-memory one and on NIXL over CMA and TCP."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.nixl import NixlTransport, import_library
+from kvxferd.plan import Runs
+from tests.support import nixl_agent_process
+from tests.support.memory_transport import Fabric, MemoryTransport
+from tests.support.mover_harness import DEADLINE_S, MARK, marked_processes
+
+PAGE = 1 << 16
+_NUMBERS = itertools.count()
+
+
+class Peer(Protocol):
+    """Somebody to read from."""
+
+    agent: AgentName
+
+    def allocate(self, size: int, device: int = 0) -> Span: ...
+    def describe(self, *spans: Span) -> bytes: ...
+    def write(self, span: Span, offset: int, content: bytes) -> None: ...
+    def tell(self, metadata: bytes, note: bytes) -> None: ...
+    def heard(self) -> list[tuple[str, bytes]]: ...
+    def kill(self) -> None: ...
+
+
+class MemoryPeer:
+    def __init__(self, fabric: Fabric, agent: AgentName) -> None:
+        self.agent = agent
+        self._transport = MemoryTransport(fabric, agent)
+        self._pages: dict[Span, mmap.mmap] = {}
+
+    def allocate(self, size: int, device: int = 0) -> Span:
+        page = mmap.mmap(-1, size)
+        span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), size, "DRAM", device)
+        self._pages[span] = page
+        self._transport.register(span)
+        return span
+
+    def describe(self, *spans: Span) -> bytes:
+        return self._transport.metadata(spans)
+
+    def write(self, span: Span, offset: int, content: bytes) -> None:
+        self._pages[span][offset : offset + len(content)] = content
+
+    def tell(self, metadata: bytes, note: bytes) -> None:
+        self._transport.notify(self._transport.load_remote(metadata), note)
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        return list(self._transport.receive_notifications())
+
+    def kill(self) -> None:
+        self._transport.close()
+
+
+class NixlPeer:
+    def __init__(self, agent: AgentName, environment: dict[str, str]) -> None:
+        self.agent = agent
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(nixl_agent_process.__file__)), agent],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "KVXFERD_TEST": MARK, **environment},
+        )
+        assert self._answer() == "ready"
+
+    def _answer(self) -> object:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def _ask(self, **command: object) -> object:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def allocate(self, size: int, device: int = 0) -> Span:
+        address = int(str(self._ask(do="allocate", size=size, device=device)))
+        return Span(address, size, "DRAM", device)
+
+    def describe(self, *spans: Span) -> bytes:
+        return bytes.fromhex(str(self._ask(do="describe", spans=spans)))
+
+    def write(self, span: Span, offset: int, content: bytes) -> None:
+        self._ask(do="write", address=span.address, offset=offset, content=content.hex())
+
+    def tell(self, metadata: bytes, note: bytes) -> None:
+        self._ask(do="tell", metadata=metadata.hex(), note=note.hex())
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        answer = self._ask(do="heard")
+        assert isinstance(answer, list)
+        return [(agent, bytes.fromhex(note)) for agent, note in answer]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for end in (self._process.stdin, self._process.stdout):
+            assert end is not None
+            end.close()
+
+
+class World:
+    """A reader with memory of its own, and peers on demand."""
+
+    def __init__(self, transport: Transport, make_peer: Callable[[AgentName], Peer]) -> None:
+        self.transport = transport
+        self.proves = True  # a lost connection proves that nothing lands any more
+        self._make_peer = make_peer
+        self._idle: list[Peer] = []
+        self._peers: list[Peer] = []
+        self._page = mmap.mmap(-1, PAGE)
+        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), PAGE)
+        transport.register(self.span)
+
+    @property
+    def bytes(self) -> bytes:
+        return self._page[:]
+
+    def clear(self) -> None:
+        self._page[:] = bytes(PAGE)
+
+    def peer(self) -> Peer:
+        """Return a peer that nobody else uses; one of an earlier test, if it lives."""
+        name = AgentName(f"peer/{os.getpid()}-{next(_NUMBERS)}")
+        self._peers.append(self._idle.pop() if self._idle else self._make_peer(name))
+        return self._peers[-1]
+
+    def kill(self, peer: Peer) -> None:
+        self._peers.remove(peer)
+        peer.kill()
+
+    def read(self, agent: AgentName, *runs: tuple[int, int, int], kinds: ReadKinds = HOST) -> None:
+        """Read (local offset, remote address, length) to the end."""
+        columns = np.array(runs, dtype=np.uint64).reshape(-1, 3).T
+        handle = self.transport.post(
+            agent,
+            Runs(columns[0] + np.uint64(self.span.address), columns[1].copy(), columns[2].copy()),
+            kinds,
+        )
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.transport.poll(handle):
+            assert time.monotonic() < deadline, "the read never ended"
+        assert handle.done
+        self.transport.release(handle)
+
+    def forget(self) -> None:
+        """A test is over."""
+        for peer in self._peers:
+            self.transport.drop_remote(peer.agent)
+        self._idle += self._peers
+        self._peers.clear()
+
+    def end(self) -> None:
+        for peer in self._idle:
+            peer.kill()
+        self.transport.close()
+        assert marked_processes() == []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """The reader's agent lives in this process and connects as it likes; peers go with the module."""
+
+
+@pytest.fixture(scope="module", params=["memory", "cma", "tcp"])
+def built(request: pytest.FixtureRequest) -> Iterator[World]:
+    if request.param == "memory":
+        fabric = Fabric()
+        made = World(MemoryTransport(fabric, AgentName("reader")), lambda name: MemoryPeer(fabric, name))
+        yield made
+        made.end()
+        return
+    environment = {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
+    patch = pytest.MonkeyPatch()
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    transport = NixlTransport(import_library(), AgentName(f"reader/{request.param}-{os.getpid()}"))
+    patch.undo()
+    made = World(transport, lambda name: NixlPeer(name, environment))
+    # Which transports are there is known from the setting alone here; a mover asks its daemon for the others.
+    made.proves = bool(environment)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def world(built: World) -> Iterator[World]:
+    built.clear()
+    yield built
+    built.forget()
+
+
+def test_a_read_lands_these_bytes_and_no_others(world: World) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    peer.write(there, 100, b"hello")
+    assert world.transport.load_remote(peer.describe(there)) == peer.agent
+    world.read(peer.agent, (2000, there.address + 100, 5))
+    assert world.bytes == bytes(2000) + b"hello" + bytes(PAGE - 2005)
+
+
+def test_many_stretches_in_one_read(world: World) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    content = np.arange(1, 257, dtype=np.uint8).tobytes() * (PAGE // 256)
+    peer.write(there, 0, content)
+    world.transport.load_remote(peer.describe(there))
+    starts = [64 * n for n in range(1000)]
+    world.read(peer.agent, *((start, there.address + PAGE - 64 - start, 64) for start in starts))
+    for start in starts:
+        assert world.bytes[start : start + 64] == content[PAGE - 64 - start : PAGE - start]
+
+
+def test_an_agent_reads_its_own_memory_without_loading_itself(world: World) -> None:
+    with mmap.mmap(-1, PAGE) as page:
+        anchor = ctypes.c_char.from_buffer(page)
+        own = Span(ctypes.addressof(anchor), PAGE)
+        del anchor
+        page[:5] = b"mine!"
+        world.transport.register(own)
+        world.read(world.transport.agent, (7, own.address, 5))
+        world.transport.deregister(own)
+    assert world.bytes[:12] == bytes(7) + b"mine!"
+
+
+def test_memory_is_named_by_its_device(world: World) -> None:
+    """A device's number is the owner's own: what it says, its readers say."""
+    peer = world.peer()
+    there = peer.allocate(PAGE, device=3)
+    peer.write(there, 0, b"third")
+    world.transport.load_remote(peer.describe(there))
+    world.read(peer.agent, (0, there.address, 5), kinds=ReadKinds(remote=MemoryKind("DRAM", 3)))
+    assert world.bytes[:5] == b"third"
+    with pytest.raises(TransportError):
+        world.read(peer.agent, (0, there.address, 5))
+
+
+def test_agents_tell_each_other_things(world: World) -> None:
+    """Both ways, in order, with the teller's name."""
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(there))
+    notes = [b"first", bytes(range(256)) * 32, b"last"]
+    for note in notes:
+        world.transport.notify(peer.agent, note)
+    heard: list[tuple[str, bytes]] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(heard) < len(notes):
+        assert time.monotonic() < deadline, f"only {len(heard)} notes came"
+        world.transport.progress()
+        heard += peer.heard()
+    assert heard == [(world.transport.agent, note) for note in notes]
+    peer.tell(world.transport.metadata([world.span]), b"answer")
+    answers: list[tuple[AgentName, bytes]] = []
+    while not answers:
+        assert time.monotonic() < deadline, "no answer came"
+        answers += world.transport.receive_notifications()
+    assert answers == [(peer.agent, b"answer")]
+
+
+def test_nobody_is_told_who_is_not_loaded(world: World) -> None:
+    with pytest.raises(TransportError) as raised:
+        world.transport.notify(AgentName("nobody"), b"hello")
+    assert raised.value.settled
+
+
+def test_only_described_memory_is_readable(world: World) -> None:
+    peer = world.peer()
+    first, second = peer.allocate(PAGE), peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(first))
+    with pytest.raises(TransportError) as raised:
+        world.read(peer.agent, (0, second.address, 16))
+    assert (raised.value.settled, raised.value.lost) == (True, False)
+    world.read(peer.agent, (0, first.address, 16))
+
+
+def test_an_agent_that_is_loaded_again_has_more_memory(world: World) -> None:
+    peer = world.peer()
+    first = peer.allocate(PAGE)
+    peer.write(first, 0, b"first")
+    world.transport.load_remote(peer.describe(first))
+    world.read(peer.agent, (0, first.address, 5))
+    second = peer.allocate(PAGE)
+    peer.write(second, 0, b"second")
+    for _ in range(2):
+        assert world.transport.load_remote(peer.describe(second)) == peer.agent
+    world.read(peer.agent, (5, second.address, 6))
+    world.read(peer.agent, (11, first.address, 5))
+    assert world.bytes[:16] == b"firstsecondfirst"
+
+
+def test_a_read_sees_what_was_written_before_it(world: World) -> None:
+    """What the fence word rests on."""
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(there))
+    for word in (b"1" * 16, b"2" * 16, b"3" * 16):
+        peer.write(there, 32, word)
+        world.read(peer.agent, (64, there.address + 32, 16))
+        assert world.bytes[64:80] == word
+
+
+@pytest.mark.parametrize("case", ["unknown agent", "beyond their memory", "beyond ours"])
+def test_what_cannot_be_read_is_refused_before_anything_moves(world: World, case: str) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(there))
+    agent = AgentName("nobody") if case == "unknown agent" else peer.agent
+    remote = there.address + PAGE - 8 if case == "beyond their memory" else there.address
+    local = PAGE - 8 if case == "beyond ours" else 0
+    with pytest.raises(TransportError) as raised:
+        world.read(agent, (local, remote, 16))
+    assert (raised.value.settled, raised.value.lost) == (True, False)
+    assert agent in raised.value.message
+    assert world.bytes == bytes(PAGE)
+    world.read(peer.agent, (0, there.address, 16))
+
+
+@pytest.mark.parametrize("metadata", [b"", b"nonsense", b"\0" * 300])
+def test_metadata_that_is_none_is_refused(world: World, metadata: bytes) -> None:
+    with pytest.raises(TransportError) as raised:
+        world.transport.load_remote(metadata)
+    assert raised.value.settled
+
+
+def test_metadata_of_another_agent_is_not_loaded_and_the_other_is_read(world: World) -> None:
+    """A daemon may say anything of its agents: a cut copy of another's must not spoil the other."""
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    metadata = peer.describe(there)
+    for false in (metadata, metadata[:-20]):
+        with pytest.raises(TransportError) as raised:
+            world.transport.load_remote(false, AgentName("boot/another"))
+        assert raised.value.settled
+    assert world.transport.load_remote(metadata, peer.agent) == peer.agent
+    world.read(peer.agent, (0, there.address, 16))
+
+
+def test_a_peer_that_dies_is_lost_and_another_is_read(world: World) -> None:
+    peer, other = world.peer(), world.peer()
+    there, elsewhere = peer.allocate(PAGE), other.allocate(PAGE)
+    for one, span in ((peer, there), (other, elsewhere)):
+        world.transport.load_remote(one.describe(span))
+        world.read(one.agent, (0, span.address, 16))
+    world.kill(peer)
+    for _ in range(2):
+        with pytest.raises(TransportError) as raised:
+            world.read(peer.agent, (0, there.address, 16))
+        assert (raised.value.settled, raised.value.lost) == (world.proves, True)
+    world.read(other.agent, (0, elsewhere.address, 16))
+    world.transport.drop_remote(peer.agent)
+    with pytest.raises(TransportError) as raised:
+        world.read(peer.agent, (0, there.address, 16))
+    assert (raised.value.settled, raised.value.lost) == (True, False)
+
+
+def test_a_peer_that_died_before_the_first_read(world: World) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    world.transport.load_remote(peer.describe(there))
+    world.kill(peer)
+    with pytest.raises(TransportError) as raised:
+        world.read(peer.agent, (0, there.address, 16))
+    assert raised.value.settled == world.proves
+
+
+def test_an_agent_that_was_dropped_can_be_loaded_again(world: World) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    metadata = peer.describe(there)
+    world.transport.load_remote(metadata)
+    world.read(peer.agent, (0, there.address, 16))
+    world.transport.drop_remote(peer.agent)
+    world.transport.drop_remote(peer.agent)
+    peer.write(there, 0, b"again")
+    world.transport.load_remote(metadata)
+    world.read(peer.agent, (0, there.address, 5))
+    assert world.bytes[:5] == b"again"
+
+
+def test_memory_can_be_registered_and_taken_back(world: World) -> None:
+    page = mmap.mmap(-1, PAGE)
+    span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE)
+    world.transport.register(span)
+    assert world.transport.metadata([span])
+    world.transport.deregister(span)
+    with pytest.raises(TransportError):
+        world.transport.metadata([span])
+
+
+def test_there_is_no_metadata_of_nothing(world: World) -> None:
+    with pytest.raises(TransportError):
+        world.transport.metadata([])
+
+
+def test_progress_needs_no_reader(world: World) -> None:
+    for _ in range(3):
+        world.transport.progress()
+    assert world.transport.receive_notifications() == []

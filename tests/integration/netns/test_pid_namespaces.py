@@ -1,0 +1,82 @@
+"""Two daemons on one machine in different PID namespaces: what is read goes over TCP, and they say so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvxferd.tooling.subprocesses import DaemonProcess
+from tests.support import remote_namespace
+
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
+APART = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+
+async def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
+    """What a daemon that was started so, with a rank of its own, has to say after a pull from one here."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    near.mkdir()
+    far.mkdir()
+    daemon = await DaemonProcess.start("the test", "near", near)
+    command = [*prefix, sys.executable, "-P", str(Path(remote_namespace.__file__)), str(far)]
+    other = start(command)
+    try:
+        await daemon.wait_ready()
+        rank, memory = await asyncio.to_thread(remote_namespace.join, daemon.worker_socket, "prefill")
+        memory.buffer[:] = b"k" * memory.size_bytes
+        ref = rank.publish("r1", remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS)
+        rank.ready("r1")
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write(json.dumps(ref.to_json()) + "\n")
+        other.stdin.flush()
+        said = json.loads(await asyncio.to_thread(other.stdout.readline))
+        rank.close()
+    finally:
+        other.communicate()  # the end of its input is its end
+        await daemon.stop()
+    assert said["came"] == b"k".hex() * 8
+    return said
+
+
+@pytest.fixture
+def needs_namespaces() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("PID namespaces need root and unshare")
+    if subprocess.run([*APART, "true"], check=False).returncode:
+        pytest.skip("no PID namespaces here")
+
+
+def slow_lanes(said: dict) -> list[str]:
+    ranks = [rank for engine in said["node"]["engines"] for rank in engine["ranks"]]
+    return [lanes["lanes"] for rank in ranks for lanes in rank["lanes"] if lanes["slow"]]
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+async def test_tcp_between_pid_namespaces_of_one_machine_is_a_warning(tmp_path: Path):
+    said = await pulled(APART, tmp_path)
+    assert slow_lanes(said) == ["tcp"]
+    (warning,) = [warning for warning in said["warnings"] if "goes over TCP" in warning]
+    assert "hostPID" in warning
+    assert "decode pp0.tp0" in warning
+
+
+async def test_two_daemons_in_one_pid_namespace_are_fast_and_quiet(tmp_path: Path):
+    said = await pulled((), tmp_path)
+    assert slow_lanes(said) == []
+    assert not [warning for warning in said["warnings"] if "TCP" in warning]
+    ranks = [rank for engine in said["node"]["engines"] for rank in engine["ranks"]]
+    assert [rank["placement"]["lanes"] for rank in ranks] == ["cma"]
+    assert {"node": "cma"}.items() <= {way["reach"]: way["lanes"] for way in ranks[0]["lanes"]}.items()

@@ -1,0 +1,188 @@
+"""Whoever goes, the others notice: workers, daemons, mover threads, and agents that do not go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support.daemon_fleet import FACTS, Fleet, wait_until
+from tests.support.rank_process import RankError, RankProcess
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
+
+LARGE = {"num_blocks": 1024, "head_dim": 128}  # 256 MiB
+MANY = 1024 * 16
+
+
+def large_read(source: RankProcess, sink: RankProcess, name: str = "large", deadline_s: float = 20.0) -> int:
+    """Have the sink read all blocks of the source; return once it does, with the ticket."""
+    source.scribble()
+    ref = source.publish(name, list(range(1024)), MANY)
+    ticket = sink.pull(ref, list(range(1024)), MANY, deadline_s)
+    sink.await_first_bytes()
+    return ticket
+
+
+def test_a_dead_worker_takes_its_mover_along(fleet: Fleet) -> None:
+    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    (source,) = fleet.engine(prefill, spec_of("prefill"), "register_resident")
+    (sink,) = fleet.engine(decode, spec_of("decode"), "register_resident")
+    ref = publish([source], 1)
+    pull_and_check([sink], ref, 1)
+    ref = publish([source], 2)
+    source.kill()
+    wait_until(lambda: not prefill.status()["engines"], "the engine forgotten", 2.0)
+    name, fields = sink.end_of(sink.pull(ref, ids_for(5), TOKENS, deadline_s=5.0))
+    assert (name, fields["safe_to_reuse"]) == ("Failed", True)
+    (again,) = fleet.engine(prefill, spec_of("prefill"), "register_resident")
+    pull_and_check([sink], publish([again], 3), 3)
+
+
+@pytest.mark.parametrize("transport", ["any", "tcp"])
+def test_a_worker_that_dies_while_it_is_read(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    if transport == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", **LARGE)
+    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)
+    ticket = large_read(source, sink)
+    source.kill()
+    name, fields = sink.end_of(ticket)
+    assert name == "Failed", fields
+    if not fields["safe_to_reuse"]:
+        assert sink.await_event("Quiesced")["ticket"] == ticket
+    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", **LARGE)
+    pull_and_check([sink], publish([again], 3), 3)
+
+
+def test_a_restarted_daemon_gets_new_movers(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
+    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident")
+    ref = publish([source], 1)
+    before = {rank_shown(daemon, name)["agent"] for name in ("prefill", "decode")}
+    num_threads = source.num_threads()
+    daemon.process.kill()
+    daemon.process.wait()
+    ticket = sink.pull(ref, ids_for(1001), TOKENS)  # waits for the next daemon
+    daemon.start()
+    wait_until(lambda: daemon.is_ready, "the daemon back")
+    name, fields = sink.end_of(ticket)
+    # The reference names the old daemon's endpoint, a port that the new one need not have.
+    assert name == "Delivered" or fields["safe_to_reuse"], fields
+    wait_until(lambda: rank_shown(daemon, "prefill").get("state") == "ready", "registered again")
+    wait_until(lambda: rank_shown(daemon, "decode").get("state") == "ready", "registered again")
+    after = {rank_shown(daemon, name)["agent"] for name in ("prefill", "decode")}
+    assert not before & after
+    assert {agent.split("/")[0] for agent in after} == {daemon.status()["boot"]}
+    pull_and_check([sink], publish([source], 2), 2)
+    wait_until(lambda: source.num_threads() == num_threads, "the old mover's thread gone")
+
+
+def test_a_daemon_that_dies_in_mid_read_leaves_safe_blocks(fleet: Fleet) -> None:
+    """The client ends its own mover, and so knows that nothing is written any more."""
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"), **LARGE)
+    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)
+    ticket = large_read(source, sink)
+    daemon.process.kill()
+    daemon.process.wait()
+    name, fields = sink.end_of(ticket)
+    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "daemon-lost", True)
+    assert sink.is_still()
+
+
+def test_a_frozen_daemon_does_not_hold_the_memory(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
+    publish([source], 1)
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        assert source.close() is False
+        source.free()
+        assert source.num_threads() > 0  # it lives
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+
+
+def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    source = fleet.rank()
+    source.use_transport("tests.support.faulty_transports:brittle")
+    source.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident")
+    pull_and_check([sink], publish([source], 1), 1)
+    ref = publish([source], 2)
+    before = rank_shown(daemon, "prefill")["agent"]
+    num_sessions = daemon.status()["num_sessions"]
+    source.run("tests.support.faulty_transports:arm")
+    # Whoever reads it has it polled; what was published lives on with the session.
+    pull_and_check([sink], ref, 2)
+    after = rank_shown(daemon, "prefill")
+    assert (after["state"], after["num_stuck"]) == ("ready", 0)
+    assert after["agent"] != before
+    assert daemon.status()["num_sessions"] == num_sessions
+    assert "broken on purpose" in daemon.log.read_text()
+    assert source.await_event("Released")["transfer_id"] == "req-1"
+    assert source.await_event("Released") == {"transfer_id": "req-2", "why": "completed"}
+
+
+def test_a_mover_that_cannot_be_made_refuses_the_registration(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    rank = fleet.rank()
+    rank.use_transport("tests.support.faulty_transports:missing")
+    with pytest.raises(RankError) as raised:
+        rank.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    assert raised.value.code == "nixl-unavailable"
+    assert "no library on this node" in raised.value.message
+    assert daemon.status()["engines"] == []
+    rank.use_transport("tests.support.faulty_transports:brittle")
+    rank.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    assert rank_shown(daemon, "prefill")["state"] == "ready"
+
+
+def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    sink = fleet.rank()
+    sink.use_transport("tests.support.faulty_transports:sticky")
+    sink.register_resident(daemon.worker_socket, spec_of("decode"), **FACTS)
+    ref = publish([source], 1)
+    sink.run("tests.support.faulty_transports:arm")
+    ticket = sink.pull(ref, ids_for(1001), TOKENS, deadline_s=0.5)
+    name, fields = sink.end_of(ticket)
+    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "deadline", False)
+    wait_until(lambda: rank_shown(daemon, "decode")["num_stuck"] == 1, "the status says so", 15.0)
+    assert daemon.status()["num_quarantined"] == 1
+    assert "stuck in the transfer library" in daemon.log.read_text()
+    # The rank has another mover meanwhile, and the engine goes on.
+    wait_until(lambda: rank_shown(daemon, "decode")["state"] == "ready", "another mover")
+    pull_and_check([sink], publish([source], 2), 2)
+    assert daemon.status()["num_quarantined"] == 1
+    # Its memory may not go before the stuck agent has gone.
+    sink.suspend()
+    assert sink.next_event(0.5) is None
+    assert rank_shown(daemon, "decode")["state"] == "suspending"
+    sink.run("tests.support.faulty_transports:let_go")
+    assert sink.await_event("Quiesced")["ticket"] == ticket
+    sink.await_event("Suspended")
+    assert (daemon.status()["num_quarantined"], rank_shown(daemon, "decode")["num_stuck"]) == (0, 0)
+    sink.resume()
+    pull_and_check([sink], publish([source], 3), 3)
+
+
+def test_closing_with_a_stuck_agent_says_that_the_memory_must_stay(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node")
+    rank = fleet.rank()
+    rank.use_transport("tests.support.faulty_transports:sticky")
+    rank.register_resident(daemon.worker_socket, spec_of("decode"), **FACTS)
+    rank.run("tests.support.faulty_transports:arm")
+    began = time.monotonic()
+    assert rank.close() is True
+    assert time.monotonic() - began < 5.0
+    rank.run("tests.support.faulty_transports:let_go")
+    wait_until(lambda: not rank.may_be_touched(), "the agent gone")

@@ -1,0 +1,355 @@
+"""Bad input on both sockets: the sender gets a code and a sentence, everyone else goes on."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import zmq
+
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.ids import Incarnation
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import peer, worker
+from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode
+from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.framing import HEADER
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, MAX_FRAME_BYTES, MAX_PEER_MESSAGE_BYTES
+from tests.integration.test_transfers import publish, pull_and_check, spec_of
+from tests.support.daemon_fleet import Fleet
+from tests.support.rank_process import RankProcess
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory) -> Iterator[Node]:
+    fleet = Fleet(tmp_path_factory.mktemp("node"))
+    try:
+        daemon = fleet.daemon("node")
+        (source,) = fleet.engine(daemon, spec_of("prefill"))
+        (sink,) = fleet.engine(daemon, spec_of("decode"))
+        yield Node(daemon.worker_socket, daemon.endpoint, source, sink)
+    finally:
+        fleet.stop()
+
+
+@dataclass
+class Node:
+    """A daemon with an engine pair that must not notice anything."""
+
+    socket: str
+    endpoint: str
+    source: RankProcess
+    sink: RankProcess
+    number: int = field(default=0)
+
+    def still_works(self) -> None:
+        self.number += 1
+        pull_and_check([self.sink], publish([self.source], self.number), self.number)
+
+
+@pytest.fixture(autouse=True)
+def everyone_else_goes_on(node: Node) -> Iterator[None]:
+    yield
+    node.still_works()
+
+
+class Raw:
+    """A worker-socket connection that says whatever a test wants."""
+
+    def __init__(self, path: str, hello: bool = True) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(path)
+        self.link = FrameSocket(self.socket.dup())
+        self.fence = SealedMemory.create(FENCE_PAGE_BYTES, "fence")
+        self.heard: list[Message] = []
+        self.ended = False
+        if hello:
+            self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"), self.fence.fd)
+            assert isinstance(self.next(), worker.Welcome)
+
+    def say(self, message: Message, *fds: int) -> None:
+        self.raw(HEADER.pack(len(encode(message)), len(fds), 0) + encode(message), *fds)
+
+    def raw(self, content: bytes, *fds: int) -> None:
+        try:
+            socket.send_fds(self.socket, [content], list(fds))
+        except (BrokenPipeError, ConnectionResetError):
+            self.ended = True
+
+    def next(self) -> Message | None:
+        """The next message, None at the end of the connection."""
+        while not self.heard and not self.ended:
+            self.socket.settimeout(WAIT_S)
+            ready, _, _ = select.select([self.link], [], [], WAIT_S)
+            assert ready, "the daemon says nothing"
+            try:
+                frames = self.link.receive()
+            except ProtocolError:
+                frames = None
+            if frames is None:
+                self.ended = True
+                break
+            for frame in frames:
+                self.heard.append(DAEMON_MESSAGES.decode(frame.payload))
+                for fd in frame.fds:
+                    os.close(fd)
+        match self.heard[:1]:
+            case [worker.EngineRanks()]:  # comes when it comes
+                self.heard.pop(0)
+                return self.next()
+            case [worker.MoverOffered(number=number)]:
+                self.heard.pop(0)
+                self.say(worker.MoverAcknowledged(number=number))
+                return self.next()
+        return self.heard.pop(0) if self.heard else None
+
+    def answer(self) -> Message | None:
+        """The next message that is no mover's, which are acknowledged, and no report of ranks."""
+        while isinstance(message := self.next(), worker.MoverOffered | worker.EngineRanks):
+            if isinstance(message, worker.MoverOffered):
+                self.say(worker.MoverAcknowledged(number=message.number))
+        return message
+
+    def farewell(self) -> worker.Farewell:
+        """What the daemon says before it closes."""
+        found = None
+        while (message := self.next()) is not None:
+            found = message
+        assert isinstance(found, worker.Farewell)
+        return found
+
+
+@pytest.fixture
+def raw(node: Node) -> Iterator[Raw]:
+    connection = Raw(node.socket)
+    yield connection
+    connection.socket.close()
+    connection.link.close()
+    connection.fence.close()
+
+
+# --- frames on the worker socket
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0), Code.FRAME_TOO_LARGE),
+        (HEADER.pack(4, 0, 7) + b"abcd", Code.BAD_FRAME),  # not our header
+        (HEADER.pack(4, 0, 0) + b"\xff\xff\xff\xff", Code.BAD_FRAME),  # no msgpack
+        (HEADER.pack(1, 0, 0) + b"\x80", Code.BAD_FRAME),  # a map without a tag
+        (HEADER.pack(9, 0, 0) + b"\x81\xa1t\xa5other", Code.BAD_FRAME),  # an unknown tag
+        (HEADER.pack(1, 1, 0) + b"\x80", Code.BAD_FRAME),  # a descriptor that never came
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", Code.BAD_FRAME),
+    ],
+)
+def test_a_bad_frame_costs_its_sender_the_connection(raw: Raw, content: bytes, code: Code):
+    raw.raw(content)
+    farewell = raw.farewell()
+    assert farewell.code in (code, Code.FRAME_TOO_LARGE if content.startswith(b"GET") else code)
+    assert farewell.message.startswith("cannot")
+
+
+def test_a_truncated_frame_is_nobodys_matter(node: Node):
+    for cut in (1, HEADER.size, HEADER.size + 3):
+        connection = Raw(node.socket, hello=False)
+        message = encode(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))
+        connection.raw((HEADER.pack(len(message), 0, 0) + message)[:cut])
+        connection.socket.shutdown(socket.SHUT_WR)
+        ended = connection.next()
+        assert ended is None or ended.code is Code.BAD_FRAME
+        connection.socket.close()
+        connection.link.close()
+
+
+def test_a_wrong_version_is_told_the_right_ones(node: Node):
+    connection = Raw(node.socket, hello=False)
+    connection.say(worker.Hello(versions=Versions(40, 50), client="future"), connection.fence.fd)
+    farewell = connection.farewell()
+    assert farewell.code is Code.BAD_VERSION
+    assert "40 to 50" in farewell.message
+
+
+def test_descriptors_that_no_message_wants_cost_the_connection(raw: Raw):
+    raw.say(worker.Ready(transfer_id="t"), raw.fence.fd)
+    assert raw.farewell().code is Code.BAD_FRAME
+
+
+# --- registrations
+
+
+def layout_for(spec: EngineSpec) -> RankLayout:
+    return attention_layout(
+        spec=spec, num_kv_heads=8, head_dim=16, block_tokens=16, num_blocks=8, layout="HND"
+    )
+
+
+def register(
+    raw: Raw, spec: EngineSpec, layout: RankLayout, *fds: int, size: int | None = None, **more
+) -> Message:
+    region = layout.regions[0]
+    export = worker.RegionExport(region.region, size or region.size_bytes, 0, **more)
+    raw.say(
+        worker.Register(
+            request=7, engine=spec, layout=layout, regions=(export,), incarnation=Incarnation("i")
+        ),
+        *fds,
+    )
+    return raw.answer()
+
+
+def memfd(size: int, sealed: bool) -> int:
+    import fcntl
+
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda size: memfd(size, sealed=False), Code.REGION_UNSEALED),
+        (lambda size: memfd(size - 1, sealed=True), Code.REGION_TOO_SMALL),
+        (lambda size: os.open("/dev/null", os.O_RDWR), Code.REGION_INVALID),
+        (lambda size: os.pipe()[0], Code.REGION_INVALID),
+    ],
+    ids=["unsealed", "too small", "a device", "a pipe"],
+)
+def test_memory_that_is_not_what_it_claims_is_refused_and_the_session_lives(raw: Raw, make, code):
+    spec = spec_of("bad")
+    layout = layout_for(spec)
+    fd = make(layout.regions[0].size_bytes)
+    refused = register(raw, spec, layout, fd)
+    os.close(fd)
+    assert isinstance(refused, worker.Refused)
+    assert (refused.request, refused.code) == (7, code)
+    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
+        assert isinstance(register(raw, spec, layout, memory.fd), worker.Registered)
+
+
+def test_strides_that_reach_outside_the_region_are_refused(raw: Raw):
+    spec = spec_of("bad")
+    layout = layout_for(spec)
+    first = msgspec.structs.replace(layout.tensors[-1], block_stride=1 << 30)
+    broken = msgspec.structs.replace(layout, tensors=(*layout.tensors[:-1], first))
+    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
+        refused = register(raw, spec, broken, memory.fd)
+    assert refused.code is Code.LAYOUT_INVALID
+    assert "layer" in refused.message
+
+
+def test_descriptors_and_regions_that_do_not_match_are_refused(raw: Raw):
+    spec = spec_of("bad")
+    assert register(raw, spec, layout_for(spec)).code is Code.REGION_INVALID
+    with SealedMemory.create(layout_for(spec).regions[0].size_bytes, "good") as memory:
+        assert register(raw, spec, layout_for(spec), memory.fd, fd_offset=100).code is Code.REGION_INVALID
+
+
+def test_another_incarnation_on_the_same_connection_is_refused(raw: Raw):
+    spec = spec_of("bad")
+    layout = layout_for(spec)
+    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
+        assert isinstance(register(raw, spec, layout, memory.fd), worker.Registered)
+        region = layout.regions[0]
+        again = worker.Register(
+            request=8,
+            engine=spec,
+            layout=layout,
+            regions=(worker.RegionExport(region.region, region.size_bytes, 0),),
+            incarnation=Incarnation("another"),
+        )
+        raw.say(again, memory.fd)
+        refused = raw.next()
+    assert refused.code is Code.INCARNATION_CHANGED
+
+
+def test_a_taken_rank_is_refused(raw: Raw):
+    spec = spec_of("prefill")
+    layout = layout_for(spec)
+    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
+        assert register(raw, spec, layout, memory.fd).code is Code.RANK_TAKEN
+
+
+# --- pulls
+
+
+def test_block_ids_out_of_range_and_unknown_names_fail_the_pull_alone(node: Node):
+    ref = publish([node.source], 900)
+    good = list(range(32))
+    for changed, ids, code in (
+        (ref, [*good[:-1], 64], "blocks-invalid"),
+        (ref, [*good[:-1], -5], "blocks-invalid"),
+        (ref | {"engine_id": "nobody"}, good, "engine-unknown"),
+        (ref | {"transfer_id": "nothing"}, good, "transfer-unknown"),
+        (ref | {"nonce": "0" * 32}, good, "nonce-wrong"),
+        (ref | {"generation": "old"}, good, "generation-stale"),
+    ):
+        name, fields = node.sink.end_of(node.sink.pull(changed, ids, 500))
+        assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", code, True), fields
+    node.source.unpublish(ref)
+
+
+# --- the peer socket
+
+
+@pytest.fixture
+def dealer(node: Node) -> Iterator[zmq.Socket]:
+    context = zmq.Context()
+    made = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    made.connect(node.endpoint)
+    yield made
+    made.close(linger=0)
+    context.term()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", b"\x81\xa1t\xa5other", os.urandom(1000)])
+def test_a_bad_peer_message_is_answered_and_nobody_else_notices(dealer, content):
+    dealer.send(content)
+    refused = PEER_MESSAGES.decode(dealer.recv())
+    assert isinstance(refused, peer.PeerRefused)
+    assert refused.code is Code.BAD_FRAME
+
+
+def test_a_peer_message_of_several_parts_is_refused(dealer):
+    dealer.send_multipart([b"a", b"b"])
+    assert PEER_MESSAGES.decode(dealer.recv()).code is Code.BAD_FRAME
+
+
+def test_an_oversized_peer_message_costs_its_sender_the_connection(node: Node, dealer):
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    dealer.send(b"x" * (MAX_PEER_MESSAGE_BYTES + 1))
+    assert monitor.recv_multipart()
+    dealer.disable_monitor()
+
+
+def test_a_wrong_peer_version_is_told_the_right_ones(dealer):
+    dealer.send(encode(peer.PeerHello(request=3, versions=Versions(9, 9), boot="b", endpoint="tcp://x:1")))
+    refused = PEER_MESSAGES.decode(dealer.recv())
+    assert (refused.request, refused.code) == (3, Code.BAD_VERSION)
+
+
+def test_an_answer_that_nobody_asked_for_changes_nothing(dealer):
+    dealer.send(encode(peer.GrantsRenewed(request=1, ended=())))
+    assert PEER_MESSAGES.decode(dealer.recv()).code is Code.OUT_OF_PLACE
+
+
+def test_an_unknown_engine_is_refused_after_a_moment(dealer):
+    question = peer.FetchEngine(request=5, engine_id="nobody", generation="g", wait_s=5.0)
+    dealer.send(encode(question))
+    refused = PEER_MESSAGES.decode(dealer.recv())
+    assert (refused.request, refused.code) == (5, Code.ENGINE_UNKNOWN)

@@ -1,0 +1,217 @@
+"""`kvxferd doctor` in real surroundings: what it finds, what it advises, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvxferd.errors import DeviceError
+from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.subprocesses import DaemonProcess
+from tests.support.doctor_harness import examine
+from tests.support.other_user import needs_root, run_as
+
+
+def test_all_of_it_on_this_machine(tmp_path: Path):
+    found = examine("--socket", str(tmp_path / "nobody.sock"))
+    names = [finding["check"] for finding in found.findings]
+    for check in ("python", "nixl", "kernel", "sealed memory", "same node", "tcp", "shared memory",
+                  "locked memory", "descriptors", "run directory", "daemon", "gpu", "rdma"):  # fmt: skip
+        assert check in names
+    assert found.status == 0, found.findings
+    assert found.of("nixl")["found"].startswith("nixl 1.")
+    assert "UCX" in found.of("nixl")["facts"]["plugins"]
+    assert found.of("nixl")["facts"]["ucx"]
+    same_node, tcp = found.of("same node")["facts"], found.of("tcp")["facts"]
+    assert same_node["intact"]
+    assert tcp["over_tcp"]
+    assert not same_node["over_tcp"], "CMA works wherever these tests run"
+    assert same_node["lanes"] == "cma"
+    assert min(same_node["gigabytes_per_s"], tcp["gigabytes_per_s"]) > 0
+    assert found.of("daemon")["verdict"] == "no"
+    assert "kvxferd serve" in found.of("daemon")["todo"]
+
+
+def test_without_a_gpu_placements_are_not_tried_and_the_status_says_so():
+    found = examine("--gpu", "--driver", "none", "--check", "gpus")
+    assert found.status == 3
+    assert found.said["placements"] == []
+    assert found.of("gpu")["verdict"] == "no"
+
+
+def test_a_machine_without_a_driver_is_no_traceback():
+    with contextlib.suppress(DeviceError):
+        open_driver("cuda")
+        pytest.skip("there is a GPU here")
+    found = examine("--gpu", "--check", "gpus")
+    assert found.status == 3
+    assert "cannot use a GPU" in found.of("gpu")["found"]
+
+
+def test_nixl_that_cannot_be_imported_is_a_finding(tmp_path: Path):
+    for name in ("nixl", "rixl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise ImportError('{name} is broken here')")
+    found = examine("--check", "software", "--check", "same_node", environment={"PYTHONPATH": str(tmp_path)})
+    assert found.status == 1
+    assert "nixl is broken here" in found.of("nixl")["found"]
+    assert "kvxferd[daemon,nixl]" in found.of("nixl")["todo"]
+    assert found.of("same node")["verdict"] == "no"
+
+
+def test_a_home_that_cannot_be_read_does_not_keep_nixl_from_starting(tmp_path: Path):
+    found = examine("--check", "software", environment={"HOME": str(tmp_path / "not-there")})
+    assert found.of("home")["verdict"] == "warn"
+    assert str(tmp_path / "not-there") in found.of("home")["found"]
+    assert found.of("nixl")["verdict"] == "ok"
+
+
+def test_transports_that_the_operator_has_narrowed_are_named_as_the_reason():
+    found = examine("--check", "same_node", environment={"UCX_TLS": "tcp"})
+    slow = found.of("same node")
+    assert (slow["verdict"], slow["facts"]["over_tcp"]) == ("warn", True)
+    assert "UCX_TLS=tcp is set" in slow["todo"]
+    assert found.status == 0, "slow is not broken"
+
+
+def test_a_configuration_that_the_daemon_would_refuse(tmp_path: Path):
+    path = tmp_path / "kvxferd.toml"
+    path.write_text("[transfer]\nlease = 3\n")
+    found = examine("--config", str(path), "--check", "descriptors")
+    assert found.status == 1
+    assert "lease_s" in found.of("configuration")["found"]
+
+
+def test_few_descriptors(tmp_path: Path):
+    found = examine("--check", "descriptors", prefix=("prlimit", "--nofile=256:256"))
+    low = found.of("descriptors")
+    assert low["verdict"] == "warn"
+    assert "at most 256" in low["found"]
+    assert "LimitNOFILE=" in low["todo"]
+
+
+IMPORTS = """
+import resource
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.doctor import memlock, run_directory, shared_memory
+from kvxferd.doctor.finding import CheckContext
+from kvxferd.config import Config, NodeConfig
+"""
+
+
+@needs_root
+def test_a_limit_on_locked_memory_that_root_passes_and_others_do_not():
+    body = """
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+for finding in memlock.check(CheckContext(Config(), ControlClient("/nowhere"), {})):
+    print(finding.verdict, finding.found, finding.todo)
+"""
+    said = run_as(body, imports=IMPORTS)
+    assert said.startswith("warn limit 64.0 KiB")
+    assert "LimitMEMLOCK=infinity" in said
+
+
+@needs_root
+def test_another_user_may_not_make_the_run_directory(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    body = """
+node = Node(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
+for finding in run_directory.check(node):
+    print(finding.verdict, finding.found, finding.todo)
+"""
+    said = run_as(body, "/root-only/kvxferd", imports=IMPORTS)
+    assert said.startswith("no /root-only/kvxferd is not there, and uid 65534 cannot make it in /")
+    assert "RuntimeDirectory=" in said
+
+
+@needs_root
+def test_shared_memory_that_cannot_be_written(tmp_path: Path):
+    body = """
+context = CheckContext(Config(), ControlClient("/nowhere"), {"UCX_POSIX_DIR": sys.argv[1]})
+for finding in shared_memory.check(context):
+    print(finding.verdict, finding.found)
+"""
+    assert "cannot be written by uid 65534" in run_as(body, "/proc", imports=IMPORTS)
+
+
+def test_shared_memory_that_is_not_there(tmp_path: Path):
+    found = examine("--check", "shared_memory", environment={"UCX_POSIX_DIR": str(tmp_path / "none")})
+    assert "No such file or directory" in found.of("shared memory")["found"]
+
+
+def test_a_check_that_there_is_not():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvxferd.cli", "doctor", "--check", "weather"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cannot check weather: there are software, kernel" in done.stderr
+
+
+@pytest.fixture
+def namespaces() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("namespaces need root and unshare")
+    if subprocess.run(["unshare", "--net", "true"], check=False).returncode:
+        pytest.skip("no network namespaces here")
+
+
+@pytest.mark.netns
+@pytest.mark.usefixtures("namespaces")
+def test_no_network_at_all_is_found_and_named():
+    found = examine("--check", "tcp", "--check", "cards", prefix=("unshare", "--net"))
+    assert found.status == 1
+    tcp = found.of("tcp")
+    assert (tcp["verdict"], tcp["essential"]) == ("no", True)
+    assert "loopback" in tcp["todo"]
+    assert found.of("interfaces")["verdict"] == "warn"
+
+
+@pytest.mark.netns
+@pytest.mark.usefixtures("namespaces")
+def test_inside_one_pid_namespace_reads_are_fast():
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    found = examine("--check", "same_node", prefix=prefix)
+    assert found.of("same node")["verdict"] == "ok"
+    assert found.of("same node")["facts"]["pid_namespace"] != os.readlink("/proc/self/ns/pid")
+
+
+async def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
+    daemon = await DaemonProcess.start("the test", "only", tmp_path)
+    try:
+        await daemon.wait_ready()
+        flags = ("--socket", daemon.control.socket_path, "--check", "answering", "--check", "workers")
+        found = await asyncio.to_thread(examine, *flags)
+    finally:
+        await daemon.stop()
+    assert found.status == 0
+    assert "ready at tcp://127.0.0.1:" in found.of("daemon")["found"]
+
+
+async def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
+    daemon = await DaemonProcess.start("the test", "only", tmp_path)
+    try:
+        await daemon.wait_ready()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        flags = ("--socket", daemon.control.socket_path, "--check", "answering")
+        found = await asyncio.to_thread(examine, *flags)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+        await daemon.stop()
+    assert "has not answered for 5 s" in found.of("daemon")["found"]
+
+
+def test_limits_are_as_the_kernel_says():
+    found = examine("--check", "descriptors", "--check", "memlock")
+    assert found.of("descriptors")["facts"]["hard"] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]

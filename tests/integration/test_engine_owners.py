@@ -1,0 +1,60 @@
+"""An engine id outlives its daemon: nobody has it who comes first after a restart. Real daemons and users."""
+
+from __future__ import annotations
+
+import json
+
+from tests.integration.test_transfers import spec_of
+from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
+
+# Attaches to the engine, and prints what it is told.
+SQUATTER = """
+page = os.memfd_create("page", os.MFD_ALLOW_SEALING)
+connected = socket.socket(socket.AF_UNIX)
+connected.connect(sys.argv[1])
+link = FrameSocket(connected)
+def ask(message, *fds):
+    link.send(encode(message), tuple(fds))
+    link.flush()
+    while not (frames := link.receive()):
+        select.select([link], [], [], 10)
+    return DAEMON_MESSAGES.decode(frames[0].payload)
+ask(worker.Hello(versions=Versions(2, 2), client="squatter"), page)
+answer = ask(worker.Attach(request=1, engine_id="prefill", generation="squatted"))
+print(getattr(answer, "code", type(answer).__name__))
+"""
+IMPORTS = """
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.wire import worker
+from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from kvxferd.wire.common import Versions
+"""
+
+
+@needs_root
+def test_who_comes_first_after_a_restart_has_nobodys_engine():
+    with open_directory() as directory:
+        fleet = Fleet(directory)
+        try:
+            daemon = fleet.daemon("node", "--worker-mode", "0o666")
+            (rank,) = fleet.engine(daemon, spec_of("prefill"))
+            kept = daemon.directory / "private" / "owners.json"
+            wait_until(
+                lambda: kept.exists() and json.loads(kept.read_text())["users"] == {"prefill": 0}, "kept"
+            )
+            assert [holder for *_, holder in json.loads(kept.read_text())["ranks"]] == ["uid:0"]
+            daemon.process.kill()
+            daemon.process.wait(10)
+            rank.stop()
+            daemon.start()
+            wait_until(lambda: daemon.is_ready, "ready again", 60)
+
+            def squatted() -> str:
+                return run_as(SQUATTER, daemon.worker_socket, uid=NOBODY, imports=IMPORTS).strip()
+
+            assert squatted() == "not-allowed"
+            assert daemon.control.post("/v1/engines/disown", {"engine_id": "prefill"})["uid"] == 0
+            assert squatted() == "Registered"
+        finally:
+            fleet.stop()

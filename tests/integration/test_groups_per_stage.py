@@ -1,0 +1,157 @@
+"""Stages of one engine that hold different groups: a publish lists those of all, each rank reads its own."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvxferd import client
+from kvxferd.client import BlockList, Delivered, Publisher, PublishRefused
+from kvxferd.errors import Code
+from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
+from kvxferd.layout.tensors import GroupKind
+from kvxferd.memory import SealedMemory
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+
+TOKENS, BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 48, 16, 8, 2048
+SIZE = NUM_BLOCKS * BLOCK_BYTES
+FULL = Group(name="full", num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+WINDOW = Group(name="window", num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, sliding_window=20)
+STATE = Group(name="state", num_blocks=NUM_BLOCKS, kind=GroupKind.STATE)
+Lists = Mapping[str, tuple[int, ...]]
+
+
+def tensor(layer: int, group: Group, offset: int) -> CacheTensor:
+    is_state = group.kind is GroupKind.STATE
+    return CacheTensor(
+        layer=layer,
+        component="ssm" if is_state else "k",
+        group=group.name,
+        region="kv",
+        offset=offset,
+        block_stride=BLOCK_BYTES,
+        token_stride=0 if is_state else BLOCK_BYTES // BLOCK_TOKENS,
+        unit_stride=BLOCK_BYTES // 2 if is_state else BLOCK_BYTES // BLOCK_TOKENS // 2,
+        units=(UnitRange(0, 2),),
+        chunk_bytes=BLOCK_BYTES // 2 if is_state else BLOCK_BYTES // BLOCK_TOKENS // 2,
+    )
+
+
+def layout(start: int, groups: tuple[Group, ...]) -> RankLayout:
+    """One layer of each group, one after the other."""
+    tensors = tuple(tensor(start + n, group, n * SIZE) for n, group in enumerate(groups))
+    return RankLayout(start, start + len(groups), groups, tensors, (RegionSpec("kv", SIZE * len(groups)),))
+
+
+@dataclass
+class Worker:
+    """A rank of this process, and its memory."""
+
+    rank: client.RankHandle
+    layout: RankLayout
+    memory: SealedMemory
+
+    def block(self, group: str, block_id: int) -> bytes:
+        (found,) = [t for t in self.layout.tensors if t.group == group]
+        start = found.offset + block_id * BLOCK_BYTES
+        return bytes(self.memory.buffer[start : start + BLOCK_BYTES])
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def engine(
+    stack: ExitStack, daemon: DaemonUnderTest, name: str, stages: tuple[tuple[Group, ...], ...]
+) -> list[Worker]:
+    workers: list[Worker] = []
+    for pp_rank, groups in enumerate(stages):
+        start = sum(map(len, stages[:pp_rank]))
+        own = layout(start, groups)
+        spec = EngineSpec(
+            name, "g1", 2, pp_size=len(stages), pp_rank=pp_rank, num_kv_heads=2, publish_implies_ready=True
+        )
+        size = own.regions[0].size_bytes
+        memory = SealedMemory.create(size)
+        stack.callback(memory.close)
+        memory.buffer[:] = np.random.default_rng(len(workers) + len(name)).bytes(size)
+        connection = client.connect(daemon.worker_socket)
+        stack.callback(connection.close)
+        workers.append(Worker(connection.register(spec, own, {"kv": memory}), own, memory))
+    return workers
+
+
+def lists(ids: Lists) -> dict[str, BlockList]:
+    """Block lists of a request: a window's leaves out its first block, a state is one."""
+    found = {}
+    for group, listed in ids.items():
+        first = BLOCK_TOKENS if group == "window" else 0
+        state_at = TOKENS if group == "state" else -1
+        found[group] = BlockList(ids=np.array(listed, np.int32), first_token=first, state_at=state_at)
+    return found
+
+
+def next_event(session: Publisher) -> client.Event:
+    deadline = time.monotonic() + 20.0
+    while not (events := session.poll()):
+        assert time.monotonic() < deadline, "nothing came"
+        select.select([session.fileno()], [], [], deadline - time.monotonic())
+    return events[0]
+
+
+@pytest.mark.parametrize("publisher", ["scheduler", "rank"])
+@pytest.mark.parametrize("second", [STATE, WINDOW], ids=["state", "window"])
+def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, second: Group, publisher: str):
+    daemon = fleet.daemon("node")
+    sources = engine(stack, daemon, "prefill", ((FULL,), (second,)))
+    sinks = engine(stack, daemon, "decode", ((FULL,), (second,)))
+    (whole,) = engine(stack, daemon, "whole", ((FULL, second),))
+    session: Publisher = sources[0].rank
+    if publisher == "scheduler":
+        connection = client.connect(daemon.worker_socket)
+        stack.callback(connection.close)
+        session = connection.attach("prefill", "g1")
+    read = {"state": (5,), "window": (6, 2)}[second.name]
+    written = {"state": (3,), "window": (1, 7)}[second.name]
+    ref = session.publish("t", lists({"full": (4, 0, 5), second.name: read}), TOKENS, num_readers=2)
+    into = {"full": (2, 1, 7), second.name: written}
+    pulls = [
+        (sinks[0], {"full": into["full"]}),
+        (sinks[1], {second.name: written}),  # each rank its own
+        (whole, into),
+    ]
+    for worker, ids in pulls:
+        worker.rank.pull(ref, lists(ids), TOKENS, deadline_s=15.0)
+        event = next_event(worker.rank)
+        assert isinstance(event, Delivered), event
+        for group, listed in ids.items():
+            source = sources[0] if group == "full" else sources[1]
+            pairs = zip({"full": (4, 0, 5), second.name: read}[group], listed, strict=True)
+            assert all(source.block(group, there) == worker.block(group, here) for there, here in pairs)
+
+
+def test_a_group_of_no_stage_and_one_that_is_left_out_are_named(fleet: Fleet, stack: ExitStack):
+    daemon = fleet.daemon("node")
+    first, second = engine(stack, daemon, "prefill", ((FULL,), (STATE,)))
+    for session in (first.rank, second.rank):
+        session.publish("a", lists({"full": (4, 0, 5), "state": (5,), "other": (1,)}), TOKENS)
+        event = next_event(session)
+        assert isinstance(event, PublishRefused)
+        assert event.code is Code.BLOCKS_INVALID
+        assert "'other': the engine's groups are 'full', 'state'" in event.message
+        session.publish("b", lists({"full": (4, 0, 5)}), TOKENS)
+        event = next_event(session)
+        assert isinstance(event, PublishRefused)
+        assert "without blocks of group 'state'" in event.message
+        session.publish("c", lists({"full": (4, 0, 99), "state": (5,)}), TOKENS)
+        event = next_event(session)
+        assert isinstance(event, PublishRefused)
+        assert "block 99 of group 'full'" in event.message

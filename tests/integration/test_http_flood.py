@@ -1,0 +1,63 @@
+"""A daemon with few descriptors, and clients that hold HTTP connections open."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvxferd.control.fd_budget import RESERVED_FDS
+from tests.integration.test_transfers import publish, pull_and_check, spec_of
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+
+DESCRIPTORS = 300
+
+
+class Scarce(DaemonUnderTest):
+    """May open 300 descriptors."""
+
+    def start(self) -> None:
+        self._command = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *self._command]
+        super().start()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_path: Path) -> None:
+    port = free_port()
+    daemon = Scarce(tmp_path / "node", {}, ("--http-bind", f"127.0.0.1:{port}"))
+    try:
+        wait_until(lambda: daemon.is_ready, "ready", 60)
+        with ExitStack() as held:
+            for _ in range(2 * DESCRIPTORS):
+                client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+            wait_until(lambda: daemon.status() is not None, "the flood is accepted")
+            assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < DESCRIPTORS // 2
+            (source,) = fleet.engine(daemon, spec_of("prefill"))
+            (sink,) = fleet.engine(daemon, spec_of("decode"))
+            pull_and_check([sink], publish([source], 1), 1)
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as honest:
+                honest.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+                assert honest.recv(64).startswith(b"HTTP/1.0 200")
+        assert "RLIMIT_NOFILE is 300" in daemon.log.read_text()
+    finally:
+        code = daemon.stop()
+    assert code == 0
+
+
+def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
+    daemon = DaemonUnderTest(tmp_path / "node", {})
+    try:
+        wait_until(lambda: daemon.is_ready, "ready", 60)
+        limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
+        (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
+        soft, hard = line.split()[3:5]
+        assert int(soft) == int(hard) - RESERVED_FDS  # kept for the daemon's own end
+    finally:
+        assert daemon.stop() == 0

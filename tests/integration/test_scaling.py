@@ -1,0 +1,111 @@
+"""The scale simulation at its smallest: it runs, it adds up, and no event costs more among more engines."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+from scaling import control_plane, fleet, handshake
+from scaling.control_plane import Load, LoadResult
+from scaling.engines import DeploymentShape
+from scaling.fits import exponent
+from scaling.report import totals
+
+SINK, SOURCE = DeploymentShape(tp=2, model="qwen3-8b"), DeploymentShape(tp=2, pp=2, model="qwen3-8b")
+# Of these there are many in every run. Ticks are not here: one does all that is due.
+KINDS = (
+    "Publish",
+    "Prepare",
+    "Pull",
+    "PullDone",
+    "AskGrant",
+    "Granted",
+    "Acknowledge",
+    "Done",
+    "RenewGrants",
+)
+
+
+class Calls:
+    """Counts function calls: a cost that is the same on every machine and in every run."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self) -> float:
+        return float(self.num)
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        self.num += event in ("call", "c_call")
+
+
+def calls(**load: float) -> LoadResult:
+    with Calls() as meter:
+        return control_plane.measure(Load(seconds=8.0, local=SINK, remote=SOURCE, **load), meter)
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "many"),
+    [
+        ("num_engines", 2, 24),
+        ("transfers_per_rank", 5.0, 40.0),
+        ("num_waiting", 4, 200),
+    ],
+)
+def test_no_event_costs_more_among_many(name: str, few: float, many: float) -> None:
+    usual = {"num_engines": 2, "transfers_per_rank": 10.0, "num_waiting": 0}
+    at_few, at_many = calls(**usual | {name: few}), calls(**usual | {name: many})
+    assert at_few.num_grants_held > 0
+    assert at_few.num_delivered > 0
+    for kind in KINDS:
+        # What is shared out by chance (timers are thrown out when their time comes, a peer of whom no
+        # grant is held is renewed no more) is less than the same again; growth would be eightfold.
+        assert at_many.us_per_event[kind] < 2 * at_few.us_per_event[kind], kind
+    # A tick may do all that is due: more often or more at a time, and all ticks together as much more.
+    assert ticks(at_many) < 2 * max(many, 1.0) / max(few, 1.0) * ticks(at_few)
+    # Nor does it cost more to meet an engine where many are known.
+    assert at_many.learn_ms < 2 * at_few.learn_ms
+
+
+def ticks(measured: LoadResult) -> float:
+    """What all ticks of a run cost."""
+    return measured.us_per_event["Tick"] * measured.num_events["Tick"]
+
+
+def test_few_events_that_each_do_more_are_reported() -> None:
+    found = totals([calls(num_waiting=waiting, num_engines=2) for waiting in (4, 40)])
+    few, many = found["all ticks, ms"]
+    assert 0 < few < many
+    assert len(found) == 3
+    assert all(cost > 0 for costs in found.values() for cost in costs)
+
+
+def test_the_fleet_says_what_the_formula_says() -> None:
+    found = fleet.measure(fleet.FleetConfig(2, 3, 10.0, num_tokens=64, seconds=2.0, shape=SINK))
+    assert found.num_delivered == found.num_requests * SINK.num_ranks
+    expected = [said for said in found.said if said.expected_per_s]
+    assert {said.kind for said in expected} == {"AskGrant", "Granted", "Acknowledge", "Done"}
+    for said in expected:
+        assert said.per_s == pytest.approx(said.expected_per_s), said.kind
+    assert 0 < found.num_handshakes <= 6
+
+
+def test_a_large_engine_is_met() -> None:
+    met = handshake.measure(SOURCE, SINK)
+    assert (met.num_ranks, met.num_tensors) == (4, 2 * 36 * 2)
+    assert met.num_sources == 2
+    assert met.check_again_ms < met.check_ms
+
+
+@pytest.mark.parametrize(("power", "factor"), [(0.0, 5.0), (1.0, 0.1), (2.0, 3.0)])
+def test_the_fit_finds_the_power(power: float, factor: float) -> None:
+    sizes = [1.0, 10.0, 300.0]
+    assert exponent(sizes, [factor * size**power for size in sizes]) == pytest.approx(power)

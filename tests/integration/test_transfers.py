@@ -1,0 +1,150 @@
+"""Real daemons, real rank processes, real NIXL."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvxferd.layout import EngineSpec
+from tests.support.daemon_fleet import FACTS, Fleet, mappers_of, wait_until
+from tests.support.rank_process import RankError, RankProcess
+
+TOKENS = 500
+TRANSPORTS = [
+    pytest.param({}, id="default"),  # CMA where both movers may read each other
+    pytest.param({"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}, id="tcp"),
+]
+
+
+def spec_of(name: str, **facts) -> EngineSpec:
+    return EngineSpec(name, "g1", num_layers=4, num_kv_heads=8, **facts)
+
+
+def ids_for(seed: int, block_tokens: int, num_blocks: int = 64) -> list[int]:
+    return random.Random(seed).sample(range(num_blocks), -(-TOKENS // block_tokens))
+
+
+def publish(sources: list[RankProcess], request: int, block_tokens: int = 16) -> dict:
+    ids = ids_for(request, block_tokens)
+    for source in sources:
+        source.write(request, ids, TOKENS)
+    ref = sources[0].publish(f"req-{request}", ids, TOKENS)
+    for source in sources[1:]:
+        source.ready(f"req-{request}")
+    return ref
+
+
+def pull_and_check(sinks: list[RankProcess], ref: dict, request: int, block_tokens: int = 16) -> None:
+    ids = ids_for(1000 + request, block_tokens)
+    tickets = [sink.pull(ref, ids, TOKENS) for sink in sinks]
+    for sink, ticket in zip(sinks, tickets, strict=True):
+        name, fields = sink.end_of(ticket)
+        assert name == "Delivered", fields
+        assert fields["bytes"] > 0
+        assert sink.num_wrong(request, ids, TOKENS) == 0
+        assert sink.num_spilled(ids) == 0
+
+
+@pytest.mark.parametrize("environ", TRANSPORTS)
+def test_other_parallelism_block_size_and_layout(fleet: Fleet, environ):
+    prefill, decode = fleet.daemon("prefill", **environ), fleet.daemon("decode", **environ)
+    sources = fleet.engine(prefill, spec_of("prefill", tp_size=2, pp_size=2))
+    sinks = fleet.engine(decode, spec_of("decode", tp_size=3), block_tokens=32, layout="NHD")
+    for request in range(3):
+        ref = publish(sources, request)
+        pull_and_check(sinks, ref, request, block_tokens=32)
+        for source in sources:
+            assert source.await_event("Released")["why"] == "completed"
+
+
+def test_one_daemon_for_both_engines(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    sources = fleet.engine(daemon, spec_of("prefill"))
+    sinks = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check(sinks, publish(sources, 1), 1)
+
+
+def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
+    home, member, decode = fleet.daemon("home"), fleet.daemon("member"), fleet.daemon("decode")
+    spec = spec_of("prefill", pp_size=2, home=home.endpoint)
+    stages = []
+    for daemon, pp_rank in ((home, 0), (member, 1)):
+        rank = fleet.rank()
+        rank.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
+        stages.append(rank)
+    sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
+    pull_and_check(sinks, publish(stages, 1), 1)
+    for stage in stages:
+        assert stage.await_event("Released")["why"] == "completed"
+    (engine,) = home.status()["engines"]
+    assert engine["complete"]
+    assert [rank["state"] for rank in engine["ranks"]] == ["ready", "remote"]
+
+
+def test_a_released_transfer_is_never_delivered(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    ref = publish([source], 1)
+    source.unpublish(ref)
+    assert source.await_event("Released")["why"] == "unpublished"
+    name, fields = sink.end_of(sink.pull(ref, ids_for(5, 16), TOKENS))
+    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "released", True)
+
+
+def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    inode = source.memory_inode()
+    assert len(mappers_of(inode)) >= 2  # the worker and its mover
+    source.kill()
+    wait_until(lambda: not mappers_of(inode), "the dead worker's memory unmapped", 5.0)
+    wait_until(lambda: not daemon.status()["engines"], "the engine forgotten")
+
+
+def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    inode, movers = source.memory_inode(), daemon.movers()
+    assert movers
+    daemon.process.kill()
+    daemon.process.wait()
+    wait_until(lambda: mappers_of(inode) == [source.pid], "only the worker maps its memory", 5.0)
+
+
+def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon.start()
+    wait_until(
+        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
+    )
+    # Another port after the restart: references are made anew.
+    wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
+    pull_and_check([sink], publish([source], 2), 2)
+
+
+def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    sink.suspend()
+    sink.await_event("Suspended")
+    maps = [pid for pid in mappers_of(sink.memory_inode()) if pid in daemon.movers()]
+    assert maps == []
+    sink.resume()
+    pull_and_check([sink], publish([source], 1), 1)
+
+
+def test_two_processes_cannot_hold_one_rank(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    fleet.engine(daemon, spec_of("prefill"))
+    with pytest.raises(RankError) as raised:
+        fleet.rank().register(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    assert raised.value.code == "rank-taken"

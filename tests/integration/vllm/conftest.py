@@ -1,0 +1,88 @@
+"""The engines are dear: a session starts what several tests need once. A failed test shows their logs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_servers.completions import prompt_of
+from tests.support.vllm_servers.router_process import RouterProcess
+from tests.support.vllm_servers.site import Llama, Nodes, Site
+
+PYTHON_VARIABLE = "KVXFERD_VLLM_PYTHON"
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    python = os.environ.get(PYTHON_VARIABLE)
+    why = f"needs vLLM in an environment of its own: make test-vllm, or its python in {PYTHON_VARIABLE}"
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(600))  # the first test of a fixture waits for its engines
+            if not python:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.failed and (site := item.session.stash.get(SITE, None)) is not None:
+        for engine in site.engines:
+            report.sections.append((f"log of {engine.name}", engine.tail()))
+    return report
+
+
+SITE = pytest.StashKey[Site]()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
+    python = str(Path(os.environ[PYTHON_VARIABLE]).absolute())
+    site = Site(tmp_path_factory.mktemp("vllm"), python)
+    request.session.stash[SITE] = site
+    try:
+        yield site
+    finally:
+        site.stop()
+
+
+@pytest.fixture(scope="session")
+def nodes(site: Site) -> Nodes:
+    return Nodes(site.daemon("node-p"), site.daemon("node-d"))
+
+
+@pytest.fixture(scope="session")
+def shared_llama(site: Site, nodes: Nodes) -> Llama:
+    return Llama(site, nodes)
+
+
+@pytest.fixture
+def llama(shared_llama: Llama) -> Iterator[Llama]:
+    """The shared engines, all alive, and at rest again after the test."""
+    shared_llama.heal()
+    yield shared_llama
+    shared_llama.heal()
+    shared_llama.settle()
+
+
+@pytest.fixture
+def router(llama: Llama) -> Iterator[RouterProcess]:
+    """The example router before the shared engines."""
+    router = RouterProcess(llama.prefill.url, llama.decode.url)
+    yield router
+    router.stop()
+
+
+@pytest.fixture
+def new_prompt() -> Callable[[int], list[int]]:
+    """Prompts of the length asked for, that share nothing with any other test's."""
+    return lambda length: prompt_of(length, seed=next(_SEEDS))
+
+
+_SEEDS = itertools.count(1000)

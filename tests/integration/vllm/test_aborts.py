@@ -1,0 +1,94 @@
+"""Clients that leave, at every stage: blocks come back on both sides, and the next request is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, RequestFailed, decode, prefill
+from tests.support.vllm_servers.engines import Engine, wait_until
+from tests.support.vllm_servers.router_process import RouterProcess
+from tests.support.vllm_servers.signals import stopped
+from tests.support.vllm_servers.site import Llama, through
+
+NewPrompt = Callable[[int], list[int]]
+
+
+def is_working_on(engine: Engine, num_requests: int) -> bool:
+    """Whether the server holds that many requests that it has not answered."""
+    return engine.num_unanswered() == num_requests
+
+
+@pytest.fixture
+def next_one_is_right(llama: Llama, new_prompt: NewPrompt) -> Iterator[None]:
+    """After the test: all blocks free, and a request through both engines right."""
+    yield
+    llama.settle()
+    prompt = new_prompt(220)
+    assert through(llama.prefill, llama.decode, prompt).tokens == llama.right_tokens(prompt)
+
+
+pytestmark = pytest.mark.usefixtures("next_one_is_right")
+
+
+def test_while_the_prompt_is_computed(llama: Llama, new_prompt: NewPrompt) -> None:
+    with stopped(llama.prefill.workers()):
+        asked = Asked(llama.prefill.url, new_prompt(1500), 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
+        wait_until(lambda: is_working_on(llama.prefill, 1), "the prefill engine has the request")
+        asked.hang_up()
+        wait_until(lambda: is_working_on(llama.prefill, 0), "the prefill engine noticed")
+
+
+def test_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt) -> None:
+    prefill(llama.prefill.url, new_prompt(400))  # and the client is gone: nobody asks the decode engine
+
+
+def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(600)
+    params = prefill(llama.prefill.url, prompt)
+    with stopped(llama.nodes.decode.movers()):
+        asked = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
+        wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
+        asked.hang_up()
+        wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+
+
+def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_prompt: NewPrompt) -> None:
+    prompts = [new_prompt(300 + 10 * n) for n in range(4)]
+    params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
+    with stopped(llama.nodes.decode.movers()):
+        asked = [
+            Asked(llama.decode.url, p, 12, kv_transfer_params=kv)
+            for p, kv in zip(prompts, params, strict=True)
+        ]
+        wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
+        asked[1].hang_up()
+        wait_until(lambda: is_working_on(llama.decode, 3), "the decode engine noticed")
+    for number in (0, 2, 3):
+        assert asked[number].answer().tokens == llama.right_tokens(prompts[number]), number
+
+
+def test_while_tokens_come(llama: Llama, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(500)
+    params = prefill(llama.prefill.url, prompt)
+    asked = Asked(llama.decode.url, prompt, 1400, kv_transfer_params=params, stream=True)
+    asked.wait_for_a_token()
+    asked.hang_up()
+    wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+
+
+def test_through_a_router(llama: Llama, new_prompt: NewPrompt, router: RouterProcess) -> None:
+    asked = Asked(router.url, new_prompt(700), 1200, stream=True)
+    asked.wait_for_a_token()
+    asked.hang_up()
+    wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+
+
+def test_a_request_that_the_decode_engine_refuses(llama: Llama, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(250)
+    params: dict[str, Any] = prefill(llama.prefill.url, prompt)
+    with pytest.raises(RequestFailed) as refusal:
+        decode(llama.decode.url, prompt, params, max_tokens=5000)  # more than the model's length
+    assert refusal.value.status == 400

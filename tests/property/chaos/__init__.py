@@ -1,0 +1,1 @@
+"""Faults against real daemons, movers, workers and NIXL while requests run: `make chaos`."""

@@ -1,0 +1,80 @@
+"""Peace: requests stop, and whatever is left then has leaked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.cluster.fleet import Fleet
+from tests.support.cluster.node import POOL_SIZE, Node
+from tests.support.cluster.processes import num_fds
+from tests.support.cluster.traffic import Traffic
+
+PEACE_S = 25.0  # leases of 5 s, renewed at most once more, questions given up after 4 s
+FDS_SLACK = 6
+
+
+class Auditor:
+    """Remembers how many descriptors were open the first time; later there may be no more."""
+
+    def __init__(self, fleet: Fleet, traffic: Traffic, peace_s: float = PEACE_S) -> None:
+        self._fleet = fleet
+        self._traffic = traffic
+        self._peace_s = peace_s
+        self._fds: dict[str, int] = {}
+
+    def audit(self, check: bool = True) -> None:
+        """Bring everything to rest, count what is left."""
+        fleet = self._fleet
+        self._traffic.is_paused = True
+        fleet.pump_until(lambda: not fleet.pulls and not fleet.doubtful, PEACE_S)
+        for engine in fleet.engines:
+            for transfer in list(engine.transfers.values()):
+                engine.unpublish(transfer)
+        fleet.pump_until(lambda: not self._leftovers(), self._peace_s)
+        if check:
+            for what in self._leftovers():
+                fleet.tally.problem("leaked", what)
+            self._check_fds()
+        self._traffic.is_paused = False
+
+    def _leftovers(self) -> list[str]:
+        found = [
+            f"{e.name}: {t.name} is not released" for e in self._fleet.engines for t in e.transfers.values()
+        ]
+        for node in self._fleet.nodes:
+            found += self._left_at(node)
+        return found
+
+    def _left_at(self, node: Node) -> list[str]:
+        status = node.status()
+        if status is None:
+            return [f"{node.name}: does not answer"]
+        # A member's rank whose daemon died with it stays known at its engine's home for 600 s: nobody
+        # can say that it is gone for good. It is no leak, and holds nothing.
+        local = [e for e in status["engines"] if any(rank["state"] != "remote" for rank in e["ranks"])]
+        ranks = [worker for worker in self._fleet.workers() if worker.node is node]
+        processes = [worker for worker in self._fleet.processes() if worker.node is node]
+        counts: dict[str, tuple[Any, int]] = {
+            "transfers": (len(status["transfers"]), 0),
+            "pulls": (len(status["pulls"]), 0),
+            "quarantined pulls": (status["num_quarantined"], 0),
+            "grants held": (status["num_grants_held"], 0),
+            "sessions": (status["num_sessions"], len(processes)),
+            "engines": (len(local), len({worker.engine.name for worker in ranks})),
+            "movers": (len(node.movers()), len(ranks) + POOL_SIZE),
+            "zombies": (len(node.zombies()), 0),
+            "abandoned shm directories": (len(node.shm()), 0),
+        }
+        return [
+            f"{node.name}: {have} {what}, not {want}" for what, (have, want) in counts.items() if have != want
+        ]
+
+    def _check_fds(self) -> None:
+        counts = {f"daemon {node.name}": node.num_fds() for node in self._fleet.nodes}
+        for engine in self._fleet.engines:
+            for worker in engine.processes:
+                counts[f"worker of {engine.name} {worker.pid}"] = num_fds(worker.pid)
+        for what, count in counts.items():
+            least = self._fds.setdefault(what, count)
+            if count > least + FDS_SLACK:
+                self._fleet.tally.problem("leaked", f"{what}: {count} descriptors, first {least}")

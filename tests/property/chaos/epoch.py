@@ -1,0 +1,222 @@
+"""One fleet's life: started, hurt again and again, audited, taken down."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvxferd.layout import EngineSpec
+from tests.property.chaos.audit import PEACE_S, Auditor
+from tests.property.chaos.faults import KINDS, Heal, Surgeon
+from tests.support.cluster.engine import Engine, Read, Transfer
+from tests.support.cluster.fleet import Fleet
+from tests.support.cluster.node import Node
+from tests.support.cluster.results import Tally
+from tests.support.cluster.traffic import LEASE_S, Traffic
+
+START_S = 60.0
+RECOVER_S = 40.0  # past this the fleet counts as hung
+MAX_TRIES = 30
+SLOW_MS = 4000.0  # worth a look
+PROBE_EVERY_S = 0.1
+MAX_PROBES = 3
+PROBE_DEADLINE_S = 3.0
+AUDIT_EVERY = 8  # rounds
+MAX_TOKENS = 600
+FACTS: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 32, "block_tokens": 16, "num_blocks": 192}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parallelism of the two engines. `spans`: prefill's second stage is on the decode node.
+
+    `scheduler`: a process without memory publishes for prefill; else its first rank does.
+    """
+
+    prefill: dict[str, int]
+    decode: dict[str, int]
+    spans: bool = False
+    scheduler: bool = False
+
+
+# One after another: of any two neighbours one has a scheduler, of any three one spans nodes.
+SHAPES = (
+    Shape({"tp_size": 2}, {"tp_size": 1}),
+    Shape({"tp_size": 1}, {"tp_size": 2}, scheduler=True),
+    Shape({"pp_size": 2}, {"tp_size": 1}, spans=True),
+    Shape({"tp_size": 2}, {"tp_size": 1}, scheduler=True),
+    Shape({"tp_size": 1}, {"tp_size": 1}),
+    Shape({"pp_size": 2}, {"tp_size": 1}, spans=True, scheduler=True),
+)
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "default": {},  # CMA between movers of one user
+    "tcp": {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"},
+}
+
+
+class Epoch:
+    """`run` injects the faults; `close` ends everything and checks that it is gone."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rng: random.Random,
+        tally: Tally,
+        shape: Shape,
+        transport: str,
+        sabotage: str = "",
+        only: str = "",
+    ) -> None:
+        self._rng = rng
+        self._tally = tally
+        self._sabotage = sabotage
+        self._kinds = {name: kind for name, kind in KINDS.items() if only in name}
+        self.fleet = Fleet(tally)
+        self._surgeon = Surgeon(self.fleet, rng)
+        self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
+        # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
+        self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
+        module = "tests.property.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
+        nodes = [Node(name, directory / name, TRANSPORTS[transport], module=module) for name in ("p", "d")]
+        self.fleet.nodes += nodes
+        try:
+            self._start(nodes, shape)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, nodes: list[Node], shape: Shape) -> None:
+        assert self.fleet.pump_until(lambda: all(n.is_ready for n in nodes), START_S), "daemons not ready"
+        home = nodes[0].endpoint if shape.spans else ""
+        prefill = EngineSpec("prefill", "g", num_layers=4, num_kv_heads=8, home=home, **shape.prefill)
+        decode = EngineSpec("decode", "g", num_layers=4, num_kv_heads=8, **shape.decode)
+        stages = nodes if shape.spans else [nodes[0]]
+        facts = FACTS | {"layout": "HND"}
+        self.fleet.engines.append(Engine(prefill, stages, facts, has_scheduler=shape.scheduler))
+        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound") else ""
+        facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
+        self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
+        assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (
+            "engines not registered"
+        )
+        assert self._recover("start") is not None, "nothing is ever delivered"
+
+    def run(self, num_faults: int) -> None:
+        """Inject that many, in rounds of one to three, each round awaited until transfers work again."""
+        until = self._tally.faults.total() + num_faults
+        num_rounds = 0
+        while (left := until - self._tally.faults.total()) > 0:
+            self._round(min(left, self._rng.choice((1, 1, 1, 1, 2, 2, 3))))
+            num_rounds += 1
+            if num_rounds % AUDIT_EVERY == 0:
+                self._auditor.audit()
+        if self._sabotage == "leak":
+            self._leak()
+        self._auditor.audit()
+
+    def _round(self, num_faults: int) -> None:
+        self._surgeon.begin()
+        self._requests(self._rng.uniform(0.0, 0.25))
+        heals: list[Heal] = []
+        kinds: list[str] = []
+        longest = 0.0
+        for _ in range(MAX_TRIES):  # a fault may find no victim that others have left
+            if len(heals) == num_faults:
+                break
+            kind = self._rng.choices(list(self._kinds), [k.weight for k in self._kinds.values()])[0]
+            heal = KINDS[kind].inject(self._surgeon)
+            if heal is None:
+                self._requests(0.02)
+                continue
+            heals.append(heal)
+            kinds.append(kind)
+            self._tally.faults[kind] += 1
+            longest = max(longest, self._rng.uniform(*KINDS[kind].lasts_s))
+            if len(heals) < num_faults:
+                self._requests(self._rng.choice((0.0, 0.05, 0.2)))
+        self._requests(longest)
+        for heal in reversed(heals):
+            heal()
+        if not kinds:
+            return
+        name = kinds[0] if len(set(kinds)) == 1 else "several at once"
+        took = self._recover(name)
+        if took is not None and took > SLOW_MS:
+            self._tally.slow.append(f"{took / 1e3:.1f} s after {', '.join(kinds)}")
+        if took is None:
+            self._tally.problem("hung", f"no transfer works {RECOVER_S} s after {kinds}")
+
+    def _requests(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            self.traffic.step()
+            self.fleet.pump(0.01)
+            if time.monotonic() > until:
+                return
+
+    # --- the next transfer works
+
+    def _recover(self, kind: str) -> float | None:
+        """Publish and pull anew until one is delivered; return the milliseconds since the fault was over."""
+        began = time.monotonic()
+        delivered: list[float] = []
+        probing: list[Read] = []
+        source, sink = self.fleet.engines[:2]
+
+        def ended(read: Read) -> None:
+            probing.remove(read)
+            if read.is_delivered:
+                delivered.append(time.monotonic())
+            else:
+                source.unpublish(read.transfer)
+
+        def pull(_: Engine, transfer: Transfer) -> None:
+            if not sink.is_registered:
+                return
+            read = self.fleet.read(source, sink, transfer, PROBE_DEADLINE_S)
+            read.on_end = ended
+            probing.append(read)
+
+        next_probe = 0.0
+        while not delivered and time.monotonic() < began + RECOVER_S:
+            now = time.monotonic()
+            if (
+                now >= next_probe
+                and len(probing) < MAX_PROBES
+                and source.is_registered
+                and sink.is_registered
+            ):
+                next_probe = now + PROBE_EVERY_S
+                self.traffic.publish(source, pull, LEASE_S)
+            self.fleet.pump(0.01)
+        if not delivered:
+            return None
+        took = (delivered[0] - began) * 1e3
+        if kind != "start":
+            self._tally.recovery_ms[kind].append(took)
+        return took
+
+    def _leak(self) -> None:
+        """Sabotage: a process outside the fleet's books registers and publishes on the prefill node."""
+        lost = Engine(
+            EngineSpec("forgotten", "g", num_layers=4, num_kv_heads=8),
+            [self.fleet.nodes[0]],
+            FACTS | {"layout": "HND"},
+        )
+        self.fleet.engines.append(lost)
+        self.fleet.pump_until(lambda: lost.is_registered, START_S)
+        self.traffic.publish(lost, lambda *_: None, 600.0)
+        self.fleet.pump(1.0)
+        self.fleet.engines.remove(lost)
+
+    def close(self) -> None:
+        for engine in self.fleet.engines:
+            for worker in engine.processes:
+                if not worker.pipe.closed:
+                    worker.kill()
+        for node in self.fleet.nodes:
+            for what in node.stop():
+                self._tally.problem("leaked", what)

@@ -1,0 +1,73 @@
+"""What is explored, by depth. Depth 1 takes seconds and is part of `make test`."""
+
+from __future__ import annotations
+
+from tests.property.model.scenario import Scenario
+
+# Two transfers in the same blocks, or two reading ranks, multiply the sink's states; without
+# cancels and unpublishes they stay few enough for depth 1.
+SIZES: dict[int, list[Scenario]] = {
+    1: [
+        Scenario(clocks=(1, 1)),
+        Scenario(clocks=(1, 0), drops=1),
+        Scenario(cold=True, drops=2, duplicates=1),
+        Scenario(deaths=1, drops=1),
+        Scenario(deaths=1, clocks=(1, 0), cancel=False),
+        Scenario(close=True, doubt=True, drops=1),
+        Scenario(close=True, doubt=True, clocks=(1, 0)),
+        Scenario(notices=True, clocks=(0, 1)),
+        Scenario(notices=True, deaths=1, drops=1),
+        Scenario(notices=True, close=True, doubt=True, drops=1),
+        Scenario(notices=True, transfers=2, cancel=False),
+        Scenario(transfers=2, cancel=False),
+        Scenario(transfers=2, cancel=False, unpublish=False, drops=1),
+        Scenario(transfers=2, cancel=False, unpublish=False, clocks=(1, 0)),
+        Scenario(readers=2, cancel=False),
+        Scenario(readers=2, cancel=False, unpublish=False, drops=1),
+        Scenario(readers=2, cancel=False, unpublish=False, clocks=(1, 0)),
+        Scenario(clients=True, crashes=(0, 1)),
+        Scenario(clients=True, lag=True, sleeps=1, cancel=False),
+        Scenario(clients=True, ready=True, sleeps=1, cancel=False),
+        Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+    ],
+    2: [
+        Scenario(clients=True, lag=True, crashes=(1, 0), cancel=False),
+        Scenario(clients=True, again=True, lag=True, crashes=(1, 0), cancel=False, unpublish=False),
+        Scenario(clients=True, transfers=2, sleeps=1, cancel=False, unpublish=False),
+        Scenario(clients=True, ready=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        Scenario(clients=True, spans=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        Scenario(close=True, doubt=True, drops=1, duplicates=1),
+        Scenario(clocks=(1, 1), drops=1, duplicates=1),
+        Scenario(clocks=(2, 1)),
+        Scenario(cold=True, clocks=(1, 1)),
+        Scenario(deaths=1, drops=1, duplicates=1),
+        Scenario(deaths=1, clocks=(1, 0)),
+        Scenario(notices=True, deaths=1, clocks=(0, 1), cancel=False),
+        Scenario(notices=True, close=True, deaths=1, clocks=(0, 1), cancel=False, unpublish=False),
+        Scenario(deaths=1, clocks=(0, 1), cancel=False),
+        Scenario(close=True, doubt=True, clocks=(0, 1)),
+        Scenario(transfers=2, cancel=False, clocks=(1, 0)),
+        Scenario(transfers=2, cancel=False, drops=1, duplicates=1),
+        Scenario(readers=2, clocks=(1, 0)),
+        Scenario(readers=2, cancel=False, drops=1, duplicates=1),
+    ],
+    3: [
+        Scenario(clocks=(1, 1), drops=2, duplicates=1),
+        Scenario(clocks=(2, 2)),
+        Scenario(clocks=(3, 1), cancel=False),
+        Scenario(deaths=1, clocks=(0, 1)),
+        Scenario(deaths=1, clocks=(1, 1), cancel=False),
+        Scenario(deaths=1, doubt=True, close=True, clocks=(1, 1), cancel=False, unpublish=False),
+        Scenario(close=True, doubt=True, clocks=(1, 1), cancel=False),
+        Scenario(transfers=2, clocks=(1, 0)),
+        Scenario(transfers=2, cancel=False, clocks=(0, 1)),
+        Scenario(readers=2, cancel=False, clocks=(1, 1)),
+        Scenario(clients=True, lag=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        Scenario(clients=True, spans=True, ready=True, sleeps=1, cancel=False, unpublish=False),
+    ],
+}
+
+
+def upto(depth: int) -> list[Scenario]:
+    """Every size up to a depth."""
+    return [scenario for at, found in SIZES.items() if at <= depth for scenario in found]

@@ -1,0 +1,115 @@
+"""Random models, random pairs of deployments, random requests: every byte against brute force."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from kvxferd.errors import PlanError
+from kvxferd.ids import GroupName, Rank
+from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.layout.validate import validate_layout
+from kvxferd.plan import Expander, Runs, check_blocks, check_request, decode_plan, encode_plan, make_plan
+from tests.support import brute_force
+from tests.support.layout_strategies import Engine, Model, engines, lists, models
+
+BUDGET = settings(
+    # A nightly run sets RANDOM_PAIRS to thousands.
+    max_examples=int(os.environ.get("RANDOM_PAIRS", "400")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+def pull(
+    sink: Engine,
+    rank: Rank,
+    source: Engine,
+    *,
+    mine: dict[GroupName, PackedBlocks],
+    theirs: dict[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> int:
+    """Plan, expand, and check one pull against brute force; returns bytes moved."""
+    spec, layout = sink.spec_of(rank), sink.ranks[rank]
+    plan = make_plan(spec, layout, source.spec, source.ranks)
+    assert decode_plan(encode_plan(plan)) == plan
+    check_blocks(layout, mine, num_tokens)
+    for other in source.ranks.values():
+        check_blocks(other, theirs, num_tokens)
+    check_request(plan, mine, theirs, num_tokens)
+    at = {r: brute_force.bases(source.ranks[r], i + 1) for i, r in enumerate(sorted(source.ranks))}
+    runs = Expander(plan).expand(mine, theirs, num_tokens, brute_force.bases(layout, 0), at)
+    assert set(runs) <= set(plan.sources)
+    parts = list(
+        Expander(plan).parts(mine, theirs, num_tokens, brute_force.bases(layout, 0), at, max_runs=50)
+    )
+    assert moved_bytes(parts) == moved_bytes([runs])
+    return brute_force.check_pull(
+        local=(layout, mine),
+        remote=source.ranks,
+        remote_lists=theirs,
+        required=required_from(sink, mine, num_tokens),
+        num_tokens=num_tokens,
+        runs=runs,
+    )
+
+
+def moved_bytes(parts: list[dict[Rank, Runs]]) -> int:
+    """Return how many bytes some runs name."""
+    return sum(int(runs.length.sum()) for part in parts for runs in part.values())
+
+
+def required_from(sink: Engine, mine: dict[GroupName, PackedBlocks], num_tokens: int) -> dict[GroupName, int]:
+    """Return the first token that must arrive in each group; `num_tokens` where none must."""
+    return {
+        name: max(mine[name].first_token, num_tokens - (group.sliding_window or num_tokens))
+        if mine[name].ids
+        else num_tokens
+        for name, group in sink.group_facts.items()
+    }
+
+
+@BUDGET
+@given(st.data())
+def test_any_deployment_reads_any_other(data: st.DataObject) -> None:
+    """Whatever the two layouts are, the right bytes land, once, and nothing else changes."""
+    model: Model = data.draw(models())
+    sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
+    num_tokens = data.draw(st.integers(1, 40))
+    rank = data.draw(st.sampled_from(sorted(sink.ranks)))
+    for engine in (sink, source):
+        for other, layout in engine.ranks.items():
+            validate_layout(engine.spec_of(other), layout)
+    mine = data.draw(lists(sink, num_tokens, latest=num_tokens - 1))
+    theirs = data.draw(lists(source, num_tokens, latest=num_tokens - 1))
+    if lacks_tokens(sink, source, mine, theirs, num_tokens):
+        # Not certain yet: the group that begins late may hold nothing that this rank reads.
+        event("the source's lists begin late")
+        with contextlib.suppress(PlanError):
+            pull(sink, rank, source, mine=mine, theirs=theirs, num_tokens=num_tokens)
+        return
+    moved = pull(sink, rank, source, mine=mine, theirs=theirs, num_tokens=num_tokens)
+    event("moved" if moved else "nothing to move")
+
+
+def lacks_tokens(
+    sink: Engine,
+    source: Engine,
+    mine: dict[GroupName, PackedBlocks],
+    theirs: dict[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> bool:
+    """Whether some group of the sink requires a token before some list of the source begins."""
+    begins = [
+        theirs[g.name].first_token for g in source.group_facts.values() if g.kind is not GroupKind.STATE
+    ]
+    needs = [
+        max(mine[g.name].first_token, num_tokens - (g.sliding_window or num_tokens))
+        for g in sink.group_facts.values()
+        if g.kind is not GroupKind.STATE and mine[g.name].ids
+    ]
+    return any(need < begin for need in needs for begin in begins)

@@ -1,0 +1,15 @@
+"""The pair of movers that all these tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.mover_pair import Movers, real_movers
+
+
+@pytest.fixture(scope="session")
+def movers() -> Iterator[Movers]:
+    with real_movers() as made:
+        yield made

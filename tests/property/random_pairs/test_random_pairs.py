@@ -1,0 +1,87 @@
+"""Random models between random deployments, through real movers and NIXL: every byte.
+
+`make test-random N=2000` runs more pairs. The model of what must arrive is `plan.brute_force`,
+which shares no code with the planner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxferd.errors import PlanError
+from kvxferd.ids import Rank
+from tests.support.checked_pull import check, transfer
+from tests.support.layout_strategies import Engine, Model, engines, lists, models
+from tests.support.mover_pair import Movers, in_pool
+
+NUM_PAIRS = int(os.environ.get("RANDOM_PAIRS", "300"))
+
+
+@pytest.mark.timeout(3600)
+def test_every_byte_of_random_pairs_through_real_movers(movers: Movers) -> None:
+    counts: Counter[str] = Counter()
+
+    @settings(
+        max_examples=NUM_PAIRS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def one_pair(data: st.DataObject) -> None:
+        model: Model = data.draw(models())
+        sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
+        num_tokens = data.draw(st.integers(1, 40))
+        rank = data.draw(st.sampled_from(sorted(sink.ranks)))
+        mine = data.draw(lists(sink, num_tokens, latest=num_tokens - 1))
+        theirs = data.draw(lists(source, num_tokens, latest=num_tokens - 1))
+        counts["pairs"] += 1
+        try:
+            moved = pull(movers, sink, rank, source, mine=mine, theirs=theirs, num_tokens=num_tokens)
+        except PlanError as error:
+            counts[f"refused: {error.code}"] += 1
+        else:
+            counts["moved" if moved else "nothing to move"] += 1
+
+    one_pair()
+    print(f"{counts['pairs']} pairs through real movers: {dict(counts)}")
+    assert counts["pairs"] >= NUM_PAIRS
+    assert counts["moved"] > NUM_PAIRS // 3, counts
+
+
+def pull(movers: Movers, sink: Engine, rank: Rank, source: Engine, **request: Any) -> int:
+    return transfer(movers, sink.spec_of(rank), sink.ranks[rank], source.spec, source.ranks, **request)
+
+
+def test_the_check_can_fail(movers: Movers) -> None:
+    """A byte that changes after the delivery is found, and so is one outside the blocks."""
+
+    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def spoiled(data: st.DataObject) -> None:
+        model: Model = data.draw(models())
+        sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
+        rank = data.draw(st.sampled_from(sorted(sink.ranks)))
+        mine, theirs = data.draw(lists(sink, 9, latest=0)), data.draw(lists(source, 9, latest=0))
+        layout = in_pool(sink.ranks[rank])
+        try:
+            if not pull(movers, sink, rank, source, mine=mine, theirs=theirs, num_tokens=9):
+                return
+        except PlanError:
+            return
+        size = sum(region.size_bytes for region in sink.ranks[rank].regions)
+        view = movers.sink.array[: size + 4096]
+        good = view.copy()
+        assert check(view, good, layout, mine, source.ranks, theirs) > 0
+        victim = data.draw(st.integers(0, len(view) - 1))
+        view[victim] ^= 0xFF
+        with pytest.raises(AssertionError):
+            check(view, good, layout, mine, source.ranks, theirs)
+
+    spoiled()

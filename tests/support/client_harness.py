@@ -1,0 +1,119 @@
+"""A registered rank, its scripted daemon and its mover; and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import select
+import time
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxferd.client import BlockList, Client, Event, Publisher, RankHandle, TransferRef, connect
+from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, RegionId, TransferId
+from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
+from kvxferd.memory import SealedMemory
+from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
+
+REGION = RegionId("kv")
+SIZE = 64 << 10
+SPEC = EngineSpec(engine_id=EngineId("decode-0"), generation=Generation("g1"), num_layers=1, num_kv_heads=2)
+LAYOUT = RankLayout(
+    start_layer=0,
+    end_layer=1,
+    groups=(Group(name=GroupName("full"), num_blocks=16, block_tokens=16),),
+    tensors=tuple(
+        CacheTensor(
+            layer=0,
+            component=component,
+            group=GroupName("full"),
+            region=REGION,
+            offset=offset,
+            block_stride=2048,
+            token_stride=128,
+            unit_stride=64,
+            units=(UnitRange(0, 2),),
+            chunk_bytes=64,
+        )
+        for component, offset in (("k", 0), ("v", SIZE // 2))
+    ),
+    regions=(RegionSpec(REGION, SIZE),),
+)
+
+
+REF = TransferRef(
+    endpoint=Endpoint("tcp://10.0.0.9:7701"),
+    engine_id=EngineId("prefill-0"),
+    generation=Generation("g9"),
+    transfer_id=TransferId("req-1"),
+    nonce="ab" * 16,
+)
+
+
+def blocks(*ids: int, first_token: int = 0) -> dict[str, BlockList]:
+    """Blocks of the one group."""
+    return {"full": BlockList(ids=array("i", ids or (1, 2, 3)), first_token=first_token)}
+
+
+def events_of(session: Publisher, number: int = 1, deadline_s: float = WAIT_S) -> list[Event]:
+    """Return at least so many events, waiting for them by the session's descriptor."""
+    events: list[Event] = []
+    deadline = time.monotonic() + deadline_s
+    while len(events) < number:
+        left = deadline - time.monotonic()
+        assert left > 0, f"only {events} came"
+        select.select([session.fileno()], [], [], left)
+        events += session.poll()
+    return events
+
+
+def one_event(session: Publisher, deadline_s: float = WAIT_S) -> Event:
+    """Return the one event that is there, or comes."""
+    (event,) = events_of(session, 1, deadline_s)
+    return event
+
+
+@dataclass
+class Stage:
+    """Everything that a test closes in the end, newest first."""
+
+    daemon: ScriptedDaemon
+    stack: ExitStack
+    pool: ThreadPoolExecutor
+    memory: SealedMemory
+    side: DaemonSide = field(init=False)
+    mover: Mover = field(init=False)
+
+    def calling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Make a blocking call in another thread, while the test plays the daemon."""
+        return self.pool.submit(call, *args, **kwargs)
+
+    def new_mover(self) -> Mover:
+        self.mover = Mover()
+        self.stack.callback(self.mover.close)
+        return self.mover
+
+    def client(self, lease_s: float = 30.0, version: int = 1) -> Client:
+        """A client that is greeted; `side` is the daemon's end."""
+        connecting = self.calling(connect, self.daemon.path, timeout_s=WAIT_S)
+        self.side = self.daemon.accept()
+        self.side.greet(lease_s, version)
+        client = connecting.result(WAIT_S)
+        self.stack.callback(client.close)
+        return client
+
+    def rank(self, lease_s: float = 30.0, version: int = 1) -> RankHandle:
+        """A rank that is registered."""
+        client = self.client(lease_s, version)
+        registering = self.calling(client.register, SPEC, LAYOUT, {REGION: self.memory}, WAIT_S)
+        self.side.register(self.new_mover())
+        return registering.result(WAIT_S)
+
+    def rejoin(self, lease_s: float = 30.0, version: int = 1) -> DaemonSide:
+        """Take the rank that comes back by itself, with a new mover."""
+        self.side = self.daemon.accept()
+        self.side.greet(lease_s, version)
+        self.side.register(self.new_mover())
+        return self.side

@@ -1,0 +1,230 @@
+"""An engine of worker processes as the runner sees it: killed and started again, a generation each time."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvxferd.layout import EngineSpec
+from tests.support.cluster.node import Node
+from tests.support.cluster.rank_agent import Birth
+from tests.support.cluster.scheduler import run
+
+_GENERATIONS = itertools.count(1)
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class Transfer:
+    """One that an engine publishes."""
+
+    name: str
+    request: int
+    ids: list[int]
+    num_tokens: int
+    born: float
+    lease_s: float
+    ref: dict[str, Any] | None = None
+    is_asked: bool = False  # its publisher has been asked to publish, and has not said that it did
+    unwritten: set[int] = field(default_factory=set)  # pids of ranks that are to write it first
+
+
+@dataclass
+class Pull:
+    """One rank's pull."""
+
+    number: int
+    read: Read
+    worker: Worker
+    began: float
+    deadline_s: float
+    stopped_s: float  # of its worker, when it began
+
+
+@dataclass
+class Read:
+    """An engine's reading of a transfer: a pull on each rank."""
+
+    source: Engine
+    transfer: Transfer
+    pending: set[int] = field(default_factory=set)
+    outcomes: list[str] = field(default_factory=list)
+    on_end: Callable[[Read], None] | None = None
+
+    @property
+    def is_delivered(self) -> bool:
+        return not self.pending and all(outcome == "delivered" for outcome in self.outcomes)
+
+
+class Worker:
+    """One rank's process."""
+
+    def __init__(self, engine: Engine, node: Node, birth: Birth) -> None:
+        self.engine = engine
+        self.node = node
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=run, args=(theirs, birth), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.inode = 0
+        self.freed_inode = 0  # of the memory that it had before it slept
+        self.is_registered = False
+        self.is_suspended = False
+        self.stopped_s = 0.0
+        self.stopped_at: float | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def tell(self, *command: Any) -> None:
+        with suppress(OSError):
+            self.pipe.send(command)
+
+    def paused_s(self, now: float) -> float:
+        """How long it has been stopped in all."""
+        return self.stopped_s + (now - self.stopped_at if self.stopped_at is not None else 0.0)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        self.stopped_at = time.monotonic()
+
+    def go_on(self) -> None:
+        if self.stopped_at is not None:
+            self.stopped_s += time.monotonic() - self.stopped_at
+            self.stopped_at = None
+        if self.process.is_alive():
+            os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.is_registered = False
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class Engine:
+    """All ranks of one generation; `start` makes the next."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        nodes: list[Node],
+        facts: dict[str, Any],
+        sabotage: str = "",
+        has_scheduler: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.nodes = nodes  # of each pipeline stage
+        self.facts = facts
+        self.sabotage = sabotage
+        self.has_scheduler = has_scheduler
+        self.scheduler: Worker | None = None  # publishes once every rank has written
+        self.workers: list[Worker] = []  # its ranks
+        self.transfers: dict[str, Transfer] = {}
+        self.free: list[int] = []
+        self.start()
+
+    @property
+    def name(self) -> str:
+        return str(self.spec.engine_id)
+
+    @property
+    def processes(self) -> list[Worker]:
+        """Its ranks, and its scheduler if it has one."""
+        return [*self.workers, *([self.scheduler] if self.scheduler is not None else [])]
+
+    @property
+    def publisher(self) -> Worker:
+        """The process whose session publishes."""
+        return self.scheduler or self.workers[0]
+
+    @property
+    def is_registered(self) -> bool:
+        return all(worker.is_registered for worker in self.processes)
+
+    @property
+    def is_paused(self) -> bool:
+        return any(worker.stopped_at is not None for worker in self.processes)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a publish is under way between its own processes: a rank that slept now would spoil it."""
+        return self.has_scheduler and any(t.unwritten or t.is_asked for t in self.transfers.values())
+
+    def start(self) -> None:
+        self.generation = f"g{next(_GENERATIONS)}"
+        self.transfers.clear()
+        self.free = list(range(self.facts["num_blocks"] // 2))
+        self.workers = []
+        for rank in self.spec.ranks():
+            node = self.nodes[rank.pp_rank]
+            spec = msgspec.structs.replace(
+                self.spec,
+                generation=self.generation,
+                pp_rank=rank.pp_rank,
+                tp_rank=rank.tp_rank,
+                publish_implies_ready=self.has_scheduler,
+            )
+            sabotage, self.sabotage = self.sabotage, ""
+            self.workers.append(Worker(self, node, Birth(node.worker_socket, spec, self.facts, sabotage)))
+        if self.has_scheduler:
+            birth = Birth(self.nodes[0].worker_socket, spec, self.facts, is_scheduler=True)
+            self.scheduler = Worker(self, self.nodes[0], birth)
+
+    def kill(self) -> None:
+        for worker in self.processes:
+            worker.kill()
+
+    # --- publishing
+
+    def publish(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
+        """Publish on every rank; None where the blocks do not suffice, or a rank sleeps that must write."""
+        count = -(-num_tokens // self.facts["block_tokens"])
+        if len(self.free) < count or (self.has_scheduler and not self.is_registered):
+            return None
+        ids, self.free = self.free[:count], self.free[count:]
+        transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s)
+        self.transfers[name] = transfer
+        for worker in self.workers:
+            role = "rank" if self.has_scheduler else "publisher" if worker is self.publisher else "reader"
+            worker.tell("write", name, request, ids, num_tokens, role, lease_s)
+            if self.has_scheduler:
+                transfer.unwritten.add(worker.pid)
+        return transfer
+
+    def written(self, worker: Worker, name: str, done: bool) -> None:
+        """A rank has written, or slept instead. The last one's word has the scheduler publish."""
+        transfer = self.transfers.get(name)
+        if transfer is None or self.scheduler is None:
+            return
+        if not done:
+            self.released(self.scheduler, name)
+            return
+        transfer.unwritten.discard(worker.pid)
+        if not transfer.unwritten:
+            transfer.is_asked = True
+            self.scheduler.tell("publish", name, transfer.ids, transfer.num_tokens, transfer.lease_s)
+
+    def unpublish(self, transfer: Transfer) -> None:
+        if transfer.ref is not None and transfer.name in self.transfers:
+            self.publisher.tell("unpublish", transfer.ref)
+
+    def released(self, worker: Worker, name: str) -> None:
+        """A worker heard that a transfer is over. The publisher's word is the engine's."""
+        if worker is not self.publisher or name not in self.transfers:
+            return
+        self.free += self.transfers.pop(name).ids
+        for other in self.workers:
+            if other is not worker:
+                other.tell("drop", name)

@@ -1,0 +1,193 @@
+"""A prefill and a decode engine of one rank each on a real daemon, without vLLM around them.
+
+Requests are plain objects with the few fields that the connector reads; a step hands the scheduler's
+orders to the worker as vLLM does: pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from kvxferd.client import Publisher, Region, connect
+from kvxferd.client.gpu_events import Completion
+from kvxferd.ids import EngineId, Generation, GroupName, RegionId
+from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
+from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
+from kvxferd.memory import SealedMemory
+from tests.support.daemon_fleet import DaemonUnderTest
+
+BLOCK_TOKENS = 4
+TOKEN_BYTES = 64
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+NUM_BLOCKS = 32
+WAIT_S = 20.0
+
+GROUPS = CacheGroups((CacheGroup(0, CacheKind.FULL, BLOCK_TOKENS),), num_listed=1)
+NAME = GroupName(GROUPS.names[0])
+LAYOUT = RankLayout(
+    start_layer=0,
+    end_layer=1,
+    groups=(Group(name=NAME, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS),),
+    tensors=(
+        CacheTensor(
+            layer=0,
+            component="latent",
+            group=NAME,
+            region=RegionId("kv"),
+            offset=0,
+            block_stride=BLOCK_BYTES,
+            token_stride=TOKEN_BYTES,
+            unit_stride=TOKEN_BYTES,
+            units=(UnitRange(0, 1),),
+            chunk_bytes=TOKEN_BYTES,
+        ),
+    ),
+    regions=(RegionSpec(RegionId("kv"), NUM_BLOCKS * BLOCK_BYTES),),
+)
+
+
+class Status(Enum):
+    """The names are vLLM's."""
+
+    WAITING = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+
+
+@dataclass
+class Request:
+    """What the connector reads of vLLM's request."""
+
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    status: Enum = Status.WAITING
+    num_computed_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
+    max_tokens: int = 16
+    _all_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Blocks:
+    """vLLM's allocated blocks."""
+
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.ids
+
+
+class EngineUnderTest:
+    """An engine of one rank: scheduler's side, worker's side, and the cache's bytes."""
+
+    def __init__(
+        self,
+        daemon: DaemonUnderTest,
+        engine_id: str,
+        *,
+        groups: CacheGroups = GROUPS,
+        publishes: bool = False,
+        deadline_s: float = 10.0,
+        lease_s: float | None = None,
+        mirror: Callable[[SealedMemory], Any] | None = None,
+        launched: Callable[[], Completion] | None = None,
+    ) -> None:
+        self._stack = ExitStack()
+        self.needs_ready = mirror is not None or launched is not None
+        self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
+        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+        self._stack.callback(lambda: setattr(self, "bytes", None))
+        self.engine_id, self.generation = engine_id, Generation(secrets.token_hex(4))
+        spec = EngineSpec(
+            engine_id=EngineId(engine_id),
+            generation=self.generation,
+            num_layers=1,
+            publish_implies_ready=not self.needs_ready,
+        )
+        self.rank = connect(daemon.worker_socket, name=engine_id).register(
+            spec, LAYOUT, {RegionId("kv"): self.memory}, timeout_s=30
+        )
+        self.worker = ConnectorWorker(
+            self.rank,
+            deadline_s,
+            is_lead_rank=True,
+            bounce_buffers=None if mirror is None else mirror(self.memory),
+            record_launched=launched,
+        )
+        self._stack.callback(self.worker.close)
+        self.scheduler = ConnectorScheduler(groups, lease_s=lease_s)
+        self._stack.callback(self.scheduler.close)
+        self.publisher: Publisher | None = None
+        if publishes:
+            self.publisher = connect(daemon.worker_socket, name=f"{engine_id} scheduler").attach(
+                engine_id, self.generation
+            )
+            self.scheduler.attach(self.publisher, self.needs_ready)
+
+    def step(self) -> Results:
+        """One engine step without a forward pass."""
+        orders = pickle.loads(pickle.dumps(self.scheduler.build_step_metadata()))
+        self.worker.start_step(orders, needs_ready=self.needs_ready)
+        results = self.worker.collect_results()
+        self.scheduler.pulls_ended(results.received)
+        return results
+
+    def step_until(self, reached: Callable[[Results], bool], what: str, limit_s: float = WAIT_S) -> Results:
+        """Step until the results, all added up, are as wanted."""
+        total = Results()
+        deadline = time.monotonic() + limit_s
+        while not reached(total):
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {what}; so far {total}"
+            one = self.step()
+            total.sent |= one.sent
+            total.received |= one.received
+            total.failed |= one.failed
+            total.failed_block_ids |= one.failed_block_ids
+            time.sleep(0.001)  # as vLLM's engine does when nothing ran
+        return total
+
+    def prefill(self, name: str, num_tokens: int, ids: list[int], fill: int) -> dict[str, Any] | None:
+        """Compute a request, and return what the router gets of it."""
+        request = Request(name, num_tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+        self.scheduler.request_added(request)
+        self.bytes[ids] = fill
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.status = Status.FINISHED_LENGTH_CAPPED
+        keeps, params = self.scheduler.request_ended(request, (ids,))
+        assert keeps is (params is not None)
+        return params
+
+    def decode(
+        self, name: str, num_tokens: int, ids: list[int], params: dict[str, Any], cached: int = 0
+    ) -> Request:
+        """Schedule a request into these blocks, as vLLM's scheduler does."""
+        request = Request(name, num_tokens, dict(params))
+        self.scheduler.request_added(request)
+        external = self.scheduler.num_tokens_to_pull(request, cached)
+        self.scheduler.blocks_allocated(request, Blocks((ids,)), external)
+        return request
+
+    def abort(self, request: Request, ids: list[int]) -> None:
+        """The client of the request has gone."""
+        request.status = Status.FINISHED_ABORTED
+        assert self.scheduler.request_ended(request, (ids,)) == (False, None)
+
+    def region(self) -> list[Region]:
+        """Its memory, as it is registered."""
+        return [Region(RegionId("kv"), self.memory)]
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,248 @@
+"""Real vLLM servers: started in process groups of their own, watched, killed, and gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.vllm_servers.completions import complete
+
+START_S = 180.0
+STOP_S = 30.0
+POLL_S = 0.05
+HOST = "127.0.0.1"
+
+# Two cores for everything: one thread for each worker, no binding, no telemetry, no network.
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+WARM_UP = [3 + token for token in range(16)]  # less than a block: nothing of it is cached
+FLAGS = (
+    "--skip-tokenizer-init",
+    "--dtype=bfloat16",
+    "--enforce-eager",
+    "--max-model-len=2048",
+    "--served-model-name=tiny",
+    "--enable-server-load-tracking",
+)
+
+
+def wait_until(holds: Callable[[], Any], what: Callable[[], str] | str, limit_s: float = 30.0) -> None:
+    """Return once `holds()` is true; fail with `what` if it never is."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {limit_s} s: {what if isinstance(what, str) else what()}")
+        time.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago, and that no outgoing connection will take.
+
+    A server binds it half a minute later; a port from the kernel's own range could be gone by then.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server is to run: `connector` is vLLM's --kv-transfer-config, None for an engine of its own."""
+
+    model: Path
+    connector: Mapping[str, Any] | None = None
+    block_tokens: int = 32
+    num_blocks: int = 512
+    flags: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def kvxferd_connector(socket_path: str, role: str, policy: str = "", **extra: Any) -> dict[str, Any]:
+    """The --kv-transfer-config of an engine that moves its cache through the daemon at `socket_path`."""
+    config = {
+        "kv_connector": "KvxferdConnector",
+        "kv_connector_module_path": "kvxferd.integrations.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": {"socket": socket_path, **extra},
+    }
+    return config | ({"kv_load_failure_policy": policy} if policy else {})
+
+
+def nixl_connector(role: str, policy: str = "") -> dict[str, Any]:
+    """The same for the connector inside vLLM, its defaults kept."""
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    return config | ({"kv_load_failure_policy": policy} if policy else {})
+
+
+class Engine:
+    """One vLLM server. `start` returns at once; `wait` returns when it answers."""
+
+    def __init__(self, name: str, python: str, served: Served, directory: Path) -> None:
+        self.name = name
+        self.served = served
+        self.log = directory / f"{name}.log"
+        self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it on a new port; what it prints is appended to its log."""
+        self.port = free_port()
+        self.started_at = time.monotonic()
+        served = self.served
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", f"--model={served.model}"]
+        command += [f"--host={HOST}", f"--port={self.port}", f"--block-size={served.block_tokens}"]
+        command += [f"--num-gpu-blocks-override={served.num_blocks}", *FLAGS, *served.flags]
+        if served.connector is not None:
+            command.append(f"--kv-transfer-config={json.dumps(served.connector)}")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
+        environ |= ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | dict(served.environ)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environ,
+                cwd=self.log.parent,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether the server's first process runs and says that its engine is well."""
+        assert self._process is not None
+        return self._process.poll() is None and self.answers
+
+    @property
+    def answers(self) -> bool:
+        """Whether /health says 200. Raises AssertionError with its log where the server has ended."""
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self.name} ended: {self.tail()}"
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+        return False
+
+    def wait(self) -> Engine:
+        """Return once it serves.
+
+        On a processor with AMX the CPU build of vLLM 0.32 dies of SIGILL, in its own attention and without a
+        connector too, where its first request computes one token. After one of five tokens it does not.
+        """
+        wait_until(lambda: self.answers, lambda: f"{self.name} serves: {self.tail()}", START_S)
+        complete(self.url, WARM_UP, max_tokens=1)
+        self.ready_after_s = time.monotonic() - self.started_at
+        return self
+
+    def tail(self, num_lines: int = 40) -> str:
+        """The end of its log without the access log, lines cut."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        lines = [line for line in lines if not line.startswith("INFO:     127.")]
+        return "\n".join(line[:400] for line in lines[-num_lines:])
+
+    def said(self, text: str) -> bool:
+        """Whether its log holds `text`."""
+        return text in self.log.read_text(errors="replace")
+
+    def group(self) -> list[int]:
+        """Every live process of its group."""
+        return [pid for pid in _live_processes() if _group_of(pid) == self.pid]
+
+    def workers(self) -> list[int]:
+        """The processes that hold the model and its cache."""
+        return [pid for pid in self.group() if "Worker" in _command_of(pid)]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`; 0 where there are none."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
+
+    def num_unanswered(self) -> int:
+        """Requests that the server has and has not answered."""
+        with urllib.request.urlopen(f"{self.url}/load", timeout=10) as response:
+            return int(json.loads(response.read())["server_load"])
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        """End every process of the server at once, and wait until they are gone."""
+        for pid in self.group():
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+        self._wait_for_the_end()
+
+    def stop(self) -> None:
+        """Ask it to end, and make it so where it does not."""
+        assert self._process is not None
+        for pid in self.group():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+            wait_until(lambda: not self.group(), f"{self.name}'s processes gone", 5.0)
+        except (subprocess.TimeoutExpired, AssertionError):
+            self.kill()
+        self._wait_for_the_end()
+
+    def restart(self) -> Engine:
+        """Start it again after a `kill` or `stop`; returns once it serves."""
+        self.start()
+        return self.wait()
+
+    def _wait_for_the_end(self) -> None:
+        assert self._process is not None
+        self._process.wait(STOP_S)
+        wait_until(lambda: not self.group(), lambda: f"{self.name}'s processes gone: {self.group()}", STOP_S)
+
+
+def _live_processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _state_of(int(entry)) != "Z"]
+
+
+def _state_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "Z"
+
+
+def _group_of(pid: int) -> int:
+    with suppress(OSError):
+        return os.getpgid(pid)
+    return -1
+
+
+def _command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""

@@ -1,0 +1,40 @@
+"""The example router as a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tests.support.vllm_servers.engines import HOST, free_port, wait_until
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "pd_router.py"
+
+
+class RouterProcess:
+    """Sends each completion to the prefill engine first, then to the decode engine."""
+
+    def __init__(self, prefill_url: str, decode_url: str) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        command = [sys.executable, str(SCRIPT), "--port", str(port)]
+        command += ["--prefill", prefill_url, "--decode", decode_url]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wait_until(self._answers, "the router answers", 20.0)
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(20)
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, "the router ended"
+        try:
+            urllib.request.urlopen(self.url, timeout=2).close()
+        except urllib.error.HTTPError:
+            return True  # it knows no such page: it is there
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,152 @@
+"""What is made of what was measured: ratios in the same round, a summary of exactly these keys."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvxferd.bench.figures import Measurements, figures_of, summary_of
+from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
+from kvxferd.bench.measures.latency import added_latency
+from kvxferd.bench.measures.parallel import rate_spread
+from kvxferd.bench.plot import points_to_plot, rates_by_size, write_plot
+from kvxferd.bench.protocol import Sample
+from kvxferd.bench.report import render_report
+from kvxferd.bench.rounds import Round, Rounds
+from kvxferd.ids import Rank
+from tests.support import bench_results
+
+KEYS = {
+    "throughput_ratio_64m",
+    "throughput_ratio_4m",
+    "added_latency_us_p50",
+    "added_latency_us_p99",
+    "pull_call_us_p99",
+    "first_pull_ms",
+    "idle_cpu_percent",
+    "small_behind_large_p99_ratio",
+    "parallel_speedup_64",
+    "daemon_rss_mb",
+    "mover_private_mb",
+}
+
+
+def test_the_summary_has_exactly_its_keys_and_what_was_measured() -> None:
+    summary = summary_of(figures_of(bench_results.findings()))
+    assert set(summary) == KEYS
+    assert summary == {
+        "throughput_ratio_64m": pytest.approx(0.95),  # of 1.0, 0.5 and 0.95
+        "throughput_ratio_4m": pytest.approx(0.9),
+        "added_latency_us_p50": pytest.approx(250),
+        "added_latency_us_p99": pytest.approx(1200),
+        "pull_call_us_p99": pytest.approx(25 + 65.536),
+        "first_pull_ms": pytest.approx(100),
+        "idle_cpu_percent": pytest.approx(0.01),
+        "small_behind_large_p99_ratio": pytest.approx(8),
+        "parallel_speedup_64": pytest.approx(1.25),
+        "daemon_rss_mb": pytest.approx(76),
+        "mover_private_mb": pytest.approx(16),
+    }
+
+
+def test_aims_are_judged() -> None:
+    figures = {figure.name: figure for figure in figures_of(bench_results.findings())}
+    assert figures["throughput_ratio_4m"].met is True
+    assert figures["throughput_ratio_64m_lowest"].met is False
+    assert figures["throughput_ratio_64m_lowest"].value == pytest.approx(0.5)
+    assert figures["added_latency_us_p99"].met is False
+    assert figures["pull_to_post_ratio"].met is None
+    assert figures["added_latency_apart_us_p99"].value == pytest.approx(400)
+    assert figures["pull_to_post_ratio"].value == pytest.approx(0.001)
+    assert all(figure.how for figure in figures.values())
+
+
+def test_what_was_not_measured_is_null_and_not_made_up() -> None:
+    assert summary_of(figures_of(Measurements())) == dict.fromkeys(KEYS)
+
+
+def test_a_ratio_compares_within_a_round() -> None:
+    # The machine was twice as slow in the second round, for both.
+    uneven = {KVXFERD: [0.2, 0.4, 0.2], RAW: [0.1, 0.2, 0.1], ENGINE: [0.2, 0.4, 0.2]}
+    point = bench_results.point(1 << 20, uneven)
+    assert point.ratio_to_raw == pytest.approx(0.5)
+    assert point.ratio_to_engine == pytest.approx(1.0)
+    assert point.contenders[KVXFERD].n == 3
+    assert point.contenders[KVXFERD].median_s == pytest.approx(0.2)
+    assert point.contenders[KVXFERD].engine_thread_median_s == pytest.approx(0.02)
+
+
+def test_ratios_of_one_transport_are_not_mixed_with_those_of_another() -> None:
+    over_cma = bench_results.point(64 << 20, bench_results.steady(0.02, 0.01))
+    over_tcp = bench_results.point(64 << 20, bench_results.steady(0.02, 0.02), transport="tcp")
+    figures = {figure.name: figure for figure in figures_of(Measurements([over_cma, over_tcp, over_tcp]))}
+    assert figures["throughput_ratio_64m"].value == pytest.approx(0.5)
+    assert "1 points over cma" in figures["throughput_ratio_64m"].how
+
+
+def test_added_latency_is_over_raw_in_the_same_round() -> None:
+    ours = [Round([Sample(0.0, 0.0, 0.0, taken, 1, 1)], 1) for taken in (0.5, 0.9)]
+    theirs = [Round([Sample(0.0, 0.1, 0.1, 0.1 + taken, 1, 1)], 1) for taken in (0.2, 0.4)]
+    assert added_latency(Rounds(bench_results.a_case(), 1, {KVXFERD: ours, RAW: theirs})) == pytest.approx(
+        [0.3, 0.5]
+    )
+
+
+def test_a_rank_that_gets_half_is_seen() -> None:
+    fast = [Sample(0.0, 0.0, 0.0, 1.0, 1000, 1)]
+    slow = [Sample(0.0, 0.0, 0.0, 2.0, 1000, 1)]
+    assert rate_spread({Rank(0, 0): fast, Rank(0, 1): fast, Rank(0, 2): slow}) == pytest.approx(0.5)
+    assert rate_spread({Rank(0, 0): fast, Rank(0, 1): fast}) == 0
+
+
+def test_a_result_is_one_json_object() -> None:
+    result = bench_results.result()
+    said = json.loads(msgspec.json.encode(result))
+    assert set(said["summary"]) == KEYS
+    assert said["points"][0]["contenders"]["raw"]["rounds"] == 3
+    assert said["points"][0]["interleaved_with"] == ["raw", "engine", "copy"]
+    assert all(figure["how"] for figure in said["figures"])
+
+
+def test_tables_show_every_point_and_what_fell_short() -> None:
+    out = io.StringIO()
+    Console(file=out, width=220).print(render_report(bench_results.result()))
+    text = out.getvalue()
+    assert text.count("qwen3-8b") >= 5
+    assert "NO" in text
+    assert "added latency, 64 KiB, p99" in text
+    assert "[1]" in text
+
+
+def test_a_picture_of_many_at_a_time_is_not_empty() -> None:
+    alone = bench_results.point(4 << 20, bench_results.steady(0.01, 0.01))
+    small = bench_results.point(64 << 10, bench_results.steady(0.01, 0.01), "latency")
+    eight = msgspec.structs.replace(alone, in_flight=8)
+    assert points_to_plot([small, eight]) == [eight]
+    assert points_to_plot([small, eight, alone]) == [small, alone]
+    assert points_to_plot([small]) == [small]
+    assert points_to_plot([]) == []
+
+
+def test_lines_of_the_picture_keep_transports_apart() -> None:
+    points = [
+        bench_results.point(4 << 20, bench_results.steady(0.001, 0.001)),
+        bench_results.point(1 << 20, bench_results.steady(0.002, 0.001)),
+        bench_results.point(4 << 20, bench_results.steady(0.004, 0.004), transport="tcp"),
+    ]
+    moved = 1 << 20  # by each of these, whatever was asked for
+    over_cma = rates_by_size(points, KVXFERD, "cma")
+    assert list(over_cma) == [1 << 20, 4 << 20]
+    assert over_cma[4 << 20] == [pytest.approx(moved / 0.001 / 1e9)]
+    assert rates_by_size(points, KVXFERD, "tcp") == {4 << 20: [pytest.approx(moved / 0.004 / 1e9)]}
+
+
+@pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_a_picture_is_drawn(tmp_path: Path, suffix: str, starts: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"bench{suffix}"
+    write_plot(bench_results.result(), path)
+    assert path.read_bytes().startswith(starts)

@@ -1,0 +1,123 @@
+"""Flags: what is refused, before anything is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.bench import runner, workload
+from kvxferd.bench.cases import BlockPattern
+from kvxferd.bench.figures import Measurements
+from kvxferd.bench.shapes import SHAPES
+from kvxferd.cli import bench
+from kvxferd.cli.root import root
+from kvxferd.errors import KvxferdError
+from tests.support import bench_results
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--size", "3K"], "out of range"),
+        (["--size", "4G"], "out of range"),
+        (["--size", "many"], "write 64K, 4M or 2G"),
+        (["--in-flight", "65"], "1<=x<=64"),
+        (["--rounds", "0"], "1<=x<=99"),
+        (["--shape", "gpt-5"], "llama-3-70b"),
+        (["--transport", "rdma"], "cma"),
+        (["--measure", "speed"], "latency"),
+        (["--quick", "--size", "4M"], "--quick has its own shapes, sizes and rounds"),
+        (["--size", "2G", "--in-flight", "64"], "no size fits"),
+        (["--plot", "bench.pdf"], "must end in .png or .svg"),
+        (["--plot", "/nowhere/at/all/bench.png"], "there is no directory"),
+        (["--peer", "other:4000"], "HOST:PORT#TOKEN"),
+        (["--serve", "127.0.0.1:0", "--quick"], "--serve takes no other flag"),
+        (["--serve", "nonsense"], "write HOST:PORT"),
+        (["--serve", "203.0.113.1:0"], "cannot serve on 203.0.113.1:0"),
+    ],
+)
+def test_what_cannot_be_done_is_said(flags: list[str], says: str) -> None:
+    said = CliRunner().invoke(root, ["bench", *flags])
+    assert said.exit_code == 2
+    assert says in said.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("64K", 65536), ("4M", 4 << 20), ("2GiB", 2 << 30), ("1048576", 1 << 20)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bench.Size().convert(text, None, None) == size
+
+
+def test_what_flags_offer_is_what_there_is() -> None:
+    assert tuple(SHAPES) == bench.SHAPE_NAMES
+    assert tuple(lists.value for lists in BlockPattern) == bench.LIST_NAMES
+    assert tuple(workload.TRANSPORT_ENVIRONMENTS) == bench.TRANSPORT_NAMES
+    assert set(bench.MEASURE_NAMES) == runner.MEASURES
+
+
+def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "available_bytes", lambda: 3 << 30)
+    said = CliRunner().invoke(root, ["bench", "--quick"])
+    assert said.exit_code == 2
+    assert "3.0 GiB is available" in said.output
+
+
+def test_movers_that_alone_are_told_how_to_move_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFERD_MOVER_ENVIRONMENT", "UCX_TLS=tcp")
+    said = CliRunner().invoke(root, ["bench", "--quick", "--measure", "idle"])
+    assert said.exit_code == 2
+    assert "KVXFERD_MOVER_ENVIRONMENT is set" in said.output
+
+
+@pytest.mark.parametrize("failure", [OSError("a process is gone"), KvxferdError("a process is gone")])
+def test_what_was_measured_is_kept_when_a_later_measure_fails(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    async def over(*given: object, **_: object) -> None:
+        (found,) = (one for one in given if isinstance(one, Measurements))
+        found.points.append(bench_results.point(4 << 20, bench_results.steady(0.01, 0.009)))
+        raise failure
+
+    monkeypatch.setattr(runner, "_measure_transport", over)
+    said = CliRunner().invoke(root, ["bench", "--measure", "throughput", "--size", "64K", "--json"])
+    assert said.exit_code == 2
+    result = json.loads(said.stdout)
+    assert "a process is gone" in result["error"]
+    assert len(result["points"]) == 1
+    assert result["summary"]["throughput_ratio_4m"] == pytest.approx(0.9)
+    assert result["summary"]["idle_cpu_percent"] is None
+
+
+def test_a_picture_that_cannot_be_written_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(runner, "run_bench", lambda asked, say: bench_results.result())
+    (tmp_path / "bench.png").symlink_to(tmp_path / "gone" / "bench.png")
+    said = CliRunner().invoke(root, ["bench", "--quick", "--json", "--plot", str(tmp_path / "bench.png")])
+    assert said.exit_code == 2
+    assert json.loads(said.stdout)["points"]
+    assert "cannot write" in said.stderr
+
+
+def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
+    quick = workload.quick_workload()
+    assert quick.rounds >= 7
+    assert quick.first_rounds >= 7
+    # A p99 is then not of the two or three slowest.
+    assert quick.rounds * quick.small_per_round >= 1000
+    assert quick.rounds * quick.calls_per_round >= 400
+    assert quick.head_of_line_bytes == 2 << 30
+    assert {pulls.size_bytes for pulls in quick.points} >= {4 << 20, 64 << 20}
+    assert {pulls.shape for pulls in quick.points} == set(SHAPES)
+
+
+def test_a_picture_without_matplotlib_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = CliRunner().invoke(root, ["bench", "--plot", str(tmp_path / "bench.png")])
+    assert said.exit_code == 2
+    assert "kvxferd[bench]" in said.output

@@ -1,0 +1,36 @@
+"""A stage for each test."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvxferd.memory import SealedMemory
+from tests.support.client_harness import SIZE, Stage
+from tests.support.scripted_daemon import ScriptedDaemon, until
+
+
+def _open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """A daemon that listens; afterwards no descriptor, thread or process is left."""
+    threads, fds = threading.active_count(), _open_fds()
+    with ExitStack() as stack:
+        daemon = ScriptedDaemon(tmp_path / "worker.sock")
+        stack.callback(daemon.stop)
+        memory = SealedMemory.create(SIZE)
+        stack.callback(memory.close)
+        pool = ThreadPoolExecutor(8)
+        stack.callback(pool.shutdown)
+        yield Stage(daemon, stack, pool, memory)
+    until(lambda: threading.active_count() <= threads, "threads ended")
+    assert _open_fds() == fds

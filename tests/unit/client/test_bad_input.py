@@ -1,0 +1,184 @@
+"""Whatever an engine passes in either raises in its own thread or can be sent: the session goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxferd.client import BlockList, RankHandle, connect
+from kvxferd.client.refs import TransferRef, read_ref
+from kvxferd.errors import EngineError, KvxferdError
+from kvxferd.ids import RegionId
+from kvxferd.layout import RegionSpec
+from kvxferd.memory.device import ResidentMemory
+from kvxferd.wire import common, worker
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks
+from tests.support.scripted_daemon import WAIT_S
+
+LONE = "a\ud800"  # a lone surrogate: Python has it, UTF-8 has not
+FIELDS = msgspec.structs.asdict(REF)
+TEXTS = [name for name in FIELDS if name != "ready_tokens"]
+BAD_TEXTS = [LONE, "", "x" * (2 * MAX_NAME_CHARS + 1), 7, None, b"abc", ["x"]]
+BAD_COUNTS = [1 << 64, 1 << 63, -2, -(1 << 63), 1.5, "7", None, True, [1], 10**5000]
+BAD_FIELDS = [(n, v) for n in TEXTS for v in BAD_TEXTS] + [("ready_tokens", v) for v in BAD_COUNTS]
+
+
+class Text(str):
+    """A text that is not only a str."""
+
+
+def forms(fields: dict[str, Any]) -> list[Any]:
+    """A reference in every form that can hold these fields."""
+    found: list[Any] = [fields, common.TransferRef(**fields), TransferRef(**fields)]
+    try:
+        text = msgspec.json.encode(fields)
+    except (TypeError, ValueError, OverflowError):
+        return found
+    return [*found, text, text.decode()]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [pytest.param(*bad, id=f"{bad[0]} {n}") for n, bad in enumerate(BAD_FIELDS)]
+)
+def test_a_reference_is_looked_at_whole_in_every_form(name: str, value: object) -> None:
+    for form in forms(FIELDS | {name: value}):
+        if isinstance(form, bytes | str) and isinstance(value, bytes):
+            continue  # JSON holds bytes as a text
+        with pytest.raises(EngineError, match="cannot read the transfer reference"):
+            read_ref(form)
+
+
+@pytest.mark.parametrize("form", [b"[" * 10_000, "\ud800", b"\xff", [], [("endpoint", 1)], bytearray(b"{}")])
+def test_what_is_no_reference_at_all(form: Any) -> None:
+    with pytest.raises(EngineError, match="cannot read the transfer reference"):
+        read_ref(form)
+
+
+def test_what_a_reference_holds_becomes_plain() -> None:
+    odd = REF.__class__(**FIELDS | {"nonce": Text(REF.nonce), "ready_tokens": np.int64(48)})
+    read = read_ref(odd)
+    assert (type(read.nonce), type(read.ready_tokens), read.ready_tokens) == (str, int, 48)
+
+
+SCRAP = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=300),
+    st.binary(max_size=20),
+    st.lists(st.integers(), max_size=3),
+)
+ANY_FIELDS = st.dictionaries(st.sampled_from([*FIELDS, "more"]), SCRAP, max_size=7)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed=ANY_FIELDS, left_out=st.sets(st.sampled_from([*FIELDS]), max_size=1), form=st.integers(0, 4))
+def test_any_reference_raises_here_or_can_be_sent(
+    stage: Stage, changed: dict[str, Any], left_out: set[str], form: int
+) -> None:
+    rank = _rank_of(stage)
+    fields = {name: v for name, v in (FIELDS | changed).items() if name not in left_out}
+    try:
+        found = forms(fields)
+    except TypeError:  # no object has these fields
+        found = [fields]
+    ref = found[form % len(found)]
+    for call, kind in (
+        (lambda: rank.pull(ref, blocks(), 10, 30.0), worker.Pull),
+        (lambda: rank.prepare(ref), worker.Prepare),
+        (lambda: rank.abandon(ref), worker.Abandon),
+    ):
+        _raises_or_is_sent(stage, call, kind)
+
+
+def _rank_of(stage: Stage) -> RankHandle:
+    """One rank for all examples: what ended its thread once would fail those that follow."""
+    if not hasattr(stage, "one_rank"):
+        stage.one_rank = stage.rank()  # type: ignore[attr-defined]
+    rank: RankHandle = stage.one_rank  # type: ignore[attr-defined]
+    assert rank.is_connected
+    return rank
+
+
+def _raises_or_is_sent(stage: Stage, call: Callable[[], object], kind: type) -> None:
+    try:
+        call()
+    except KvxferdError:
+        return
+    sent = stage.side.expect(kind)
+    if isinstance(sent, worker.Pull):
+        stage.side.say(worker.Delivered(ticket=sent.ticket, bytes=0, runs=0, wire_s=0.0))
+
+
+BAD_CALLS: dict[str, Callable[[RankHandle], object]] = {
+    "transfer id": lambda r: r.publish(LONE, blocks(), 10),
+    "ready": lambda r: r.ready(LONE),
+    "ready, no text": lambda r: r.ready(7),  # type: ignore[arg-type]
+    "group": lambda r: r.publish("t", {LONE: BlockList(ids=[1])}, 10),
+    "num_tokens": lambda r: r.publish("t", blocks(), 1 << 64),
+    "num_tokens, endless": lambda r: r.publish("t", blocks(), 10**5000),
+    "num_readers": lambda r: r.publish("t", blocks(), 10, num_readers=1 << 63),
+    "first_token": lambda r: r.publish("t", blocks(first_token=1 << 64), 10),
+    "state_at": lambda r: r.publish("t", {"full": BlockList(ids=[1], state_at=-(1 << 64))}, 10),
+    "ids": lambda r: r.pull(REF, {"full": BlockList(ids=[1 << 40])}, 10, 30.0),
+    "lease_s, nan": lambda r: r.publish("t", blocks(), 10, lease_s=math.nan),
+    "lease_s, inf": lambda r: r.publish("t", blocks(), 10, lease_s=math.inf),
+    "lease_s, endless": lambda r: r.publish("t", blocks(), 10, lease_s=10**400),
+    "deadline_s, nan": lambda r: r.pull(REF, blocks(), 10, math.nan),
+    "deadline_s, inf": lambda r: r.pull(REF, blocks(), 10, math.inf),
+    "deadline_s, endless": lambda r: r.pull(REF, blocks(), 10, 1e308),
+    "pull's num_tokens": lambda r: r.pull(REF, blocks(), 1 << 64, 30.0),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_what_cannot_be_sent_raises_and_leaves_nothing(
+    stage: Stage, call: Callable[[RankHandle], object]
+) -> None:
+    rank = stage.rank()
+    with pytest.raises(EngineError):
+        call(rank)
+    rank.publish("after", blocks(), 10)
+    assert stage.side.expect(worker.Publish).transfer_id == "after"
+    assert rank.poll() == []
+
+
+def test_a_year_is_not_too_long_for_the_thread(stage: Stage) -> None:
+    rank = stage.rank()
+    year = 365 * 24 * 3600.0
+    rank.publish("t", blocks(), 10, lease_s=9 * year)
+    assert stage.side.expect(worker.Publish).lease_s > 8 * year
+    rank.pull(REF, blocks(), 10, 9 * year)
+    assert stage.side.expect(worker.Pull).deadline_s > 8 * year
+    stage.side.close()  # the lease is the client's to watch now
+    stage.rejoin()
+    assert stage.side.expect(worker.Publish).transfer_id == "t"
+
+
+@pytest.mark.parametrize("name", [LONE, "x" * 300, 7])
+def test_a_name_that_cannot_be_sent(stage: Stage, name: Any) -> None:
+    with pytest.raises(EngineError, match="as a client's name"):
+        connect(stage.daemon.path, name=name)
+
+
+def test_memory_that_cannot_be_described_raises_here(stage: Stage) -> None:
+    client = stage.client()
+    memory = ResidentMemory(address=1 << 70, size_bytes=LAYOUT.regions[0].size_bytes, device="")
+    with pytest.raises(EngineError, match="region"):
+        client.register(SPEC, LAYOUT, {REGION: memory}, WAIT_S, launch=lambda *_: pytest.fail("launched"))
+    many = tuple(RegionSpec(RegionId(f"{n}" * 256), 4096) for n in range(1, 10))
+    layout = msgspec.structs.replace(LAYOUT, tensors=LAYOUT.tensors * 5000, regions=many)
+    with pytest.raises(EngineError, match="bytes"):
+        client.register(SPEC, layout, {r.region: stage.memory for r in many}, WAIT_S)
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
+    stage.side.register(stage.new_mover())
+    assert registering.result(WAIT_S).is_connected

@@ -1,0 +1,216 @@
+"""What a mover says to the client itself, before, after and without its daemon."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+import pytest
+
+from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
+from kvxferd.client.notices import DeliverySocketPair
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import Ticket
+from kvxferd.wire import worker
+from kvxferd.wire.codec import encode
+from kvxferd.wire.limits import MAX_NOTICE_BYTES
+from tests.support.client_harness import REF, Stage, blocks, events_of, one_event
+
+
+def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
+    """A pull that its daemon has."""
+    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
+    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    return ticket
+
+
+def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
+    """A pull that has failed in doubt, and then its mover's word."""
+    ticket = pulled(stage, rank)
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    assert isinstance(one_event(rank), Failed)
+    stage.side.notice(word_of(ticket))
+
+
+def word_of(ticket: PullTicket) -> bytes:
+    return encode(worker.Delivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
+
+
+def test_a_notice_is_an_event(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    assert select.select([rank.fileno()], [], [], 10.0)[0]
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+    assert not select.select([rank.fileno()], [], [], 0.0)[0]
+    assert rank.poll() == []
+
+
+def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket, other = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    stage.side.say(failed)
+    stage.side.say(worker.Quiesced(ticket=ticket.number))
+    stage.side.say(worker.Delivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
+    assert [type(event) for event in events_of(rank, 2)] == [Delivered, Delivered]
+    assert rank.is_connected
+
+
+def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
+    rank = stage.rank()
+    told, untold = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(told))
+    stage.daemon.stop()
+    stage.mover.die()
+    delivered, failed = events_of(rank, 2)
+    assert delivered == Delivered(told, 3, 2, 0.5)
+    assert isinstance(failed, Failed)
+    assert failed.ticket == untold
+
+
+def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    side, stage.side.fds = stage.side, list(stage.side.fds)
+    fds, side.fds = side.fds, []
+    stage.daemon.stop()
+    deadline = time.monotonic() + 10.0
+    while rank.is_connected:
+        assert time.monotonic() < deadline
+    side.fds = fds
+    side.notice(word_of(ticket))
+    stage.mover.die()
+    assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
+    side.close()
+
+
+def test_what_came_before_nonsense_counts(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    stage.side.notice(b"nonsense")
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+
+
+def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:
+    rank = stage.rank()
+    noticed_in_doubt(stage, rank)
+    assert len(rank.poll()) == 1
+    rank.close()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+
+
+def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank, deadline_s=0.05)
+    stage.side.notice(word_of(ticket))
+    time.sleep(0.8)  # the client's own timer fires half a second after the deadline
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
+
+
+def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:
+    rank = stage.rank()
+    noticed_in_doubt(stage, rank)
+    assert type(one_event(rank)).__name__ == "Quiesced"
+
+
+@pytest.mark.parametrize("raw", [b"nonsense", b"", encode(worker.Suspended()), bytes(MAX_NOTICE_BYTES + 1)])
+def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
+    rank = stage.rank()
+    pulled(stage, rank)
+    stage.side.notice(raw)
+    rank.poll()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    stage.mover.die()
+    assert isinstance(one_event(rank), Failed)
+
+
+def test_a_ticket_that_was_never_asked_ends_the_connection(stage: Stage) -> None:
+    rank = stage.rank()
+    pulled(stage, rank)
+    stage.side.notice(encode(worker.Delivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)))
+    rank.poll()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    stage.mover.die()
+    assert isinstance(one_event(rank), Failed)
+
+
+def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank)
+    stage.side.notice(word_of(ticket))
+    assert isinstance(one_event(rank), Delivered)
+    rank.suspend()
+    assert stage.side.expect(worker.DeliveredByMover).tickets == (ticket.number,)
+    stage.side.expect(worker.Suspend)
+    stage.mover.die()
+    stage.side.say(worker.Suspended())
+    assert one_event(rank) == Suspended()
+
+
+def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
+    rank = stage.rank()
+    told, unread = pulled(stage, rank), pulled(stage, rank)
+    stage.side.notice(word_of(told))
+    assert isinstance(one_event(rank), Delivered)
+    stage.side.notice(word_of(unread))
+    rank.close()
+    assert stage.side.expect(worker.DeliveredByMover).tickets == (told.number, unread.number)
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    assert rank.poll() == [Delivered(unread, 3, 2, 0.5)]
+    assert rank.fileno() == -1
+
+
+def test_notices_are_packets_and_end_with_close() -> None:
+    notices = DeliverySocketPair()
+    with socket.socket(fileno=notices.mover_fd) as far:
+        word = worker.Delivered(ticket=Ticket(1), bytes=2, runs=3, wire_s=0.0)
+        far.send(encode(word))
+        far.send(encode(word))
+        assert list(notices.receive()) == [word, word]
+        assert list(notices.receive()) == []
+        far.send(b"?")
+        with pytest.raises(ProtocolError):
+            list(notices.receive())
+        far.detach()
+    notices.close()
+    assert list(notices.receive()) == []
+
+
+def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: Stage) -> None:
+    rank = stage.rank(version=2)
+    delivered, open_, cancelled = (pulled(stage, rank) for _ in range(3))
+    failed = worker.Failed(ticket=cancelled.number, code=Code.CANCELLED, message="no", safe_to_reuse=True)
+    stage.side.say(failed)
+    stage.side.notice(word_of(delivered))
+    tickets = (delivered.number, open_.number, cancelled.number)
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=tickets))
+    resumed = stage.side.expect(worker.PullsResumed)
+    assert resumed == worker.PullsResumed(number=3, tickets=(open_.number,), arrived=(delivered.number,))
+    stage.side.notice(word_of(open_))  # by the next mover
+    assert len(events_of(rank, 3)) == 3
+
+
+def test_a_pull_that_the_client_has_given_up_is_not_read_again(stage: Stage) -> None:
+    rank = stage.rank(version=2)
+    ticket = pulled(stage, rank, deadline_s=0.01)
+    assert isinstance(one_event(rank), Failed)
+    stage.side.expect(worker.Cancel)
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=(ticket.number,)))
+    assert stage.side.expect(worker.PullsResumed) == worker.PullsResumed(number=3, tickets=())
+
+
+def test_a_pull_that_was_never_asked_cannot_be_interrupted(stage: Stage) -> None:
+    rank = stage.rank(version=2)
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=(7,)))
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    rank.close()

@@ -1,0 +1,120 @@
+"""What a rank's memory becomes on its way to the daemon: GPU memory, over the fake driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvxferd.client.memory_export import Region, export_memory
+from kvxferd.errors import Code, DeviceError, EngineError
+from kvxferd.ids import RegionId
+from kvxferd.layout import RankLayout, RegionSpec
+from kvxferd.memory import SealedMemory
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
+from kvxferd.memory.validate import check_exports
+from kvxferd.wire.worker import RegionExport
+from tests.support.devices import Segment
+
+UNIT = GRANULARITY
+UUID = FAKE_DEVICES[0].uuid
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def segment(driver: FakeDriver) -> Iterator[Segment]:
+    with Segment(driver, UUID, [2 * UNIT, 2 * UNIT, UNIT]) as made:
+        yield made
+
+
+def layout_of(**sizes: int) -> RankLayout:
+    regions = tuple(RegionSpec(RegionId(name), size) for name, size in sizes.items())
+    return RankLayout(0, 1, groups=(), tensors=(), regions=regions)
+
+
+def memory_of(segment: Segment, offset: int, size: int) -> DeviceMemory:
+    return DeviceMemory(segment.address + offset, size, segment.driver)
+
+
+def test_regions_share_the_allocations_that_they_share(segment: Segment) -> None:
+    """Two tensors in one segment: the second begins in the allocation in which the first ends."""
+    first, second = memory_of(segment, 512, 2 * UNIT), memory_of(segment, 3 * UNIT, 2 * UNIT)
+    exports = export_memory(layout_of(a=2 * UNIT, b=2 * UNIT), {RegionId("a"): first, RegionId("b"): second})
+    assert exports.regions == (
+        RegionExport(RegionId("a"), 2 * UNIT, 0, 512, "vmm", UUID, (2 * UNIT, 2 * UNIT)),
+        RegionExport(RegionId("b"), 2 * UNIT, 1, UNIT, "vmm", UUID, (2 * UNIT, UNIT)),
+    )
+    assert len(exports.fds) == 3
+    assert exports.placement == "child"
+    check_exports(exports.regions, exports.fds)
+    exports.close()
+
+
+def test_only_what_is_needed_is_exported(segment: Segment) -> None:
+    exports = export_memory(layout_of(a=100), {RegionId("a"): memory_of(segment, 4 * UNIT, UNIT)})
+    assert [region.pieces for region in exports.regions] == [(UNIT,)]
+    assert len(exports.fds) == 1
+    exports.close()
+
+
+def test_host_and_gpu_memory_together(segment: Segment) -> None:
+    with SealedMemory.create(UNIT) as host:
+        regions = [
+            Region(RegionId("gpu"), memory_of(segment, 0, 5 * UNIT), offset=100),
+            Region(RegionId("host"), host),
+        ]
+        exports = export_memory(layout_of(gpu=UNIT, host=UNIT), regions)
+        by_name = {region.region: region for region in exports.regions}
+        assert (by_name[RegionId("host")].kind, by_name[RegionId("host")].fd_index) == ("memfd", 0)
+        gpu = by_name[RegionId("gpu")]
+        assert (gpu.fd_index, gpu.fd_offset, gpu.pieces) == (1, 100, (2 * UNIT,))
+        exports.close()
+
+
+def test_descriptors_are_closed_again(segment: Segment) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    exports = export_memory(layout_of(a=UNIT), {RegionId("a"): memory_of(segment, 0, 5 * UNIT)})
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    exports.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_plain_memory_leads_to_a_resident_mover(driver: FakeDriver) -> None:
+    address = driver.allocate_plain(UUID, UNIT)
+    with pytest.raises(DeviceError) as raised:
+        DeviceMemory(address, UNIT, driver)
+    assert raised.value.code is Code.REGION_NOT_EXPORTABLE
+    exports = export_memory(layout_of(a=100), {RegionId("a"): ResidentMemory(address, UNIT, UUID)})
+    assert exports.regions == (
+        RegionExport(RegionId("a"), 100, kind="resident", device=UUID, address=address),
+    )
+    assert (exports.fds, exports.placement) == ((), "resident")
+    driver.free_plain(address)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        RegionExport(RegionId("a"), 100, 0, 0, "vmm", UUID, ()),  # no allocation
+        RegionExport(RegionId("a"), 100, 0, 0, "vmm", "", (UNIT,)),  # no device
+        RegionExport(RegionId("a"), 100, 0, UNIT, "vmm", UUID, (UNIT, UNIT)),  # starts behind the first
+        RegionExport(RegionId("a"), 100, 0, 0, "vmm", UUID, (UNIT, UNIT)),  # the second is not needed
+        RegionExport(RegionId("a"), 3 * UNIT, 0, 0, "vmm", UUID, (UNIT, UNIT)),  # too few
+        RegionExport(RegionId("a"), UNIT, 0, 1, "vmm", UUID, (UNIT,)),  # ends behind the last
+        RegionExport(RegionId("a"), 100, 0, 0, "vmm", UUID, (UNIT, -UNIT, UNIT)),
+        RegionExport(RegionId("a"), 100, 1, 0, "vmm", UUID, (UNIT, UNIT)),  # three descriptors, two came
+        RegionExport(RegionId("a"), 100, 0, 0, "resident", UUID),  # no address
+        RegionExport(RegionId("a"), 100, 0, 0, "cuda-ipc", UUID),
+    ],
+)
+def test_a_daemon_refuses_places_that_cannot_be(wrong: RegionExport) -> None:
+    with pytest.raises(EngineError) as raised:
+        check_exports([wrong], [10, 11])
+    assert raised.value.code is Code.REGION_INVALID
+    assert "region a" in raised.value.message

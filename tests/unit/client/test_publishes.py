@@ -1,0 +1,244 @@
+"""The source's side: fence words, slots, readiness, releases."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import numpy as np
+import pytest
+
+from kvxferd.client import BlockList, PublishRefused, Released
+from kvxferd.errors import BusyError, Code, EngineError
+from kvxferd.layout import unpack_ids
+from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.common import BlockIds
+from kvxferd.wire.limits import FENCE_SLOTS, IDS_PART_BYTES
+from tests.support.client_harness import Stage, blocks, events_of, one_event
+from tests.support.scripted_daemon import ENDPOINT, until
+
+
+def test_the_fence_word_is_there_before_the_publish_is_sent(stage: Stage) -> None:
+    rank = stage.rank()
+    empty = stage.side.word(0)
+    ref = rank.publish("req-1", blocks(4, 5, first_token=32), num_tokens=64, num_readers=2, lease_s=12.0)
+    publish = stage.side.expect(worker.Publish)
+    assert stage.side.word(publish.fence_slot) != empty
+    assert (publish.transfer_id, publish.num_tokens, publish.num_readers) == ("req-1", 64, 2)
+    assert list(unpack_ids(publish.blocks["full"].ids)) == [4, 5]
+    assert publish.blocks["full"].first_token == 32
+    assert 11.0 < publish.lease_s <= 12.0
+    assert (ref.endpoint, ref.engine_id, ref.generation) == (ENDPOINT, "decode-0", "g1")
+    assert ref.nonce == publish.nonce
+    assert len(bytes.fromhex(ref.nonce)) == 16
+    assert json.loads(ref.to_json()) == ref.to_dict()
+
+
+def test_the_lease_is_the_daemons_unless_named(stage: Stage) -> None:
+    rank = stage.rank(lease_s=45.0)
+    rank.publish("req-1", blocks(), num_tokens=48)
+    assert 44.0 < stage.side.expect(worker.Publish).lease_s <= 45.0
+
+
+@pytest.mark.parametrize("says", ["released", "refused"])
+def test_the_word_is_overwritten_before_the_engine_hears_that_it_is_over(stage: Stage, says: str) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48)
+    publish = stage.side.expect(worker.Publish)
+    word = stage.side.word(publish.fence_slot)
+    if says == "released":
+        stage.side.say(worker.Released(transfer_id="req-1", why=Code.COMPLETED))
+        assert one_event(rank) == Released("req-1", Code.COMPLETED)
+    else:
+        stage.side.say(
+            worker.PublishRefused(transfer_id="req-1", code=Code.BLOCKS_INVALID, message="block 99 of 16")
+        )
+        assert one_event(rank) == PublishRefused("req-1", Code.BLOCKS_INVALID, "block 99 of 16")
+    assert stage.side.word(publish.fence_slot) != word
+    if says == "refused":
+        rank.publish("req-1", blocks(), num_tokens=48)  # nobody has read it: the name is free again
+        assert stage.side.expect(worker.Publish).transfer_id == "req-1"
+    else:
+        with pytest.raises(EngineError, match="used once in a generation"):
+            rank.publish("req-1", blocks(), num_tokens=48)
+
+
+def test_slots_run_out_and_come_back(stage: Stage) -> None:
+    rank = stage.rank()
+    one = blocks(1)
+    for number in range(FENCE_SLOTS):
+        rank.publish(f"req-{number}", one, num_tokens=16)
+    slots = [stage.side.expect(worker.Publish).fence_slot for _ in range(FENCE_SLOTS)]
+    assert sorted(slots) == list(range(FENCE_SLOTS))
+    assert len({stage.side.word(slot) for slot in slots}) == FENCE_SLOTS
+    with pytest.raises(BusyError, match="wait for a Released") as busy:
+        rank.publish("one-more", one, num_tokens=16)
+    assert busy.value.retry_after_s > 0
+    stage.side.say(worker.Released(transfer_id="req-77", why=Code.COMPLETED))
+    one_event(rank)
+    rank.publish("one-more", one, num_tokens=16)
+    assert stage.side.expect(worker.Publish).fence_slot == slots[77]
+
+
+def test_a_live_transfer_id_is_taken(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48)
+    with pytest.raises(EngineError, match="not released yet") as taken:
+        rank.publish("req-1", blocks(), num_tokens=48)
+    assert taken.value.code is Code.TRANSFER_EXISTS
+
+
+def test_long_lists_travel_in_parts_before_their_publish(stage: Stage) -> None:
+    rank = stage.rank()
+    ids = np.arange(300_000, dtype=np.int32)
+    rank.publish("long", {"full": BlockList(ids=ids)}, num_tokens=300_000 * 16)
+    rank.publish("short", blocks(), num_tokens=48)
+    assembly, num_parts = BlockIdAssembly(), 0
+    while isinstance(message := stage.side.receive()[0], BlockIds):
+        assert len(message.ids) <= IDS_PART_BYTES
+        assembly.add(message)
+        num_parts += 1
+    assert isinstance(message, worker.Publish)
+    whole = assembly.complete(message.blocks, message.stream)
+    assert num_parts == 3
+    assert whole["full"].ids == ids.tobytes()
+    assert stage.side.expect(worker.Publish).transfer_id == "short"
+
+
+def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
+    rank = stage.rank()
+    ids = np.array([7, 8, 9], dtype=np.int32)
+    rank.publish("req-1", {"full": BlockList(ids=ids)}, num_tokens=48)
+    ids[:] = 0
+    assert list(unpack_ids(stage.side.expect(worker.Publish).blocks["full"].ids)) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("count", [0, 3, 300_000])
+def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
+    rank = stage.rank()
+    ids = np.arange(count, dtype=np.int32)
+    rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=max(1, count * 16))
+    assembly = BlockIdAssembly()
+    while isinstance(message := stage.side.receive()[0], BlockIds):
+        assembly.add(message)
+    assert isinstance(message, worker.Publish)
+    assert assembly.complete(message.blocks, message.stream)["full"].ids == ids.tobytes()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2],
+        np.array([1, 2]),
+        np.arange(8, dtype=np.int32)[::2],
+        np.array([[1, 2]], dtype=np.int32),
+    ],
+    ids=["list", "int64", "stepped", "two dimensions"],
+)
+def test_what_cannot_be_lent(stage: Stage, ids: object) -> None:
+    rank = stage.rank()
+    with pytest.raises(EngineError) as refused:
+        rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=32)
+    assert refused.value.code is Code.BLOCKS_INVALID
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[7, 8], (7, 8), array("i", [7, 8]), memoryview(array("i", [7, 8])), np.array([7, 8], dtype=np.int32)],
+    ids=["list", "tuple", "array", "memoryview", "numpy"],
+)
+def test_forms_of_ids(stage: Stage, ids: object) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", {"full": BlockList(ids=ids)}, num_tokens=np.int64(32))
+    assert list(unpack_ids(stage.side.expect(worker.Publish).blocks["full"].ids)) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (np.array([1, 2]), "format 'l'"),  # int64 would be cut
+        (np.array([1.0], dtype=np.float32), "format 'f'"),
+        (np.array([[1, 2]], dtype=np.int32), "2 dimensions"),
+        ([1 << 40], "full"),
+        (["a"], "full"),
+        (b"abcd", "format 'B'"),
+        (None, "full"),
+    ],
+)
+def test_ids_that_are_refused_here(stage: Stage, ids: object, words: str) -> None:
+    rank = stage.rank()
+    with pytest.raises(EngineError, match=words) as refused:
+        rank.publish("req-1", {"full": BlockList(ids=ids)}, num_tokens=32)
+    assert refused.value.code is Code.BLOCKS_INVALID
+    assert stage.side.is_silent()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"transfer_id": ""},
+        {"transfer_id": "x" * 300},
+        {"transfer_id": "\ud800"},
+        {"blocks": {"sliding": BlockList(ids=[1])}},
+        {"num_tokens": 0},
+        {"num_tokens": 1.5},
+        {"num_readers": 0},
+        {"lease_s": -1.0},
+        {"lease_s": float("nan")},
+        {"lease_s": float("inf")},
+    ],
+)
+def test_publishes_that_are_refused_here(stage: Stage, wrong: dict[str, object]) -> None:
+    rank = stage.rank()
+    with pytest.raises(EngineError, match="cannot"):
+        rank.publish(**({"transfer_id": "req-1", "blocks": blocks(), "num_tokens": 48} | wrong))
+    assert stage.side.is_silent()
+
+
+def test_ready_and_unpublish_are_passed_on(stage: Stage) -> None:
+    rank = stage.rank()
+    ref = rank.publish("req-1", blocks(), num_tokens=48)
+    stage.side.expect(worker.Publish)
+    rank.ready("req-1")
+    assert stage.side.expect(worker.Ready).transfer_id == "req-1"
+    rank.unpublish(ref)
+    assert stage.side.expect(worker.Unpublish).transfer_id == "req-1"
+    assert rank.poll() == []  # the blocks are not the engine's before Released
+    stage.side.say(worker.Released(transfer_id="req-1", why=Code.UNPUBLISHED))
+    assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
+    rank.unpublish(ref)  # over already: says nothing
+    assert stage.side.is_silent()
+
+
+def test_a_rank_hears_of_transfers_that_another_session_published(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.ready("from-the-scheduler")
+    stage.side.expect(worker.Ready)
+    stage.side.say(worker.Released(transfer_id="from-the-scheduler", why=Code.COMPLETED))
+    assert one_event(rank) == Released("from-the-scheduler", Code.COMPLETED)
+
+
+def test_closing_overwrites_every_word_first(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48)
+    publish = stage.side.expect(worker.Publish)
+    word = stage.side.word(publish.fence_slot)
+    rank.close()
+    assert stage.side.word(publish.fence_slot) != word
+    assert rank.poll() == [Released("req-1", Code.PUBLISHER_GONE)]
+    assert rank.fileno() == -1
+
+
+def test_a_publisher_without_memory_publishes(stage: Stage) -> None:
+    client = stage.client()
+    attaching = stage.calling(client.attach, "prefill-0", "g7")
+    attach = stage.side.expect(worker.Attach)
+    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    with attaching.result() as scheduler:
+        ref = scheduler.publish("req-1", {"any group": BlockList(ids=[1])}, num_tokens=16)
+        assert (ref.engine_id, ref.generation) == ("prefill-0", "g7")
+        stage.side.expect(worker.Publish)
+        stage.side.say(worker.Released(transfer_id="req-1", why=Code.LEASE_EXPIRED))
+        assert events_of(scheduler) == [Released("req-1", Code.LEASE_EXPIRED)]
+    until(lambda: not scheduler.is_connected, "closed")

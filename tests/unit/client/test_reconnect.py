@@ -1,0 +1,446 @@
+"""A daemon that dies, restarts, says farewell or talks nonsense: what the engine hears, what is replayed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+import pytest
+
+from kvxferd.client import Disconnected, Failed, PublishRefused, Quiesced, RankHandle, Released
+from kvxferd.client.pulls import MOVER_DEATH_S
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.wire import worker
+from kvxferd.wire.framing import HEADER
+from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks, events_of, one_event
+from tests.support.scripted_daemon import WAIT_S, until
+
+
+def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
+    """A pull that the daemon has received."""
+    ticket = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=deadline_s)
+    stage.side.expect(worker.Pull)
+    return ticket
+
+
+# --- pulls
+
+
+def test_a_dead_mover_makes_the_failure_safe(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pull_on(stage, rank)
+    stage.mover.die()
+    stage.daemon.stop()
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DAEMON_LOST, True)
+
+
+def test_a_mover_that_dies_a_little_later_still_makes_it_safe(stage: Stage) -> None:
+    rank = stage.rank()
+    pull_on(stage, rank)
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    assert rank.poll() == []
+    stage.mover.die()
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert event.safe_to_reuse
+
+
+def test_a_mover_that_lives_on_leaves_doubt_until_it_dies(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pull_on(stage, rank)
+    stage.daemon.stop()
+    lost_at = time.monotonic()
+    event = one_event(rank)
+    assert MOVER_DEATH_S * 0.5 < time.monotonic() - lost_at < MOVER_DEATH_S + 1.0
+    assert isinstance(event, Failed)
+    assert not event.safe_to_reuse
+    assert rank.poll() == []
+    stage.mover.die()
+    quiesced = one_event(rank)
+    assert isinstance(quiesced, Quiesced)
+    assert quiesced.ticket is ticket
+
+
+def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
+    rank = stage.rank()
+    first = stage.mover
+    pull_on(stage, rank, deadline_s=0.01)
+    assert isinstance(one_event(rank), Failed)  # in doubt: the first mover is stuck in it
+    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.mover.die()
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    assert rank.poll() == []
+    first.die()
+    assert isinstance(one_event(rank), Quiesced)
+
+
+def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> None:
+    rank = stage.rank()
+    pull_on(stage, rank, deadline_s=0.01)
+    one_event(rank)
+    stage.side.expect(worker.Cancel)
+    stage.mover.die()  # the daemon may have given the pull to another one
+    rank.prepare(REF)
+    stage.side.expect(worker.Prepare)
+    assert rank.poll() == []
+    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.side.say(worker.Quiesced(ticket=1))
+    assert isinstance(one_event(rank), Quiesced)
+
+
+def test_closing_while_a_lost_pull_is_not_judged_yet(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pull_on(stage, rank)
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    rank.close()
+    (event,) = rank.poll()
+    assert isinstance(event, Failed)
+    assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DAEMON_LOST, False)
+
+
+def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    kept = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=30.0)
+    cancelled = rank.pull(REF, blocks(6, 7), num_tokens=32, deadline_s=30.0)
+    cancelled.cancel()
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert (event.ticket, event.code, event.safe_to_reuse) == (cancelled, Code.CANCELLED, True)
+    stage.daemon.start()
+    pull = stage.rejoin().expect(worker.Pull)
+    assert pull.ticket == kept.number
+    assert 20.0 < pull.deadline_s < 30.0
+    assert stage.side.is_silent()
+
+
+def test_a_queued_pull_fails_safely_at_its_deadline(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=0.1)
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert (event.code, event.safe_to_reuse) == (Code.DEADLINE, True)
+
+
+def test_a_farewell_explains_the_failures(stage: Stage) -> None:
+    rank = stage.rank()
+    pull_on(stage, rank)
+    stage.mover.die()
+    stage.side.say(worker.Farewell(code=Code.DRAINING, message="this node drains"))
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert (event.code, event.safe_to_reuse) == (Code.DRAINING, True)
+    assert "this node drains" in event.message
+    stage.rejoin()
+    until(lambda: rank.is_connected, "back")
+
+
+# --- replay
+
+
+def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -> None:
+    rank = stage.rank()
+    first = stage.side.expect(worker.Publish) if rank.publish("over", blocks(), num_tokens=48) else None
+    assert first is not None
+    stage.side.say(worker.Released(transfer_id="over", why=Code.COMPLETED))
+    assert one_event(rank) == Released("over", Code.COMPLETED)
+    ref = rank.publish("kept", blocks(4, 5), num_tokens=32, num_readers=3, lease_s=20.0)
+    kept = stage.side.expect(worker.Publish)
+    rank.ready("kept")
+    rank.ready("of-the-scheduler")
+    lost_word = stage.side.word(kept.fence_slot)
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    meanwhile = rank.publish("meanwhile", blocks(6), num_tokens=16)
+    stage.daemon.start()
+    side = stage.daemon.accept()
+    side.greet()
+    register = side.register(stage.new_mover(), endpoint="tcp://10.0.0.1:8802")
+    assert (register.engine, register.layout) == (SPEC, LAYOUT)
+    again, new = side.expect(worker.Publish), side.expect(worker.Publish)
+    assert (again.transfer_id, again.nonce, again.fence_slot) == ("kept", ref.nonce, kept.fence_slot)
+    assert (again.blocks, again.num_readers) == (kept.blocks, 3)
+    assert 15.0 < again.lease_s < 20.0
+    assert side.word(kept.fence_slot) not in (lost_word, bytes(16))
+    assert (new.transfer_id, new.nonce) == ("meanwhile", meanwhile.nonce)
+    assert [side.expect(worker.Ready).transfer_id for _ in range(2)] == ["kept", "of-the-scheduler"]
+    assert side.is_silent()
+    assert rank.publish("later", blocks(), num_tokens=48).endpoint == "tcp://10.0.0.1:8802"
+
+
+def test_the_same_incarnation_is_registered_again(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    before = stage.side.register(stage.new_mover())
+    registering.result(WAIT_S)
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.daemon.accept()
+    side.greet()
+    after = side.register(stage.new_mover())
+    assert (after.incarnation, after.regions) == (before.incarnation, before.regions)
+    assert os.fstat(side.fds[-1]).st_ino == os.fstat(stage.memory.fd).st_ino
+
+
+def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> None:
+    rank = stage.rank(lease_s=0.2)
+    rank.publish("own", blocks(), num_tokens=48, lease_s=30.0)
+    stage.side.expect(worker.Publish)
+    rank.ready("own")
+    rank.ready("of-the-scheduler")
+    said_at = time.monotonic()
+    stage.daemon.stop()
+    until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
+    stage.daemon.start()
+    side = stage.rejoin(lease_s=0.2)
+    assert side.expect(worker.Publish).transfer_id == "own"
+    assert side.expect(worker.Ready).transfer_id == "own"
+    assert side.is_silent()
+
+
+def test_a_lease_that_ends_without_a_daemon(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.3)
+    publish = stage.side.expect(worker.Publish)
+    word = stage.side.word(publish.fence_slot)
+    page = os.dup(stage.side.fds[0])
+    stage.daemon.stop()
+    event = one_event(rank)
+    overwritten = os.pread(page, 16, 16 * publish.fence_slot)
+    os.close(page)
+    assert event == Released("req-1", Code.LEASE_EXPIRED)
+    assert overwritten != word
+    stage.daemon.start()
+    assert stage.rejoin().is_silent()
+
+
+def test_a_lease_that_ends_while_a_daemon_is_there_is_the_daemons_affair(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.05)  # readers' grants extend it
+    stage.side.expect(worker.Publish)
+    assert stage.side.is_silent(0.2)
+    assert rank.poll() == []
+
+
+def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
+    rank = stage.rank()
+    asked = rank.publish("asked", blocks(), num_tokens=48)
+    rank.publish("kept", blocks(), num_tokens=48)
+    stage.side.expect(worker.Publish)
+    stage.side.expect(worker.Publish)
+    rank.unpublish(asked)
+    stage.side.expect(worker.Unpublish)  # and dies before it says Released
+    stage.daemon.stop()
+    assert one_event(rank) == Released("asked", Code.UNPUBLISHED)
+    rank.unpublish(rank.publish("meanwhile", blocks(), num_tokens=48))
+    assert one_event(rank) == Released("meanwhile", Code.UNPUBLISHED)
+    stage.daemon.start()
+    assert stage.rejoin().expect(worker.Publish).transfer_id == "kept"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_the_last_daemon_released_is_not_published_again(stage: Stage, version: int) -> None:
+    """It had told a rank, which reuses the blocks, and died before it told the publisher."""
+    rank = stage.rank(version=version)
+    rank.publish("released", blocks(), num_tokens=48)
+    rank.publish("kept", blocks(4, 5), num_tokens=32)
+    stage.side.overwrite(stage.side.expect(worker.Publish).fence_slot)
+    stage.side.expect(worker.Publish)
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.rejoin(version=version)
+    assert side.expect(worker.Publish).transfer_id == "kept"
+    assert side.is_silent()
+    assert one_event(rank) == Released("released", Code.RELEASED)
+
+
+def test_hints_wait_for_the_next_daemon(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    rank.abandon(REF)
+    stage.daemon.start()
+    assert stage.rejoin().expect(worker.Abandon).ref.transfer_id == "req-1"
+
+
+def test_a_publish_refused_on_replay_gives_its_blocks_back(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48)
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.rejoin()
+    side.expect(worker.Publish)
+    side.say(worker.PublishRefused(transfer_id="req-1", code=Code.BINDING_STALE, message="no"))
+    assert one_event(rank) == PublishRefused("req-1", Code.BINDING_STALE, "no")
+
+
+def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> None:
+    rank = stage.rank()
+    first = rank.publish("req-1", blocks(), num_tokens=48)
+    rank.publish("req-2", blocks(), num_tokens=48)
+    word = worker.PublishRefused(transfer_id="", code=Code.ENGINE_INCOMPLETE, message="no rank is here yet")
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.rejoin()
+    for _ in range(2):
+        refused = side.expect(worker.Publish).transfer_id
+        side.say(msgspec.structs.replace(word, transfer_id=refused))
+    assert {side.expect(worker.Publish).transfer_id for _ in range(2)} == {"req-1", "req-2"}
+    assert rank.poll() == []
+    side.say(msgspec.structs.replace(word, transfer_id="req-1"))
+    side.say(worker.Released(transfer_id="req-2", why=Code.COMPLETED))
+    assert one_event(rank) == Released("req-2", Code.COMPLETED)
+    rank.unpublish(first)  # no daemon has it
+    assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
+    rank.publish("req-3", blocks(), num_tokens=48)  # a first publish is not made again
+    assert side.expect(worker.Publish).transfer_id == "req-3"
+    side.say(msgspec.structs.replace(word, transfer_id="req-3"))
+    assert one_event(rank) == PublishRefused("req-3", Code.ENGINE_INCOMPLETE, "no rank is here yet")
+
+
+# --- daemons that do not take the rank back
+
+
+def test_a_passing_refusal_is_asked_again(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.daemon.accept()
+    side.greet()
+    register = side.expect(worker.Register)
+    side.say(worker.Refused(request=register.request, code=Code.RANK_TAKEN, message="its mover still dies"))
+    stage.rejoin()
+    until(lambda: rank.is_connected, "taken back")
+    assert rank.poll() == []
+
+
+def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("req-1", blocks(), num_tokens=48)
+    stage.side.expect(worker.Publish)
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "loss noticed")
+    queued = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
+    stage.daemon.start()
+    side = stage.daemon.accept()
+    side.greet()
+    register = side.expect(worker.Register)
+    why = "cannot register: a newer generation is there"
+    side.say(worker.Refused(request=register.request, code=Code.GENERATION_STALE, message=why))
+    failed, released, over = events_of(rank, 3)
+    assert isinstance(failed, Failed)
+    assert (failed.ticket, failed.code, failed.safe_to_reuse) == (queued, Code.GENERATION_STALE, True)
+    assert released == Released("req-1", Code.PUBLISHER_GONE)
+    assert over == Disconnected(Code.GENERATION_STALE, why)
+    with pytest.raises(KvxferdError, match="newer generation") as refused:
+        rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
+    assert refused.value.code is Code.GENERATION_STALE
+    assert stage.daemon.nobody_comes(0.3)
+
+
+def test_a_daemon_is_found_within_two_seconds_of_its_start(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    assert not rank.is_connected or rank.poll() == []
+    gone_at = time.monotonic()
+    until(lambda: time.monotonic() > gone_at + 1.5, "some tries were in vain")
+    stage.daemon.start()
+    started_at = time.monotonic()
+    stage.rejoin()
+    assert time.monotonic() - started_at < 2.0
+
+
+# --- daemons that talk nonsense
+
+
+def _bad_header(stage: Stage) -> None:
+    stage.side.write(HEADER.pack(4, 0, 1) + b"oops")
+
+
+def _too_large(stage: Stage) -> None:
+    stage.side.write(HEADER.pack(1 << 31, 0, 0))
+
+
+def _undecodable(stage: Stage) -> None:
+    stage.side.write(HEADER.pack(4, 0, 0) + b"oops")
+
+
+def _unknown_field(stage: Stage) -> None:
+    stage.side.write(HEADER.pack(15, 0, 0) + b"\x82\xa1t\xa9suspended\xa1x")
+
+
+def _no_descriptor(stage: Stage) -> None:
+    stage.side.say(worker.MoverChanged())
+
+
+def _unannounced_descriptor(stage: Stage) -> None:
+    stage.side.say(worker.Released(transfer_id="x", why=Code.COMPLETED), stage.mover.pidfd)
+
+
+def _descriptor_of_nothing(stage: Stage) -> None:
+    stage.side.say(worker.MoverChanged(), stage.memory.fd)  # a file is always readable: epoll refuses it
+
+
+def _second_welcome(stage: Stage) -> None:
+    stage.side.say(worker.Welcome(version=1, boot_id="b", lease_s=1.0))
+
+
+def _unasked_answer(stage: Stage) -> None:
+    stage.side.say(worker.Refused(request=9, code=Code.BUSY, message="no"))
+
+
+def _unknown_ticket(stage: Stage) -> None:
+    stage.side.say(worker.Quiesced(ticket=99))
+
+
+def _quiesced_too_early(stage: Stage) -> None:
+    stage.side.say(worker.Quiesced(ticket=1))
+
+
+def _unasked_suspension(stage: Stage) -> None:
+    stage.side.say(worker.Suspended())
+
+
+def _cut_frame(stage: Stage) -> None:
+    stage.side.write(HEADER.pack(100, 0, 0) + b"cut")
+    stage.side.close()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        _bad_header,
+        _too_large,
+        _undecodable,
+        _unknown_field,
+        _no_descriptor,
+        _unannounced_descriptor,
+        _descriptor_of_nothing,
+        _second_welcome,
+        _unasked_answer,
+        _unknown_ticket,
+        _quiesced_too_early,
+        _unasked_suspension,
+        _cut_frame,
+    ],
+)
+def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> None:
+    rank = stage.rank()
+    ticket = pull_on(stage, rank)
+    stage.mover.die()
+    nonsense(stage)
+    event = one_event(rank)
+    assert isinstance(event, Failed)
+    assert (event.ticket, event.safe_to_reuse) == (ticket, True)
+    stage.rejoin()
+    until(lambda: rank.is_connected, "back")
+    assert rank.poll() == []

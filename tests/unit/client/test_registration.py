@@ -1,0 +1,258 @@
+"""Reaching a daemon, registering, refusals, timeouts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import msgspec
+import pytest
+
+from kvxferd.client import Region, connect
+from kvxferd.errors import Code, EngineError, KvxferdError, LayoutError
+from kvxferd.ids import RegionId
+from kvxferd.layout import RegionSpec
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from tests.support.client_harness import LAYOUT, REGION, SIZE, SPEC, Stage
+from tests.support.scripted_daemon import ENDPOINT, WAIT_S, until
+
+
+def test_hello_carries_the_fence_page(stage: Stage) -> None:
+    connecting = stage.calling(connect, stage.daemon.path, name="vllm 0.33")
+    side = stage.daemon.accept()
+    hello, fds = side.receive()
+    assert hello.versions == worker.WORKER_VERSIONS
+    assert hello.client.startswith("vllm 0.33 (kvxferd ")
+    assert hello.notices
+    page, notices = fds
+    assert os.fstat(page).st_size == FENCE_PAGE_BYTES
+    assert stat.S_ISSOCK(os.fstat(notices).st_mode)
+    side.say(worker.Welcome(version=1, boot_id="b", lease_s=30.0))
+    connecting.result(WAIT_S).close()
+
+
+def test_register_sends_the_memory(stage: Stage) -> None:
+    client = stage.client()
+    stage.memory.buffer[:5] = b"cache"
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    register, fds = stage.side.receive()
+    assert (register.engine, register.layout) == (SPEC, LAYOUT)
+    assert register.regions == (worker.RegionExport(REGION, SIZE, 0, 0),)
+    assert os.pread(fds[0], 5, 0) == b"cache"
+    stage.side.say(worker.Registered(request=register.request, endpoint=ENDPOINT), stage.new_mover().pidfd)
+    rank = registering.result(WAIT_S)
+    assert rank.is_connected
+    assert rank.poll() == []
+
+
+def test_regions_of_one_memory_share_a_descriptor(stage: Stage) -> None:
+    client = stage.client()
+    two = (RegionSpec(RegionId("a"), 4096), RegionSpec(RegionId("b"), 8192))
+    layout = msgspec.structs.replace(LAYOUT, regions=two)
+    regions = [Region(RegionId("b"), stage.memory, 4096), Region(RegionId("a"), stage.memory)]
+    registering = stage.calling(client.register, SPEC, layout, regions)
+    register, fds = stage.side.receive()
+    assert len(fds) == 1
+    assert [(r.region, r.fd_index, r.fd_offset) for r in register.regions] == [("a", 0, 0), ("b", 0, 4096)]
+    stage.side.say(worker.Refused(request=register.request, code=Code.BUSY, message="no"))
+    with pytest.raises(EngineError):
+        registering.result(WAIT_S)
+
+
+def test_a_refused_register_says_why_and_the_connection_lives(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    register = stage.side.expect(worker.Register)
+    why = "cannot register pp0.tp0: another worker is that rank"
+    stage.side.say(worker.Refused(request=register.request, code=Code.RANK_TAKEN, message=why))
+    with pytest.raises(EngineError, match="another worker") as refused:
+        registering.result(WAIT_S)
+    assert refused.value.code is Code.RANK_TAKEN
+    again = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    stage.side.register(stage.new_mover())
+    assert again.result(WAIT_S).is_connected
+
+
+def test_attach_has_no_memory(stage: Stage) -> None:
+    client = stage.client()
+    attaching = stage.calling(client.attach, "prefill-0", "g7")
+    attach, fds = stage.side.receive()
+    assert (attach.engine_id, attach.generation, fds) == ("prefill-0", "g7", ())
+    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    assert attaching.result(WAIT_S).is_connected
+
+
+def test_a_connection_is_one_rank(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    stage.side.register(stage.new_mover())
+    registering.result(WAIT_S)
+    with pytest.raises(EngineError, match="connect once for each"):
+        client.attach("prefill-0", "g7")
+
+
+@pytest.mark.parametrize(
+    ("regions", "code", "words"),
+    [
+        ({}, Code.REGION_INVALID, "no memory given for regions"),  # forgotten
+        ({REGION: 0, RegionId("x"): 0}, Code.REGION_INVALID, "has no regions"),  # one too many
+        ([(REGION, 4096)], Code.REGION_TOO_SMALL, "bytes 4096 to"),  # does not fit behind its offset
+        ([(REGION, 7)], Code.REGION_INVALID, "multiple of the page size"),
+        ([(REGION, 0), (REGION, 0)], Code.REGION_INVALID, "twice"),
+    ],
+)
+def test_regions_that_cannot_be_exported(stage: Stage, regions: object, code: Code, words: str) -> None:
+    client = stage.client()
+    if isinstance(regions, dict):
+        given: object = dict.fromkeys(regions, stage.memory)
+    else:
+        given = [Region(name, stage.memory, offset) for name, offset in regions]
+    with pytest.raises(EngineError, match=words) as refused:
+        client.register(SPEC, LAYOUT, given)
+    assert refused.value.code is code
+    assert stage.side.is_silent()
+
+
+def test_a_layout_of_wrong_types_is_named_before_anything_is_sent(stage: Stage) -> None:
+    client = stage.client()
+    layout = msgspec.structs.replace(LAYOUT, end_layer=1.5)
+    with pytest.raises(LayoutError, match="end_layer"):
+        client.register(SPEC, layout, {REGION: stage.memory})
+    assert stage.side.is_silent()
+
+
+def test_no_daemon_says_what_to_start(stage: Stage) -> None:
+    with pytest.raises(KvxferdError, match="start `kvxferd serve`") as failed:
+        connect(stage.daemon.path.parent / "other.sock", timeout_s=0.2)
+    assert failed.value.code is Code.DAEMON_LOST
+
+
+def test_connect_waits_for_a_daemon_that_starts(stage: Stage) -> None:
+    stage.daemon.stop()
+    connecting = stage.calling(connect, stage.daemon.path, timeout_s=WAIT_S)
+    stage.daemon.start()
+    stage.daemon.accept().greet()
+    connecting.result(WAIT_S).close()
+
+
+def test_a_path_that_cannot_work_fails_at_once(stage: Stage) -> None:
+    with pytest.raises(KvxferdError, match="cannot reach kvxferd at"):
+        connect("/" + "x" * 200, timeout_s=WAIT_S)
+
+
+def test_a_daemon_that_does_not_greet_times_out(stage: Stage) -> None:
+    with pytest.raises(KvxferdError, match="does not greet") as failed:
+        connect(stage.daemon.path, timeout_s=0.2)
+    assert failed.value.code is Code.DEADLINE
+
+
+def test_a_daemon_that_turns_the_client_away_is_quoted(stage: Stage) -> None:
+    connecting = stage.calling(connect, stage.daemon.path)
+    side = stage.daemon.accept()
+    side.expect(worker.Hello)
+    side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade the older"))
+    with pytest.raises(KvxferdError, match="upgrade the older") as failed:
+        connecting.result(WAIT_S)
+    assert failed.value.code is Code.BAD_VERSION
+
+
+def test_a_silent_registration_times_out_and_registers_nothing_late(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, 0.2)
+    stage.side.expect(worker.Register)
+    with pytest.raises(KvxferdError, match=r"rank pp0\.tp0 of decode-0@g1 within 0\.2 s") as failed:
+        registering.result(WAIT_S)
+    assert failed.value.code is Code.DEADLINE
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    stage.side = stage.daemon.accept()
+    stage.side.greet()
+    again = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    stage.side.register(stage.new_mover())
+    assert again.result(WAIT_S).is_connected
+
+
+def test_a_daemon_that_dies_during_registration_is_replaced_by_the_next(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
+    first = stage.side.expect(worker.Register)
+    stage.daemon.stop()
+    stage.daemon.start()
+    side = stage.daemon.accept()
+    side.greet()
+    second = side.register(stage.new_mover())
+    assert second.incarnation == first.incarnation
+    assert registering.result(WAIT_S).is_connected
+
+
+def test_close_is_idempotent_and_ends_the_thread(stage: Stage) -> None:
+    before = threading.active_count()
+    rank = stage.rank()
+    rank.close()
+    rank.close()
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvxferd-client")]
+    assert threading.active_count() <= before + 8  # the stage's own pool
+    with pytest.raises(KvxferdError, match="closed"):
+        rank.suspend()
+
+
+def test_the_session_keeps_the_memory_alive_no_longer_than_itself(stage: Stage) -> None:
+    rank = stage.rank()
+    held = SealedMemory.create(4096)
+    held.close()
+    assert os.fstat(stage.side.fds[-1]).st_size == SIZE
+    rank.close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_version_that_the_daemon_chose_is_kept(stage: Stage, version: int) -> None:
+    connecting = stage.calling(connect, stage.daemon.path)
+    stage.daemon.accept().greet(version=version)
+    client = connecting.result(WAIT_S)
+    assert client._connection.session.version == version
+    client.close()
+
+
+def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -> None:
+    connecting = stage.calling(connect, stage.daemon.path)
+    side = stage.daemon.accept()
+    side.expect(worker.Hello)
+    side.say(worker.Farewell(code=Code.BAD_FRAME, message="Object contains unknown field `notices`"))
+    with pytest.raises(KvxferdError, match="upgrade the older") as failed:
+        connecting.result(WAIT_S)
+    assert failed.value.code is Code.BAD_VERSION
+    assert stage.daemon.nobody_comes(0.3)
+
+
+PASSING = [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING]
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, code: Code) -> None:
+    rank = stage.rank(version=2)
+    stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
+    stage.rejoin(version=2)
+    until(lambda: rank.is_connected, "taken again")
+    assert rank.poll() == []
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
+    """Somebody else has its engine id for a moment, after a restart of the daemon."""
+    rank = stage.rank(version=2)
+    stage.daemon.stop()
+    stage.daemon.start()
+    for _ in range(2):
+        side = stage.daemon.accept()
+        side.greet(version=2)
+        register = side.expect(worker.Register)
+        text = "its ranks here are of uid 1001"
+        side.say(worker.Refused(request=register.request, code=code, message=text))
+    stage.rejoin(version=2)
+    until(lambda: rank.is_connected, "taken again")
+    assert rank.poll() == []

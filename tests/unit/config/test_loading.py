@@ -1,0 +1,177 @@
+"""The configuration: what it defaults to, who wins, and what is refused in which words."""
+
+from pathlib import Path
+
+import pytest
+
+from kvxferd.config import SETTINGS, Config, HttpConfig, NodeConfig, TransferConfig, flag_name, load_config
+from kvxferd.errors import Code, ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "config" / "kvxferd.toml"
+
+
+def test_the_example_holds_every_setting_at_its_default() -> None:
+    assert load_config(EXAMPLE, {}, {}) == Config()
+
+
+def test_the_example_names_every_setting_after_a_comment() -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    named, section, commented = set(), "", False
+    for line in lines:
+        if line.startswith("#"):
+            commented = True
+        elif line.startswith("["):
+            section = line.strip("[]")
+        elif "=" in line:
+            assert commented, f"{section}: {line} has no comment"
+            named.add(f"{section}.{line.partition('=')[0].strip()}")
+        else:
+            commented = False
+    assert named == set(SETTINGS)
+
+
+def test_sockets_follow_the_run_directory_unless_set() -> None:
+    config = Config(node=NodeConfig(run_dir="/tmp/node-a"))
+    assert (config.worker.socket, config.control.socket) == (
+        "/tmp/node-a/worker/worker.sock",
+        "/tmp/node-a/control.sock",
+    )
+    moved = load_config(None, {}, {"node.run_dir": "/tmp/node-a", "control.socket": "/tmp/c.sock"})
+    assert (moved.worker.socket, moved.control.socket) == ("/tmp/node-a/worker/worker.sock", "/tmp/c.sock")
+
+
+def test_the_environment_wins_over_the_file_and_a_flag_over_both(tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[transfer]\nlease_s = 11\nmax_hold_s = 111\nunknown_wait_s = 1.5\n")
+    environ = {"KVXFERD_TRANSFER_LEASE_S": "12", "KVXFERD_TRANSFER_MAX_HOLD_S": "112", "HOME": "/"}
+    config = load_config(file, environ, {"transfer.lease_s": "13"})
+    assert config.transfer == TransferConfig(lease_s=13.0, max_hold_s=112.0, unknown_wait_s=1.5)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "want"),
+    [
+        ("worker.mode", "660", 0o660),  # file modes are octal however they are written
+        ("worker.mode", "0o600", 0o600),
+        ("worker.allowed_uids", "1000, 1001", (1000, 1001)),
+        ("worker.allowed_uids", "", ()),
+        ("mover.environment", "UCX_TLS=tcp,UCX_NET_DEVICES=lo", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
+        ("http.bind", "", ""),
+        ("http.bind", "[::1]:0", "[::1]:0"),
+        ("peer.bind", "tcp://10.0.0.7:0", "tcp://10.0.0.7:0"),
+        ("log.level", "debug", "debug"),
+    ],
+)
+def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
+    section, _, field = key.partition(".")
+    by_flag = load_config(None, {}, {key: text})
+    assert getattr(getattr(by_flag, section), field) == want
+    assert load_config(None, {SETTINGS[key].variable: text}, {}) == by_flag
+
+
+@pytest.mark.parametrize(
+    ("toml", "names"),
+    [
+        ("[transfer]\nlease = 3", ["transfer.lease", "lease_s"]),  # an unknown key: told the real ones
+        ("[transfers]\nlease_s = 3", ["transfers", "transfer,"]),  # an unknown table
+        ("lease_s = 3", ["lease_s"]),  # a key outside any table
+        ("[transfer]\nlease_s = -3", ["transfer.lease_s", "-3", "0.01 to 86400"]),
+        ("[transfer]\nlease_s = nan", ["transfer.lease_s", "nan"]),
+        ("[transfer]\nlease_s = '30'", ["transfer.lease_s", "'30'"]),  # text is no number in a file
+        ("[transfer]\nlease_s = 900", ["transfer.max_hold_s", "transfer.lease_s"]),
+        ("[worker]\nmode = true", ["worker.mode"]),
+        ("[worker]\nmode = 660", ["worker.mode", "0o660"]),  # decimal, by mistake
+        ("[worker]\nallowed_uids = ['root']", ["worker.allowed_uids", "numeric"]),
+        ("[worker]\nsocket = 'run/w.sock'", ["worker.socket", "absolute"]),
+        ("[worker]\nsocket = '/run/kvxferd/control.sock'", ["control.socket", "worker.socket"]),
+        (f"[node]\nrun_dir = '/{'x' * 100}'", ["worker.socket", "107", "node.run_dir"]),
+        ("[peer]\nbind = 'localhost:9441'", ["peer.bind", "tcp://host:port"]),
+        ("[peer]\nbind = 'tcp://0.0.0.0:65536'", ["peer.bind", "tcp://host:port"]),
+        ("[peer]\nbind = 'tcp://0.0.0.0:9441'", ["peer.bind", "peer.advertise"]),
+        ("[peer]\nadvertise = 'tcp://*:9441'", ["peer.advertise"]),
+        ("[peer]\nadvertise = 'tcp://node-7:0'", ["peer.advertise"]),
+        ("[http]\nbind = '9440'", ["http.bind", "host:port"]),
+        ("[mover]\nlibrary = 'ucx'", ["mover.library", "auto, nixl or rixl"]),
+        ("[mover]\nenvironment = {UCX_TLS = 1}", ["mover.environment"]),
+        ("[mover\n", ["not TOML"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, toml: str, names: list[str]) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, {}, {})
+    assert refused.value.code is Code.CONFIG_INVALID
+    assert str(refused.value).startswith("cannot ")
+    for name in names:
+        assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("KVXFERD_TRANSFER_LEASE", "3"),  # unknown
+        ("KVXFERD_TRANSFER_LEASE_S", "soon"),
+        ("KVXFERD_WORKER_MODE", "rw"),
+        ("KVXFERD_WORKER_ALLOWED_UIDS", "root"),
+        ("KVXFERD_MOVER_ENVIRONMENT", "UCX_TLS"),
+        ("KVXFERD_MOVER_POOL_SIZE", "1.5"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_config(None, {name: text}, {})
+
+
+def test_a_bad_flag_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="flag --transfer-lease-s"):
+        load_config(None, {}, {"transfer.lease_s": "soon"})
+    with pytest.raises(ConfigError, match=r"transfer\.lease\b"):
+        load_config(None, {}, {"transfer.lease": "3"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "wanted"),
+    [
+        ("worker.allowed_uids", "[0, 1000]", "separated by commas"),  # as the file would have it
+        ("peer.curve_allowed_keys", '["any"]', "separated by commas, or any"),
+        ("peer.allowed_addresses", "node-7", "separated by commas"),
+        ("mover.environment", "UCX_TLS=rc,cuda_copy", "NAME=text,NAME=text"),
+    ],
+)
+def test_who_gives_a_list_as_text_learns_how_text_is_written(key: str, text: str, wanted: str) -> None:
+    for environ, flags in (({}, {key: text}), ({SETTINGS[key].variable: text}, {})):
+        with pytest.raises(ConfigError, match=wanted):
+            load_config(None, environ, flags)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/nowhere/k\.toml: No such file"):
+        load_config(Path("/nowhere/k.toml"), {}, {})
+
+
+def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
+    # A pod beside a Service named kvxferd, or kvxferd-metrics, gets these without asking.
+    environ = {
+        "KVXFERD_PORT": "tcp://10.0.0.1:9440",
+        "KVXFERD_PORT_9440_TCP": "tcp://10.0.0.1:9440",
+        "KVXFERD_PORT_9440_TCP_ADDR": "10.0.0.1",
+        "KVXFERD_SERVICE_HOST": "10.0.0.1",
+        "KVXFERD_SERVICE_PORT_METRICS": "9440",
+        "KVXFERD_METRICS_SERVICE_PORT": "9440",
+        "KVXFERD_METRICS_PORT_9440_TCP_PROTO": "tcp",
+        "KVXFERD_CONFIG": "/etc/kvxferd/kvxferd.toml",
+    }
+    assert load_config(None, environ, {}) == Config()
+
+
+def test_every_setting_has_its_own_flag_and_variable() -> None:
+    assert len({flag_name(key) for key in SETTINGS}) == len(SETTINGS)
+    assert len({setting.variable for setting in SETTINGS.values()}) == len(SETTINGS)
+    assert all(setting.expected for setting in SETTINGS.values())
+
+
+def test_nothing_of_it_can_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Config().http.bind = ""  # type: ignore[misc]
+    assert Config(http=HttpConfig(bind="")).http.bind == ""

@@ -1,0 +1,142 @@
+"""Which settings a reload changes, which it names, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
+from kvxferd.control.core_settings import settings_of
+from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.core.node import Node
+from kvxferd.daemon import Daemon
+from kvxferd.errors import ConfigError
+from kvxferd.ids import BootId
+from tests.support.other_user import NOBODY, needs_root, open_directory
+
+KEY = "ab" * 32
+
+
+def config(**settings: str) -> Config:
+    return load_config(None, {}, {name.replace("__", "."): text for name, text in settings.items()})
+
+
+def test_every_reloadable_setting_is_one() -> None:
+    assert set(RELOADABLE) <= set(SETTINGS)
+
+
+def test_lists_and_the_level_change_and_the_rest_is_named() -> None:
+    running = config(worker__allowed_uids="1", http__bind="127.0.0.1:1")
+    read = config(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:2")
+    merged = merge_reloaded(running, read)
+    assert merged.changed == ["worker.allowed_uids", "log.level"]
+    assert merged.ignored == ["http.bind"]
+    assert merged.config == config(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:1")
+
+
+def test_the_same_again_is_nothing() -> None:
+    assert merge_reloaded(config(), config()) == (config(), [], [])
+
+
+def test_what_does_not_go_together_with_the_running_key_is_refused_whole() -> None:
+    running = config(peer__curve_secret_key_file="/k", peer__curve_allowed_keys=KEY)
+    with pytest.raises(ConfigError, match="nobody would be let in"):
+        merge_reloaded(running, config(log__level="debug"))
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@asynccontextmanager
+async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daemon]:
+    """The parts that a reload changes, with their sockets open."""
+    daemon = Daemon(running, lambda: read)
+    daemon._peer_socket.start()
+    daemon._node = Node(
+        boot=BootId("b"),
+        endpoint=daemon._advertised_endpoint(),
+        settings=settings_of(running, daemon._allowlist),
+        new_token=lambda: "token",
+    )
+    daemon._has_node = daemon._is_serving = True
+    daemon._make_mover_pools(())
+    daemon._admin = NodeAdmin(
+        running,
+        daemon._node,
+        daemon._mover_pool,
+        daemon._history,
+        daemon._on_event,
+        daemon.drain,
+        daemon.reload,
+    )
+    daemon._worker_socket.start()
+    try:
+        yield daemon
+    finally:
+        daemon._worker_socket.stop()
+        await asyncio.sleep(0)
+        if daemon._timer is not None:
+            daemon._timer.cancel()
+        daemon._peer_socket.stop()
+
+
+@needs_root
+async def test_without_descriptors_a_user_who_is_removed_loses_their_session_all_the_same() -> None:
+    with open_directory() as directory:
+        path = str(directory / "worker.sock")
+        same = {"worker__socket": path, "worker__mode": "0666", "peer__bind": "tcp://127.0.0.1:0"}
+        running = config(**same, worker__allowed_uids=f"{NOBODY}")
+        read = config(**same, worker__allowed_uids="1", peer__allowed_addresses="127.0.0.2")
+        async with parts_of_a_daemon(running, read) as daemon:
+            loop = asyncio.get_running_loop()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as worker:
+                os.seteuid(NOBODY)
+                try:
+                    worker.connect(path)
+                finally:
+                    os.seteuid(0)
+                for _ in range(2):
+                    await asyncio.sleep(0)  # its connection waits already: the loop's next turn takes it
+                assert daemon._worker_socket._connections
+                peer = socket.create_connection(
+                    daemon._peer_socket.bound_endpoint.removeprefix("tcp://").split(":")
+                )
+                peer.setblocking(False)
+                assert await asyncio.wait_for(loop.sock_recv(peer, 1), 10)  # libzmq has accepted it
+                with no_descriptor_left():
+                    reloaded = daemon.reload()
+                    again = daemon.reload()
+                assert set(reloaded.changed) == {"peer.allowed_addresses", "worker.allowed_uids"}
+                assert reloaded.closed_sessions == 1
+                assert again.changed == []
+                async with asyncio.timeout(10):  # what could not be shut is shut as soon as it can
+                    while await loop.sock_recv(peer, 1 << 16):
+                        pass
+                peer.close()
+
+
+async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
+    with open_directory() as directory:
+        running = config(
+            worker__socket=str(directory / "w"), worker__allowed_uids="1", peer__bind="tcp://127.0.0.1:0"
+        )
+        read = config(worker__socket=str(directory / "w"), worker__allowed_uids="2", log__level="debug")
+        async with parts_of_a_daemon(running, read) as daemon:
+            desk = daemon._admin
+            del daemon._admin  # what comes on the way raises
+            daemon._on_hangup()
+            daemon._admin = desk
+            assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}

@@ -1,0 +1,205 @@
+"""Each descriptor of a frame is closed once: what others open behind an error stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvxferd.config import WorkerConfig
+from kvxferd.control.frame_fds import FrameFds
+from kvxferd.control.registration_fds import check_registration, detach_mover_socket
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core import events as ev
+from kvxferd.errors import EngineError
+from kvxferd.ids import TransferId
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import FdBatch, Message
+from tests.support.other_user import open_directory
+from tests.unit.control.test_session_admission import LAYOUT, Listening, open_fds, register
+
+NUM_OTHERS = 32
+
+
+class Others:
+    """Descriptors that others open between a session's end and its release: they get the free numbers."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.fds: list[int] = []
+
+    def on_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkerDisconnected):
+            self.fds += [os.memfd_create("other") for _ in range(NUM_OTHERS)]
+        self.heard.put_nowait(event)
+
+    @property
+    def num_closed(self) -> int:
+        return sum(not is_open(fd) for fd in self.fds)
+
+    def close(self) -> None:
+        for fd in filter(is_open, self.fds):
+            os.close(fd)
+        self.fds.clear()
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def others() -> Iterator[Others]:
+    others = Others()
+    yield others
+    others.close()
+
+
+@pytest.fixture
+async def socket_(others: Others) -> AsyncIterator[Listening]:
+    with open_directory() as directory:
+        path = str(directory / "worker.sock")
+        workers = WorkerSocket(WorkerConfig(socket=path), others.on_event)
+        workers.start()
+        found = Listening(workers, path, others.heard)
+        try:
+            yield found
+        finally:
+            for connection in found.opened:
+                connection.close()
+            workers.stop()
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def memory() -> Iterator[SealedMemory]:
+    with SealedMemory.create(LAYOUT.regions[0].size_bytes, "kv") as memory:
+        yield memory
+
+
+async def released(socket_: Listening) -> None:
+    """Wait until the daemon's session has ended, and what was kept of it is closed."""
+    await socket_.event(ev.WorkerDisconnected)
+    for _ in range(3):  # it is released on the loop's next turn
+        await asyncio.sleep(0)
+    assert not socket_.workers._connections
+
+
+async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: int) -> socket.socket:
+    """A session whose registration has its first descriptor; the others are wanted."""
+    connection = await socket_.session()
+    await socket_.say(connection, register(num_descriptors), memory.fd)
+    session = (await socket_.said(wk.Register)).session
+    socket_.workers.send(session, wk.FdsWanted(request=1))
+    return connection
+
+
+async def test_a_part_beyond_the_share_is_closed_once(
+    socket_: Listening, memory: SealedMemory, others: Others
+) -> None:
+    before = open_fds()
+    connection = await admitted(socket_, memory, num_descriptors=4)
+    socket_.workers._admission.memory_fds.limit = 1  # the part is kept and counted, and then too much
+    await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
+    await released(socket_)
+    connection.close()
+    assert others.num_closed == 0
+    others.close()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("first", [0, 3])
+async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
+    socket_: Listening, memory: SealedMemory, others: Others, first: int
+) -> None:
+    """A new start without descriptors, and one with a gap."""
+    before = open_fds()
+    connection = await admitted(socket_, memory, num_descriptors=40)
+    await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
+    await socket_.said(FdBatch)
+    await socket_.say(connection, FdBatch(first=first), *[memory.fd] * first)
+    await released(socket_)
+    connection.close()
+    assert others.num_closed == 0
+    others.close()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wk.NewMover(), register(), wk.Ready(transfer_id=TransferId("t"))],
+    ids=lambda m: type(m).__name__,
+)
+@pytest.mark.parametrize("count", [2, 5])
+async def test_whatever_is_wrong_with_a_frame_it_leaves_nothing_open_and_closes_nothing_twice(
+    socket_: Listening, memory: SealedMemory, others: Others, message: Message, count: int
+) -> None:
+    before = open_fds()
+    connection = await socket_.session()
+    await socket_.say(connection, message, *[memory.fd] * count)
+    connection.shutdown(socket.SHUT_WR)
+    await released(socket_)
+    connection.close()
+    assert others.num_closed == 0
+    others.close()
+    assert open_fds() == before
+
+
+def pipe_end() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def datagram_end() -> int:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach()
+
+
+@pytest.mark.parametrize("make", [pipe_end, datagram_end])
+def test_a_descriptor_that_is_no_movers_socket_stays_the_callers(make) -> None:
+    last = make()
+    fds = FrameFds((last,))
+    with pytest.raises(EngineError):
+        detach_mover_socket(fds)
+    assert fds.fds == (last,)
+    assert is_open(last)
+    fds.close()
+    assert not is_open(last)
+
+
+@pytest.mark.parametrize("make", [pipe_end, datagram_end])
+def test_a_refused_resident_registration_has_open_descriptors_alone(memory: SealedMemory, make) -> None:
+    fds = FrameFds((os.dup(memory.fd), make()))
+    offer = check_registration(wk.Resume(request=1, incarnation="i", regions=(), placement="resident"), fds)
+    assert offer.mover_socket is None
+    assert offer.refusal is not None
+    assert len(fds) == 2
+    assert all(is_open(fd) for fd in fds.fds)
+    fds.close()
+
+
+def test_a_movers_socket_is_taken_out() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fds = FrameFds((pipe_end(), ours.detach()))
+        with detach_mover_socket(fds):
+            assert len(fds) == 1
+        fds.close()
+
+
+def test_what_is_taken_is_not_closed() -> None:
+    first, last, more = pipe_end(), pipe_end(), pipe_end()
+    fds = FrameFds((first, last))
+    fds.prepend((more,))
+    assert fds.detach_last() == last
+    assert fds.detach_all() == (more, first)
+    fds.close()
+    for fd in (first, last, more):
+        os.close(fd)

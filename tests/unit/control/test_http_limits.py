@@ -1,0 +1,302 @@
+"""HTTP and clients that hold connections open, send without end or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvxferd.config import Config, LimitsConfig
+from kvxferd.control import fd_budget, http_connections, response_cache
+from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
+from kvxferd.control.http_connections import RateLimiter
+from kvxferd.control.http_server import HttpServer
+from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.telemetry.metrics import Metrics
+from tests.support.node_samples import StillNode
+from tests.support.other_user import NOBODY, needs_root, open_directory
+from tests.unit.control.test_http_server import config_in, over_tcp, over_unix
+
+REQUEST = b"GET /healthz HTTP/1.1\r\nHost: kvxferd\r\n\r\n"
+UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: "
+
+
+@asynccontextmanager
+async def serving(config: Config, node: StillNode, max_connections: int = 16) -> AsyncIterator[HttpServer]:
+    server = HttpServer(config, node, Metrics(node.snapshot), max_connections)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def open_tcp(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*server.tcp_address)
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    line = await asyncio.wait_for(reader.readline(), 10)
+    return int(line.split()[1]) if line else 0
+
+
+async def test_more_unfinished_requests_than_there_is_room_for_keep_nobody_out(tmp_path: Path) -> None:
+    async with serving(config_in(tmp_path), StillNode()) as server:
+        held = [await open_tcp(server) for _ in range(40)]
+        for _, writer in held:
+            writer.write(UNFINISHED)
+        async with over_tcp(server) as client, client.get("/healthz") as answer:
+            assert answer.status == 200
+        # Eight of sixteen are TCP's: the others have been closed.
+        ended = [reader for reader, _ in held if await _is_closed(reader)]
+        assert len(ended) >= 40 - 8
+        for _, writer in held:
+            writer.close()
+
+
+async def _is_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(1), 0.2) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_a_client_elsewhere_keeps_its_place_while_another_opens_without_end(tmp_path: Path) -> None:
+    async with serving(config_in(tmp_path, bind="0.0.0.0:0"), StillNode()) as server:
+        port = server.tcp_address[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        await asyncio.sleep(0)
+        writer.write(REQUEST)
+        assert await status_of(reader) == 200
+        for _, each in [*held, (reader, writer)]:
+            each.close()
+
+
+@needs_root
+async def test_users_who_fill_the_control_socket_keep_root_not_out() -> None:
+    with open_directory() as directory, ExitStack() as closing:
+        config = config_in(directory)
+        async with serving(config, StillNode()):
+            os.chmod(config.control.socket, 0o666)
+            os.seteuid(NOBODY)
+            try:
+                for _ in range(60):
+                    held = closing.enter_context(socket.socket(socket.AF_UNIX))
+                    held.connect(config.control.socket)
+                    held.send(UNFINISHED)
+            finally:
+                os.seteuid(0)
+            async with over_unix(config) as client, client.get("/healthz") as answer:
+                assert answer.status == 200
+            async with over_unix(config) as client, client.post("/v1/drain") as answer:
+                assert answer.status == 202
+
+
+@needs_root
+async def test_without_descriptors_the_operator_gets_in_and_idle_connections_give_theirs_back() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open_directory() as directory, ExitStack() as closing:
+        config = config_in(directory)
+        async with serving(config, StillNode()) as server:
+            os.chmod(config.control.socket, 0o666)
+            idle, writer = await open_tcp(server)
+            writer.write(REQUEST)
+            assert await status_of(idle) == 200
+            await idle.readuntil(b"\r\n\r\n")
+            made = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+            for each in made:
+                closing.enter_context(each)
+                each.settimeout(5)
+            most = max(int(name) for name in os.listdir("/proc/self/fd"))
+            fill: list[int] = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, before[1]))
+                with suppress(OSError):
+                    while True:
+                        fill.append(os.dup(2))
+                os.seteuid(NOBODY)
+                try:  # they wait before the operator
+                    for each in made[:3]:
+                        each.connect(config.control.socket)
+                finally:
+                    os.seteuid(0)
+                made[3].connect(config.control.socket)
+                made[3].setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(made[3], REQUEST)
+                said = await asyncio.wait_for(loop.sock_recv(made[3], 4096), 10)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for fd in fill:
+                os.close(fd)
+            assert b" 200 " in said.partition(b"\r\n")[0]
+            for each in made[:3]:
+                assert b" 503 " in each.recv(4096).partition(b"\r\n")[0]
+            await asyncio.wait_for(idle.read(), 10)  # ended
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit"),
+    [(b"", "HEADER_S"), (UNFINISHED, "HEADER_S"), (REQUEST, "IDLE_S")],
+    ids=["nothing", "half a header", "one request"],
+)
+async def test_a_client_that_waits_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes, limit: str
+) -> None:
+    monkeypatch.setattr(http_connections, limit, 0.1)
+    monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
+    async with serving(config_in(tmp_path), StillNode()) as server:
+        reader, writer = await open_tcp(server)
+        writer.write(sent)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)  # its end
+        writer.close()
+
+
+class Large(StillNode):
+    """Its page is larger than what sockets hold by themselves."""
+
+    def warnings(self) -> list[str]:
+        return ["x" * (8 << 20)]
+
+
+async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "WRITE_S", 0.5)
+    monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
+    async with serving(config_in(tmp_path), Large()) as server:
+        held = []
+        for _ in range(7):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, server.tcp_address)
+            await asyncio.get_running_loop().sock_sendall(client, REQUEST.replace(b"/healthz", b"/v1/status"))
+            held.append(client)
+        statuses = []
+        for client in held:
+            got = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 12), 10)
+            statuses.append(int(got.split()[1]))
+        assert set(statuses) == {200, 503}
+        assert statuses.count(200) <= http_connections.MAX_UNSENT_BYTES // (8 << 20) + 1
+        shares = server.listeners.shares
+        deadline = time.monotonic() + 10
+        while any(connection.num_unsent_bytes for share in shares for connection in share.connections):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        # Closed in time: the end comes before the whole answer.
+        for client, status in zip(held, statuses, strict=True):
+            num_bytes = 0
+            with client, suppress(ConnectionError):
+                while status == 200 and (
+                    chunk := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 20), 10)
+                ):
+                    num_bytes += len(chunk)
+            assert num_bytes < 8 << 20
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA: " + b"x" * 10_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 1_000 + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00" * 100,
+    ],
+    ids=["line", "field", "fields", "TLS"],
+)
+async def test_headers_that_are_too_large_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    async with serving(config_in(tmp_path), StillNode()) as server:
+        reader, writer = await open_tcp(server)
+        writer.write(sent)
+        assert await status_of(reader) in (0, 400, 414, 431)
+        writer.close()
+    assert "Traceback" not in caplog.text + capsys.readouterr().err
+
+
+async def test_a_body_without_end_is_cut(tmp_path: Path) -> None:
+    async with serving(config_in(tmp_path), StillNode()) as server:
+        reader, writer = await open_tcp(server)
+        writer.write(b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        with suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"x" * (64 << 10))
+                await writer.drain()
+            assert await asyncio.wait_for(reader.read(), 20) is not None
+        writer.close()
+
+
+class Counted(StillNode):
+    """Counts the snapshots that are made of it."""
+
+    num_made = 0
+
+    def snapshot(self) -> NodeSnapshot:
+        self.num_made += 1
+        return super().snapshot()
+
+
+async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tmp_path: Path) -> None:
+    config, node = config_in(tmp_path), Counted()
+    async with serving(config, node) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+        started = time.monotonic()
+        bodies = set()
+        for _ in range(10):
+            for path in ("/metrics", "/v1/transfers", "/v1/status", "/"):
+                async with tcp.get(path) as answer:
+                    assert answer.status == 200
+                    bodies.add(await answer.read())
+        possible = (time.monotonic() - started) / response_cache.MAX_AGE_S + 1
+        assert node.num_made <= possible
+        before = node.num_made
+        for _ in range(10):
+            async with unix.get("/v1/status") as answer:
+                assert answer.status == 200
+        assert node.num_made == before + 10
+
+
+def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
+    now = 100.0
+    pace = RateLimiter(lambda: now)
+    admitted = sum(pace.try_acquire("10.0.0.1") for _ in range(1_000))
+    assert admitted == RateLimiter.BURST
+    assert pace.try_acquire("10.0.0.2")
+    now += 1.0
+    assert sum(pace.try_acquire("10.0.0.1") for _ in range(1_000)) == RateLimiter.PER_S
+    for number in range(10 * RateLimiter.MAX_SOURCES):
+        pace.try_acquire(f"source {number}")
+    assert len(pace._tokens) <= RateLimiter.MAX_SOURCES
+
+
+@pytest.mark.parametrize(("limit", "want"), [(64, 12), (300, 37), (1024, 128), (65_536, 128), (-1, 128)])
+def test_http_has_an_eighth_of_the_descriptors(limit: int, want: int) -> None:
+    assert max_http_connections(limit) == want
+
+
+def test_a_limit_below_what_the_limits_need_is_a_warning() -> None:
+    limits = LimitsConfig()
+    needed = fd_budget.fds_needed(limits)
+    assert fd_warnings(limits, needed) == []
+    assert "RLIMIT_NOFILE is 300" in fd_warnings(limits, 300)[0]
+
+
+def test_workers_memory_has_what_a_full_node_of_these_limits_leaves() -> None:
+    limits = LimitsConfig()
+    needed = fd_budget.fds_needed(limits)
+    assert max_memory_fds_of(limits, 20_000) == (20_000 - needed) // 2
+    assert max_memory_fds_of(limits, 1024) == 128
+    assert max_memory_fds_of(LimitsConfig(max_peers=8), 20_000) > max_memory_fds_of(limits, 20_000)

@@ -1,0 +1,45 @@
+"""What an operator is told of slow and unproved memory: one sentence each, with the ranks concerned."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxferd.control.placement_warnings import placement_warnings
+from kvxferd.core.snapshot import NodeSnapshot, PlacementSnapshot
+from tests.support.node_samples import node_snapshot
+
+
+def with_placement(kind: str, why: str) -> NodeSnapshot:
+    node = node_snapshot()
+    found = PlacementSnapshot(kind=kind, proved=kind != "direct", why=why, lanes="tcp", gigabytes_per_s=1.0)
+    engines = tuple(
+        msgspec.structs.replace(
+            engine,
+            ranks=tuple(msgspec.structs.replace(rank, placement=found, lanes=()) for rank in engine.ranks),
+        )
+        for engine in node.engines
+    )
+    return msgspec.structs.replace(node, engines=engines)
+
+
+def test_a_slow_path_on_one_node_is_one_sentence_that_names_the_ranks():
+    (warning,) = placement_warnings(node_snapshot().engines)
+    assert "goes over TCP" in warning
+    assert "hostPID" in warning
+    assert warning.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
+
+
+def test_memory_that_is_not_proved_says_why():
+    (warning,) = placement_warnings(with_placement("direct", "a read brought other bytes").engines)
+    assert "a read brought other bytes" in warning
+    assert "kvxferd doctor" in warning
+
+
+def test_a_fallback_says_why():
+    (warning,) = placement_warnings(with_placement("staged", "no dma-buf").engines)
+    assert "staged way" in warning
+    assert "no dma-buf" in warning
+
+
+def test_nothing_is_wrong_where_nothing_is():
+    assert placement_warnings(with_placement("direct", "").engines) == []

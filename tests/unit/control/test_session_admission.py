@@ -1,0 +1,282 @@
+"""What a session costs before it is admitted: next to nothing, however many its user opens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvxferd.config import WorkerConfig
+from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core import events as ev
+from kvxferd.errors import Code
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from kvxferd.wire.common import FdBatch, Message, Versions
+from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
+from kvxferd.wire.limits import FENCE_PAGE_BYTES, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
+from tests.support.other_user import open_directory
+
+SPEC = EngineSpec("e", "g", num_layers=1, num_kv_heads=1)
+LAYOUT = attention_layout(
+    spec=SPEC, num_kv_heads=1, head_dim=16, block_tokens=16, num_blocks=64, layout="HND"
+)
+
+
+class Listening:
+    """A worker socket, what it said, and sessions by hand."""
+
+    def __init__(self, workers: WorkerSocket, path: str, heard: asyncio.Queue[ev.Event]) -> None:
+        self.workers, self.path, self.heard = workers, path, heard
+        self.opened: list[socket.socket] = []
+
+    async def session(self, version: int = 2) -> socket.socket:
+        """A session that has said hello."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        await asyncio.get_running_loop().sock_connect(connection, self.path)
+        self.opened.append(connection)
+        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
+            await self.say(connection, wk.Hello(versions=Versions(1, version), client="x"), fence.fd)
+        return connection
+
+    async def say(self, connection: socket.socket, message: Message, *fds: int) -> None:
+        await self.send(connection, encode_frame(encode(message), len(fds)), *fds)
+
+    async def send(self, connection: socket.socket, content: bytes, *fds: int) -> None:
+        sent = socket.send_fds(connection, [content], list(fds))
+        await asyncio.get_running_loop().sock_sendall(connection, content[sent:])
+
+    async def event(self, kind: type) -> ev.Event:
+        while True:
+            event = await asyncio.wait_for(self.heard.get(), 5)
+            if isinstance(event, kind):
+                return event
+
+    async def said(self, message: type) -> ev.WorkerMessage:
+        """The event of such a message."""
+        while True:
+            event = await self.event(ev.WorkerMessage)
+            assert isinstance(event, ev.WorkerMessage)
+            if isinstance(event.message, message):
+                return event
+
+    async def farewell(self, connection: socket.socket) -> wk.Farewell:
+        content = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 16), 5)
+        *_, frame = FrameDecoder().feed(content)
+        message = DAEMON_MESSAGES.decode(frame.payload)
+        assert isinstance(message, wk.Farewell)
+        return message
+
+
+@pytest.fixture
+async def socket_() -> AsyncIterator[Listening]:
+    async with listening() as found:
+        yield found
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listening]:
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    with open_directory() as directory:
+        path = str(directory / "worker.sock")
+        workers = WorkerSocket(WorkerConfig(socket=path), heard.put_nowait, 256)
+        workers.start()
+        found = Listening(workers, path, heard)
+        try:
+            yield found
+        finally:
+            for connection in found.opened:
+                connection.close()
+            workers.stop()
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def memory() -> Iterator[SealedMemory]:
+    with SealedMemory.create(LAYOUT.regions[0].size_bytes, "kv") as memory:
+        yield memory
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def register(num_descriptors: int = 0, notices: bool = False) -> wk.Register:
+    regions = tuple(wk.RegionExport(r.region, r.size_bytes) for r in LAYOUT.regions)
+    return wk.Register(
+        request=1,
+        engine=SPEC,
+        layout=LAYOUT,
+        regions=regions,
+        incarnation="i",
+        num_descriptors=num_descriptors,
+        notices=notices,
+    )
+
+
+async def test_hello_leaves_no_descriptor_behind(socket_: Listening) -> None:
+    await socket_.session()
+    await socket_.said(wk.Hello)
+    before = open_fds()
+    for _ in range(8):
+        await socket_.session()
+        await socket_.said(wk.Hello)
+    # The two ends of the connection, and what tells of the worker's death.
+    assert open_fds() - before == 8 * 3
+
+
+@pytest.mark.parametrize(("version", "code"), [(1, Code.BAD_VERSION), (2, Code.OUT_OF_PLACE)])
+async def test_no_descriptors_come_before_a_registration(
+    socket_: Listening, memory: SealedMemory, version: int, code: Code
+) -> None:
+    connection = await socket_.session(version)
+    await socket_.said(wk.Hello)
+    await socket_.say(connection, FdBatch(first=0), memory.fd)
+    assert (await socket_.farewell(connection)).code is code
+
+
+async def test_what_a_refused_registration_brought_is_closed(
+    socket_: Listening, memory: SealedMemory
+) -> None:
+    connection = await socket_.session()
+    await socket_.said(wk.Hello)
+    before = open_fds()
+    await socket_.say(connection, register(), memory.fd)
+    session = (await socket_.said(wk.Register)).session
+    assert open_fds() == before + 1
+    socket_.workers.send(session, wk.Refused(request=1, code=Code.BUSY, message="no"))
+    assert open_fds() == before
+
+
+async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
+    socket_: Listening, memory: SealedMemory
+) -> None:
+    connection = await socket_.session()
+    await socket_.say(connection, register(num_descriptors=3, notices=True), memory.fd, memory.fd)
+    said = await socket_.said(wk.Register)
+    assert (said.problem, said.awaits_fds) == (None, True)
+    socket_.workers.send(said.session, wk.FdsWanted(request=1))
+    await socket_.say(connection, FdBatch(first=1), memory.fd, memory.fd)
+    came = await socket_.event(ev.FdsArrived)
+    assert isinstance(came, ev.FdsArrived)
+    # All three are there; that the one region needs one alone is what is wrong with them.
+    assert came.problem is not None
+    assert "3 came" in came.problem.message
+
+
+async def test_a_user_may_not_hold_all_descriptors(socket_: Listening, memory: SealedMemory) -> None:
+    socket_.workers._admission.memory_fds.limit = 16
+    connection = await socket_.session()
+    await socket_.say(connection, register(num_descriptors=15), memory.fd)
+    said = await socket_.said(wk.Register)
+    assert said.problem is not None
+    assert said.problem.code is Code.BUSY
+    assert socket_.workers._admission.memory_fds.held == 0
+
+
+async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> None:
+    """40 sessions stop in the middle of the largest frame; what is kept of all is bounded."""
+    connections = [await socket_.session() for _ in range(40)]
+    half = HEADER.pack(MAX_REGISTER_BYTES, 0, 0) + bytes(MAX_REGISTER_BYTES - 1)
+    closed = 0
+    for connection in connections:
+        try:
+            await asyncio.wait_for(socket_.send(connection, half), 5)
+        except OSError:
+            closed += 1
+    await asyncio.sleep(0)
+    kept = sum(c.frame_socket.buffered[0] for c in socket_.workers._connections.values())
+    assert kept <= MAX_PARTIAL_BYTES
+    assert closed or len(socket_.workers._connections) < 40
+
+
+async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
+    socket_: Listening, memory: SealedMemory
+) -> None:
+    connections = [await socket_.session() for _ in range(8)]
+    for _ in connections:
+        await socket_.said(wk.Hello)
+    before = open_fds()
+    for connection in connections:
+        beginning = HEADER.pack(100, MAX_FDS_PER_FRAME, 0) + b"x"
+        await socket_.send(connection, beginning, *[memory.fd] * MAX_FDS_PER_FRAME)
+    async with asyncio.timeout(10):
+        while not any(map(_is_readable, connections)):
+            assert open_fds() - before <= MAX_PARTIAL_FDS
+            await asyncio.sleep(0.01)
+    assert open_fds() - before <= MAX_PARTIAL_FDS
+    codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
+    assert codes
+    assert set(codes) == {Code.BUSY}
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+async def test_who_is_not_admitted_and_reads_nothing_is_disconnected_soon(socket_: Listening) -> None:
+    await socket_.session()
+    session = (await socket_.said(wk.Hello)).session
+    refused = wk.Refused(request=1, code=Code.BUSY, message="x" * 4000)
+    num_sent = 0
+    while socket_.heard.empty():
+        socket_.workers.send(session, refused)
+        num_sent += 1
+        assert num_sent < 200  # the kernel's buffer, and 64 KiB
+    assert socket_.heard.get_nowait() == ev.WorkerDisconnected(session)
+
+
+async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
+    """Anybody who may connect can attach, to an engine that is nobody's."""
+    connection = await socket_.session()
+    await socket_.say(connection, wk.Attach(request=1, engine_id="e", generation="g"))
+    session = (await socket_.said(wk.Attach)).session
+    socket_.workers.send(session, wk.Registered(request=1, endpoint="tcp://h:1"))
+    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.say(connection, FdBatch(first=0), memory.fd)
+    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+
+
+async def test_another_registration_while_descriptors_are_awaited_ends_the_session(
+    socket_: Listening, memory: SealedMemory
+) -> None:
+    """Its regions would be checked against the descriptors, and those of the first be mapped."""
+    connection = await socket_.session()
+    await socket_.say(connection, register(num_descriptors=3), memory.fd)
+    session = (await socket_.said(wk.Register)).session
+    socket_.workers.send(session, wk.FdsWanted(request=1))
+    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.say(connection, register(num_descriptors=2), memory.fd)
+    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+
+
+@pytest.mark.parametrize("notices", [True, False])
+async def test_a_rank_that_resumes_keeps_the_notices_that_it_registered_with(
+    socket_: Listening, memory: SealedMemory, notices: bool
+) -> None:
+    """The mover takes a descriptor for them where the registration said so, and else for a region's."""
+    connection = await socket_.session()
+    with socket.socket() as own, socket.socket() as other:
+        for flag, notice in ((notices, own), (not notices, other)):
+            behind = [notice.fileno()] * flag
+            await socket_.say(connection, register(notices=flag), memory.fd, *behind)
+            session = (await socket_.said(wk.Register)).session
+            if flag is notices:
+                socket_.workers.commit_region_fds(session)
+    before = len(socket_.workers.bind_fds(session))
+    resume = wk.Resume(request=2, regions=register().regions, incarnation="second")
+    await socket_.say(connection, resume, memory.fd)
+    await socket_.said(wk.Resume)
+    socket_.workers.commit_region_fds(session)
+    assert len(socket_.workers.bind_fds(session)) == before == 2 + notices

@@ -1,0 +1,113 @@
+"""Movers that say Delivered to their worker themselves: the daemon is silent, and the source hears of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.errors import Code
+from kvxferd.ids import Ticket
+from kvxferd.wire import worker as wk
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.notices = True
+    return world
+
+
+def test_the_daemon_does_not_say_it_again(world: World, source: Worker, sink: Worker) -> None:
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)  # of two it would complain
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_the_daemon_says_it_where_the_mover_could_not(world: World, source: Worker, sink: Worker) -> None:
+    sink.notices = False  # full: the mover's word does not fit in
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_a_pull_that_moves_nothing_is_told_by_the_daemon(world: World, source: Worker, sink: Worker) -> None:
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), [], TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_mover_that_ends_between_its_two_words(
+    world: World, source: Worker, sink: Worker, said: bool
+) -> None:
+    """The worker has the bytes. What it says before it leaves is how the source hears."""
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    mover.hold = False
+    mover.copy()
+    mover.finish = lambda: None  # type: ignore[method-assign]
+    assert sink.ended(ticket) is None
+    if said:
+        sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
+    sink.close()
+    world.advance(1)
+    assert [m.why for m in source.heard(wk.Released)] == ([Code.COMPLETED] if said else [])
+    world.advance(60)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED if said else Code.LEASE_EXPIRED]
+
+
+def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: Worker, sink: Worker) -> None:
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket), Ticket(77))))
+    sink.say(wk.Suspend())
+    mover.die()
+    assert sink.ended(ticket) is None  # it knows
+    assert sink.heard(wk.Suspended)
+    world.advance(1)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker, sink: Worker) -> None:
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
+    mover = mover_of(sink)
+    mover.hold = True
+    world.hold_network = False
+    world.deliver()
+    mover.die()
+    assert sink.ended(ticket) is None  # read again, by the next mover
+
+
+def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
+    world: World, source: Worker, sink: Worker
+) -> None:
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.1)
+    assert isinstance(sink.ended(ticket), wk.Failed)
+    sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
+    sink.close()
+    world.advance(60)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
+    world: World, source: Worker, sink: Worker
+) -> None:
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.1)
+    assert isinstance(sink.ended(ticket), wk.Failed)
+    mover.copy()
+    mover.finish()
+    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=Ticket(ticket))]
+
+
+@pytest.mark.parametrize("notices", [False, True])
+def test_a_mover_is_bound_with_the_notices_of_its_session(world: World, notices: bool) -> None:
+    world.notices = notices
+    worker = world.engine(world.host("d"), "decode")[0]
+    assert mover_of(worker).bound_with_notices is notices

@@ -1,0 +1,180 @@
+"""One user cannot make all others `busy`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import Settings, worker_requests
+from kvxferd.core.fair_share import FairShare
+from kvxferd.core.limits import Limits, PullAdmission
+from kvxferd.errors import BusyError, Code
+from kvxferd.ids import SessionId
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
+
+FIRST, SECOND = 1000, 2000
+
+
+def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
+    shares = FairShare(128)
+    assert sum(shares.acquire(FIRST) for _ in range(200)) == 112
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 8
+    shares.release(FIRST, 50)
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 42
+    assert shares.held == 112
+
+
+def test_a_small_limit_is_nobodys_reserve() -> None:
+    shares = FairShare(2)
+    assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
+
+
+def register(world: World, host: Host, name: str, uid: int) -> Worker:
+    worker = world.connect(host)
+    host.node.sessions[worker.session].uid = uid
+    worker.spec, worker.layout = spec_of(name), LAYOUT
+    worker.memory = bytearray(LAYOUT.regions[0].size_bytes)
+    world.register_again(worker)
+    return worker
+
+
+LAYOUT = attention_layout(
+    spec=spec_of("any"), layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
+)
+
+
+def test_ranks_have_a_share_of_each_user() -> None:
+    world = World(settings=Settings(limits=Limits(max_ranks=16)))
+    host = world.host("p")
+    first = [register(world, host, f"a{n}", FIRST) for n in range(16)]
+    refused = [w.heard(wk.Refused) for w in first]
+    assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
+    assert refused[-1][0].code is Code.BUSY
+    assert "uid 1000" in refused[-1][0].message
+    second = register(world, host, "b", SECOND)
+    assert second.heard(wk.Registered)
+
+
+def test_bytes_in_flight_have_a_share_of_each_user() -> None:
+    load = PullAdmission(Limits(max_inflight_bytes=1600))
+    session = SessionId(1)
+    load.check(session, FIRST, 1400, "pull")
+    load.add(session, FIRST, 1400)
+    with pytest.raises(BusyError, match="uid 1000"):
+        load.check(session, FIRST, 10, "pull")
+    load.check(session, SECOND, 100, "pull")
+    load.remove(session, FIRST, 1400)
+    assert load.inflight_bytes == 0
+
+
+def test_pulls_are_counted_for_the_ranks_user() -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    (sink,) = world.engine(world.host("b"), "decode")
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.host.node.pulls._admission.inflight_bytes > 0
+    mover_of(sink).die()
+
+
+def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
+    return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
+
+
+def two_users(world: World) -> tuple[Worker, Worker]:
+    host = world.host("d")
+    return register(world, host, "decode-1", FIRST), register(world, host, "decode-2", SECOND)
+
+
+def failed_of(worker: Worker, ticket: int) -> wk.Failed | None:
+    found = worker.ended(ticket)
+    assert found is None or isinstance(found, wk.Failed)
+    return found
+
+
+def test_made_up_references_leave_peers_for_others() -> None:
+    world = World(settings=Settings(limits=Limits(max_peers=16)))
+    first, second = two_users(world)
+    tickets = [first.pull(ref_to(f"nobody-{n}"), SINK_IDS, TOKENS) for n in range(16)]
+    failed = [failed_of(first, ticket) for ticket in tickets]
+    assert [bool(f) for f in failed] == [False] * 14 + [True] * 2
+    assert failed[-1] is not None
+    assert failed[-1].code is Code.BUSY
+    assert failed_of(second, second.pull(ref_to("other"), SINK_IDS, TOKENS)) is None
+    world.advance(30.0)
+    assert first.host.node.peers._peer_share.held == 0
+    assert first.host.node.peers._learning_share.held == 0
+
+
+def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
+    world = World()
+    first, second = two_users(world)
+    first.host.node.peers._learning_share.limit = 16
+    for n in range(14):
+        first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
+    failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
+    assert failed is not None
+    assert failed.code is Code.BUSY
+    assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
+
+
+def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_requests, "MAX_PREPARED_PER_NODE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for n in range(20):
+        first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 14
+    second.say(wk.Prepare(ref=ref_to("p")))
+    assert len(node.sessions[second.session].prepared) == 1
+    first.close()
+    world.advance(25.0)
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 0
+
+
+def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
+    """An engine may abort many requests; nothing that they asked waits for an answer."""
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink, _ = two_users(world)
+    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(8)]
+    for ref in refs:
+        sink.say(wk.Prepare(ref=ref))
+        sink.say(wk.Abandon(ref=ref))
+    assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED] * 8
+    assert sink.host.node.worker_requests._prepared_share.held_by(FIRST) == 0
+    assert sink.host.node.sessions[sink.session].num_discarded == 0
+
+
+def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_requests, "MAX_ABANDONING_PER_NODE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for _ in range(3):
+        first.say(wk.Abandon(ref=ref_to("p")))
+    assert node.worker_requests._abandoning_share.held == 1
+    for n in range(20):
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.worker_requests._abandoning_share.held_by(FIRST) == 14
+    second.say(wk.Abandon(ref=ref_to("p")))
+    assert node.worker_requests._abandoning_share.held_by(SECOND) == 1
+    world.advance(130.0)
+    assert node.worker_requests._abandoning_share.held == 0
+    assert not node.sessions[first.session].abandoning
+
+
+def test_a_small_limit_has_a_place_for_a_second_user_too():
+    shares = FairShare(8)
+    assert all(shares.acquire(1000) for _ in range(7))
+    assert not shares.acquire(1000)
+    assert shares.acquire(1001)
+    assert not shares.acquire(1002)

@@ -1,0 +1,88 @@
+"""Whose mover serves whose fence page, and what a page that no mover can use costs: its own session."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.errors import Code
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Versions
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of, spec_of
+from tests.unit.core.test_authorization import connect_as, register_as
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def attach(worker, engine_id: str = "prefill") -> None:
+    worker.say(wk.Attach(request=5, engine_id=engine_id, generation="g1"))
+    worker.spec = spec_of(engine_id)
+
+
+@pytest.mark.parametrize("uid", [1001, 0])
+def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, uid):
+    """Root is an owner of its own: it publishes for engines of its own."""
+    host = world.host("p")
+    stranger = connect_as(world, host, uid)
+    attach(stranger)
+    rank = register_as(world, host, 1000, spec_of("prefill", publish_implies_ready=True))
+    assert host.node.fence_pages.is_served(rank.session)
+    assert not host.node.fence_pages.is_served(stranger.session)
+    stranger.publish("t1", IDS, TOKENS)
+    assert [m.code for m in stranger.heard(wk.PublishRefused)] == [Code.OUT_OF_PLACE]
+
+
+def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
+    host = world.host("p")
+    register_as(world, host, 1000, spec_of("prefill"))
+    root = connect_as(world, host, 0)
+    attach(root)
+    (refused,) = root.heard(wk.Refused)
+    assert refused.code is Code.NOT_ALLOWED
+    assert "1000" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("versions", "code"),
+    [(Versions(1, 1), Code.REGION_INVALID), (Versions(1, 2), Code.MOVER_LOST)],
+    ids=["the client's own", "the daemon's"],
+)
+def test_a_page_that_no_mover_can_use_ends_its_session_alone(world, versions, code):
+    host = world.host("p")
+    (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
+    mover = mover_of(rank)
+    world.versions = versions
+    bad = world.connect(host)
+    world.versions = wk.WORKER_VERSIONS
+    bad.spoilt = True
+    attach(bad)
+    (farewell,) = bad.heard(wk.Farewell)
+    assert farewell.code is code
+    assert "fence page" in farewell.message
+    assert not bad.connected
+    assert mover.alive
+    assert mover_of(rank) is mover
+    (sink,) = world.engine(world.host("d"), "decode")
+    ticket = sink.pull(rank.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):
+    host = world.host("p")
+    (first,) = world.engine(host, "first")
+    (second,) = world.engine(host, "second")
+    code, text = Code.REGION_INVALID, "cannot"
+    mover_of(second).say(mv.FenceRefused(session=first.session, code=code, message=text))
+    assert first.connected
+    assert not first.heard(wk.Farewell)
+    assert host.node.fence_pages.get(first.session)
+
+
+def test_a_slot_without_a_word_publishes_nothing(world):
+    (rank,) = world.engine(world.host("p"), "prefill")
+    rank.say(wk.Publish(transfer_id="t1", nonce="0" * 32, blocks={}, num_tokens=1, fence_slot=3), bytes(16))
+    (refused,) = rank.heard(wk.PublishRefused)
+    assert "slot 3 holds no word" in refused.message

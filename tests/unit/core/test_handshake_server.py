@@ -1,0 +1,225 @@
+"""One exchange fetches a whole engine, or says in words why not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import Settings
+from kvxferd.core.snapshot import TopologyRecord
+from kvxferd.errors import Code
+from kvxferd.ids import Rank
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Versions
+from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerHello, PeerRefused
+from tests.support.simulation import World, spec_of
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def ask(world, host, question):
+    """Ask as a bare peer; return what came back."""
+    from kvxferd.core import events as ev
+
+    answers = []
+    for effect in host.node.feed(ev.PeerRequest(b"stranger", question), world.now):
+        answers.append(effect.message)
+    return answers
+
+
+def fetch(world, host, engine="prefill", generation="g1", wait_s=5.0, pp_aware=True):
+    question = FetchEngine(
+        request=1, engine_id=engine, generation=generation, wait_s=wait_s, pp_aware=pp_aware
+    )
+    return ask(world, host, question)
+
+
+def test_the_manifest_names_every_rank_of_every_stage(world):
+    host = world.host("p")
+    world.engine(host, "prefill", pp=2, tp=4, layers=4)
+    (manifest,) = fetch(world, host)
+    assert isinstance(manifest, EngineManifest)
+    assert [m.rank for m in manifest.ranks] == [Rank(pp, tp) for pp in range(2) for tp in range(4)]
+    assert [(m.layout.start_layer, m.layout.end_layer) for m in manifest.ranks] == [(0, 2)] * 4 + [(2, 4)] * 4
+    assert len({m.binding.agent for m in manifest.ranks}) == 8
+
+
+def test_any_parallelism_is_read_by_any_other(world):
+    sources = world.engine(world.host("p"), "prefill", pp=2, tp=2, layers=3)
+    sinks = world.engine(world.host("d"), "decode", layout="NHD", pp=3, tp=1, layers=3, block_tokens=3)
+    for source in sources:
+        source.fill(IDS, TOKENS, seed=1)
+    ref = sources[0].publish("t1", IDS, TOKENS)
+    for source in sources[1:]:
+        source.say(wk.Ready(transfer_id="t1"))
+    ids = [8, 6, 4, 2]
+    for sink in sinks:
+        assert isinstance(sink.ended(sink.pull(ref, ids, TOKENS)), wk.Delivered)
+        assert sink.num_wrong(ids, TOKENS, seed=1) == 0
+    assert [m.why for m in sources[3].heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_an_incomplete_engine_is_waited_for_and_its_missing_ranks_named(world):
+    host = world.host("p")
+    spec = spec_of("prefill", pp=2, tp=2)
+    world.register(host, spec)
+    assert fetch(world, host) == []
+    effects = []
+    world.now += 5.1
+    from kvxferd.core import events as ev
+
+    effects = [e.message for e in host.node.feed(ev.Tick(), world.now)]
+    (refused,) = effects
+    assert refused.code is Code.ENGINE_INCOMPLETE
+    assert "3 of its 4 ranks" in refused.message
+    assert all(name in refused.message for name in ("pp0.tp1", "pp1.tp0", "pp1.tp1"))
+
+
+def test_a_pull_goes_on_when_the_last_rank_comes(world):
+    host = world.host("p")
+    spec = spec_of("prefill", tp=2)
+    first = world.register(host, spec)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = first.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None
+    last = world.register(host, msgspec.structs.replace(spec, tp_rank=1))
+    last.say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_an_unknown_engine_is_refused_after_a_moment(world):
+    host = world.host("p")
+    sink = world.engine(world.host("d"), "decode")[0]
+    source = world.engine(host, "prefill")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(msgspec.structs.replace(ref, engine_id="nobody"), SINK_IDS, TOKENS)
+    world.advance(1.1)
+    assert sink.ended(ticket).code is Code.ENGINE_UNKNOWN
+
+
+def test_a_peer_that_is_not_pp_aware_is_refused_an_engine_with_stages(world):
+    host = world.host("p")
+    world.engine(host, "prefill", pp=2)
+    (refused,) = fetch(world, host, pp_aware=False)
+    assert refused.code is Code.NOT_PP_AWARE
+
+
+def test_a_peer_that_is_not_pp_aware_may_have_an_engine_of_one_stage(world):
+    host = world.host("p")
+    world.engine(host, "prefill", tp=2)
+    assert isinstance(fetch(world, host, pp_aware=False)[0], EngineManifest)
+
+
+def test_an_engine_that_is_not_pp_aware_gets_a_refusal_never_rank_0_alone(world):
+    sources = world.engine(world.host("p"), "prefill", pp=2)
+    sink = world.engine(world.host("d"), "decode", pp_aware=False)[0]
+    ref = sources[0].publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(ticket).code is Code.NOT_PP_AWARE
+    assert "decode" in sink.ended(ticket).message
+
+
+def test_a_node_that_is_not_pp_aware_says_so(world):
+    world.settings = Settings(pp_aware=False)
+    sources = world.engine(world.host("p"), "prefill", pp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = sources[0].publish("t1", IDS, TOKENS)
+    assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.NOT_PP_AWARE
+
+
+def test_an_old_generation_is_refused_by_name_of_the_new(world):
+    host = world.host("p")
+    world.engine(host, "prefill", generation="g1")
+    world.engine(host, "prefill", generation="g2")
+    (refused,) = fetch(world, host, generation="g1")
+    assert refused.code is Code.GENERATION_STALE
+    assert "prefill@g2" in refused.message
+
+
+def test_a_wrong_version_is_refused_with_both(world):
+    host = world.host("p")
+    (refused,) = ask(
+        world, host, PeerHello(request=1, versions=Versions(7, 9), boot="b", endpoint="tcp://x:1")
+    )
+    assert isinstance(refused, PeerRefused)
+    assert refused.code is Code.BAD_VERSION
+    assert "7 to 9" in refused.message
+
+
+def test_an_engine_is_fetched_once_for_many_pulls(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sinks = [world.engine(world.host("d"), "decode")[0]]
+    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(5)]
+    world.hold_network = True
+    tickets = [sinks[0].pull(ref, SINK_IDS, TOKENS) for ref in refs]
+    world.deliver()
+    assert all(isinstance(sinks[0].ended(t), wk.Delivered) for t in tickets)
+    from kvxferd.core.snapshot import HandshakeRecord
+
+    handshakes = [r for r in world.hosts["d"].records if isinstance(r, HandshakeRecord)]
+    assert [(h.outcome, h.num_ranks) for h in handshakes] == [("ok", 1)]
+
+
+def test_layouts_that_cannot_agree_are_refused_field_by_field(world):
+    source = world.engine(world.host("p"), "prefill", layers=3)[0]
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.ended(ticket).code in (Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE)
+    assert "layer" in sink.ended(ticket).message
+
+
+def test_the_ranks_topology_knows_every_stage_and_says_so_once(world):
+    sources = world.engine(world.host("p"), "prefill", pp=2, tp=2, layers=4)
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    for number in range(2):
+        ref = sources[0].publish(f"t{number}", IDS, TOKENS)
+        for source in sources[1:]:
+            source.say(wk.Ready(transfer_id=f"t{number}"))
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    topology = sink.host.node.sessions[sink.session].rank.topology
+    infos = [topology.get_engine_info("prefill", stage) for stage in range(2)]
+    assert [(i.remote_pp_rank, i.start_layer, i.end_layer) for i in infos] == [(0, 0, 2), (1, 2, 4)]
+    assert [i.remote_tp_size for i in infos] == [2, 2]
+    said = [r for r in sink.host.records if isinstance(r, TopologyRecord)]
+    assert [(r.source, r.stage) for r in said] == [("prefill", 0), ("prefill", 1)]
+    assert "remote_pp=1" in said[1].text
+
+
+def test_a_rank_does_not_read_its_own_engine(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    ticket = source.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert source.ended(ticket).code is Code.NOT_ALLOWED
+
+
+@pytest.mark.parametrize("is_learnt", [False, True])
+def test_a_pull_whose_peer_fell_silent_names_it_and_what_to_check(world, is_learnt):
+    """Its daemon came back on another port, say. A peer that was known is asked without a greeting."""
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    if is_learnt:
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    world.advance(3)
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=8.0)
+    world.advance(8.5)
+    failed = sink.ended(ticket)
+    assert failed.code is Code.DEADLINE
+    assert "tcp://p:9441 was asked for" in failed.message
+    assert "has sent nothing for 8.0 s; check that a daemon runs there, on that port" in failed.message
+    assert failed.message.endswith("or its ranks were not ready, for which it waits 10 s")
+
+
+def test_ranks_of_one_node_ask_their_daemon_which_is_no_peer_of_its_own(world):
+    host = world.host("p")
+    source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert host.node.peers.endpoints() == {host.endpoint}
+    assert host.node.snapshot().peers == ()

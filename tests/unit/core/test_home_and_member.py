@@ -1,0 +1,252 @@
+"""An engine whose stages register with daemons on several nodes is one engine at its home."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.errors import Code
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
+from kvxferd.wire.peer import JoinRank, RankReady
+from tests.support.simulation import World, spec_of
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def spread(world):
+    """Two stages on two hosts, and a reader on a third."""
+    home, other = world.host("p0"), world.host("p1")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    stages = [
+        world.register(home, spec),
+        world.register(other, msgspec.structs.replace(spec, pp_rank=1)),
+    ]
+    for stage in stages:
+        stage.fill(IDS, TOKENS, seed=1)
+    sink = world.engine(world.host("d"), "decode", layout="NHD", layers=4)[0]
+    return stages, sink
+
+
+def test_a_third_node_reads_both_stages(world, spread):
+    stages, sink = spread
+    assert all(stage.heard(wk.Registered) for stage in stages)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None  # the other stage has not finished writing
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+    assert [[m.why for m in s.heard(wk.Released)] for s in stages] == [[Code.COMPLETED]] * 2
+
+
+def test_every_source_mover_polls_before_the_grant(world, spread):
+    stages, sink = spread
+    movers = [m for s in stages for m in s.host.movers.values()]
+    assert not any(m.attended for m in movers)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    sink.say(wk.Prepare(ref=ref))
+    assert all(m.attended for m in movers)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    world.advance(2 * world.settings.polling_linger_s + 0.1)  # at home, then at the member
+    assert not any(m.attended for m in movers)
+
+
+def test_a_publish_away_from_home_is_refused_by_name(world, spread):
+    stages, _ = spread
+    stages[1].publish("t1", IDS, TOKENS)
+    (refused,) = stages[1].heard(wk.PublishRefused)
+    assert refused.code is Code.NOT_HOME
+    assert "tcp://p0:9441" in refused.message
+
+
+def test_a_members_worker_that_dies_voids_the_engines_transfers(world, spread):
+    stages, sink = spread
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    word = bytes(stages[0].fence[:16])
+    stages[1].close()
+    assert [m.why for m in stages[0].heard(wk.Released)] == [Code.RANK_LOST]
+    assert bytes(stages[0].fence[:16]) != word
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.advance(6)
+    assert isinstance(sink.ended(ticket), wk.Failed)
+
+
+def test_without_its_home_a_rank_is_refused_with_a_reason(world):
+    other = world.host("p1")
+    spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
+    worker = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
+    world.advance(11)
+    (refused,) = worker.heard(wk.Refused)
+    assert refused.code is Code.HOME_UNREACHABLE
+
+
+def test_a_home_refuses_a_rank_that_disagrees(world):
+    home, other = world.host("p0"), world.host("p1")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    world.register(home, spec)
+    worker = world.register(other, msgspec.structs.replace(spec, pp_rank=1, fingerprint="other"))
+    (refused,) = worker.heard(wk.Refused)
+    assert refused.code is Code.SHAPE_MISMATCH
+
+
+def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
+    stages, sink = spread
+    first = stages[0].publish("t0", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t0"))
+    assert isinstance(sink.ended(sink.pull(first, SINK_IDS, TOKENS)), wk.Delivered)
+    next(iter(stages[1].host.movers.values())).die()
+    world.advance(1)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_a_rank_whose_join_was_answered_late_still_says_itself_again(world):
+    """Else a home that restarts would never hear of it."""
+    other = world.host("p1")
+    spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
+    member = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
+    world.advance(4)  # longer than a heartbeat; the home starts now
+    world.host("p0")
+    world.advance(3)
+    assert member.heard(wk.Registered)
+    home = world.host("p0")  # again
+    world.advance(7)
+    (engine,) = home.node.registry
+    assert list(engine.ranks) == [(1, 0)]
+
+
+def test_ready_that_was_said_before_the_rank_joined_again_is_not_lost(world, spread):
+    stages, sink = spread
+    next(iter(stages[1].host.movers.values())).die()
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))  # its mover is not there yet, nor known at home
+    world.advance(5)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, spread):
+    """The home takes no other one of that id while a member's word for the first may still arrive."""
+    stages, sink = spread
+    stages[0].publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    late = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RankReady)]
+    world.network.clear()
+    world.hold_network = False
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    assert stages[0].heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+    for envelope in late:
+        world.arrive(envelope)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.advance(2)
+    assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
+
+
+def test_a_release_that_members_are_still_to_hear_of_ends_no_other_transfer(world, spread):
+    stages, _ = spread
+    stages[0].publish("t1", IDS, TOKENS)
+    world.cut.update({("p0", "p1"), ("p1", "p0")})
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    stages[0].publish("t1", IDS, TOKENS)
+    assert stages[0].heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+    world.cut.clear()
+    world.advance(5)
+    assert [released.transfer_id for released in stages[1].heard(wk.Released)] == ["t1"]
+
+
+def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, spread):
+    """A DEALER that reconnects has another route; what waits for an answer follows it."""
+    stages, _ = spread
+    home = stages[0].host
+    stages[0].publish("t1", IDS, TOKENS)
+    world.cut.add(("p0", "p1"))
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    world.advance(1)
+    engine = next(iter(home.node.registry))
+    record = engine.ranks[1, 0]
+    secret = stages[1].host.node.member._secret
+    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
+    effects = home.node.feed(ev.PeerRequest(b"anew", again), world.now)
+    assert not [e for e in effects if hasattr(e.message, "why")]  # not all of them at once
+    effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
+    routes = [(e.route, e.message.transfer_id) for e in effects if hasattr(e.message, "why")]
+    assert routes == [(b"anew", "t1")]
+
+
+def test_a_member_that_could_not_be_asked_to_poll_is_asked_again_by_the_next_reader(world, spread):
+    stages, sink = spread
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
+    world.cut.add(("p0", "p1"))
+    sink.say(wk.Prepare(ref=ref))
+    for _ in range(6):
+        ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=30)  # somebody asks all the time
+        world.advance(2)
+    world.cut.clear()
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=9)
+    world.advance(4)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_a_member_of_whom_nothing_is_heard_for_very_long_is_forgotten(world, spread):
+    stages, _ = spread
+    home = stages[0].host
+    del world.hosts["p1"]
+    world.advance(world.settings.tombstone_s - 10)
+    assert len(next(iter(home.node.registry)).ranks) == 2
+    world.advance(20)
+    assert len(next(iter(home.node.registry)).ranks) == 1
+
+
+def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
+    stages, sink = spread
+    (mover,) = stages[1].host.movers.values()
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    world.host("p0")  # another daemon on the same endpoint
+    world.advance(10)
+    assert not mover.attended
+
+
+def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
+    """A lost "rest" that is sent again after a "poll" would leave a reader without a source that polls."""
+    stages, sink = spread
+    (mover,) = stages[1].host.movers.values()
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    world.cut.add(("p0", "p1"))
+    sink.say(wk.Abandon(ref=ref))
+    world.advance(world.settings.polling_linger_s + 0.5)  # "rest" is said, and lost
+    world.cut.clear()
+    again = stages[0].publish("t2", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t2"))
+    sink.say(wk.Prepare(ref=again))
+    world.advance(10)
+    assert mover.attended
+
+
+def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
+    stages, _ = spread
+    home = stages[0].host
+    record = next(iter(home.node.registry)).ranks[1, 0]
+    spec = msgspec.structs.replace(record.spec, engine_id="other")
+    manifest = msgspec.structs.replace(record.manifest(), spec=spec)
+    said = JoinRank(request=9, boot="evil", manifest=manifest)
+    (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
+    assert effect.message.code is Code.RANK_TAKEN

@@ -1,0 +1,195 @@
+"""What a node says when it has enough: `busy`, and when to ask again. Everyone else goes on."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import Settings
+from kvxferd.core import events as ev
+from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S, Limits
+from kvxferd.errors import Code
+from kvxferd.wire import worker as wk
+from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused
+from tests.support.simulation import World, mover_of, spec_of
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+
+
+def world_of(**limits: int) -> World:
+    return World(settings=Settings(limits=Limits(**limits)))
+
+
+def delivers(world: World, source, sink, name: str) -> bool:
+    return isinstance(
+        sink.ended(sink.pull(source.publish(name, IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+
+
+def test_a_rank_too_many_is_refused_and_may_come_when_another_has_gone():
+    world = world_of(max_ranks=2)
+    host = world.host("p")
+    first, second = world.engine(host, "prefill", tp=2)
+    third = world.register(host, spec_of("other"))
+    (refused,) = third.heard(wk.Refused)
+    assert (refused.code, refused.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
+    assert "limits.max_ranks = 2" in refused.message
+    second.close()
+    world.register_again(third)
+    assert third.heard(wk.Registered)
+    assert not first.heard(wk.Refused)
+
+
+def test_a_transfer_too_many_of_one_engine_is_refused_until_one_is_released():
+    world = world_of(max_transfers_per_engine=2)
+    host = world.host("p")
+    (source,), (other,) = world.engine(host, "prefill"), world.engine(host, "other")
+    for name in ("t1", "t2", "t3"):
+        source.publish(name, IDS, TOKENS)
+    (refused,) = source.heard(wk.PublishRefused)
+    assert (refused.transfer_id, refused.code, refused.retry_after_s) == ("t3", Code.BUSY, RETRY_AFTER_S)
+    other.publish("t1", IDS, TOKENS)
+    assert not other.heard(wk.PublishRefused)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    source.publish("t4", IDS, TOKENS)
+    assert len(source.heard(wk.PublishRefused)) == 1
+
+
+def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine():
+    world = world_of(max_transfers_per_engine=4)
+    host = world.host("p")
+    loud, quiet = world.engine(host, "loud", tp=2), world.engine(host, "quiet", tp=2)
+    for number in range(100):
+        loud[1].say(wk.Ready(transfer_id=f"never-{number}"))
+    assert len(host.node.published.table.early_ready) == 4
+    quiet[1].say(wk.Ready(transfer_id="t1"))
+    sink = world.engine(world.host("d"), "decode")[0]
+    assert delivers(world, quiet[0], sink, "t1")
+
+
+def test_a_pull_too_many_of_one_rank_fails_at_once_and_safely():
+    world = world_of(max_pulls_per_rank=2)
+    source = world.engine(world.host("p"), "prefill")[0]
+    host = world.host("d")
+    sink, other = world.engine(host, "decode")[0], world.engine(host, "other")[0]
+    world.hold_network = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(3)]
+    failed = sink.ended(tickets[2])
+    assert (failed.code, failed.safe_to_reuse, failed.retry_after_s) == (Code.BUSY, True, RETRY_AFTER_S)
+    assert other.ended(other.pull(source.publish("u", IDS, TOKENS), SINK_IDS, TOKENS)) is None
+    world.deliver()
+    world.hold_network = False
+    assert isinstance(sink.ended(tickets[0]), wk.Delivered)
+    assert delivers(world, source, sink, "later")
+
+
+def test_bytes_in_flight_are_bounded_and_a_pull_larger_than_the_bound_goes_alone():
+    world = world_of(max_inflight_bytes=1)
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    world.hold_network = True
+    alone = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    second = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.ended(alone) is None
+    assert sink.ended(second).code is Code.BUSY
+    assert "limits.max_inflight_bytes" in sink.ended(second).message
+    world.deliver()
+    assert isinstance(sink.ended(alone), wk.Delivered)
+    world.hold_network = False
+    assert delivers(world, source, sink, "t3")
+
+
+def test_what_every_end_of_a_pull_takes_off_the_load():
+    world = world_of()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    (mover,) = sink.host.movers.values()
+    load = sink.host.node.pulls._admission
+    assert delivers(world, source, sink, "delivered")
+    sink.pull(msgspec.structs.replace(source.publish("r", IDS, TOKENS), nonce="x"), SINK_IDS, TOKENS)
+    mover.hold = True
+    doubtful = sink.pull(source.publish("late", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=1.0)
+    assert load.inflight_bytes > 0
+    world.advance(2)
+    assert sink.ended(doubtful).safe_to_reuse is False
+    assert load.inflight_bytes > 0  # it may still be written
+    mover.die()
+    assert load.inflight_bytes == 0
+    sink.pull(source.publish("t4", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.close()
+    assert load.inflight_bytes == 0
+    assert not load._num_pulls
+
+
+def test_peers_too_many_are_not_asked():
+    world = world_of(max_peers=1)
+    sources = [world.engine(world.host(name), f"engine-{name}")[0] for name in ("a", "b")]
+    sink = world.engine(world.host("d"), "decode")[0]
+    mover_of(sink).hold = True
+    running = sink.pull(sources[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    failed = sink.ended(sink.pull(sources[1].publish("t2", IDS, TOKENS), SINK_IDS, TOKENS))
+    assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
+    world.feed(sink.host, ev.PeerDropRequested(sources[0].host.endpoint))
+    mover_of(sink).hold = False
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+    assert isinstance(sink.ended(running), wk.Delivered)
+    assert delivers(world, sources[1], sink, "t3")
+
+
+def test_a_peer_of_which_nothing_is_wanted_has_no_place_that_another_needs():
+    world = world_of(max_peers=1)
+    sources = [world.engine(world.host(name), f"engine-{name}")[0] for name in ("a", "b")]
+    sink = world.engine(world.host("d"), "decode")[0]
+    for number in range(4):
+        assert delivers(world, sources[number % 2], sink, f"t{number}")
+        assert sink.host.node.peers.endpoints() == {sources[number % 2].host.endpoint}
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_waiting_per_peer": 3}, {"max_waiting_per_peer": 3, "max_waiting": 3}]
+)
+def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
+    world = world_of(**limits)
+    host = world.host("p")
+
+    def ask(route: bytes, number: int):
+        question = FetchEngine(request=number, engine_id="nobody", generation="g", wait_s=5.0)
+        return [e.message for e in host.node.feed(ev.PeerRequest(route, question), world.now)]
+
+    assert [ask(b"loud", number) for number in range(3)] == [[]] * 3
+    (refused,) = ask(b"loud", 3)
+    assert isinstance(refused, PeerRefused)
+    assert (refused.request, refused.code, refused.retry_after_s) == (3, Code.BUSY, RETRY_AFTER_S)
+    assert ask(b"loud", 0) == []  # asked again: the same question
+    assert bool(ask(b"other", 0)) is ("max_waiting" in limits)
+    world.advance(2)
+    world.engine(host, "nobody", generation="g")
+    assert isinstance(ask(b"loud", 9)[0], EngineManifest)
+
+
+def test_grants_that_wait_are_bounded_and_the_pull_is_told():
+    world = world_of(max_waiting_per_peer=2)
+    stages = world.engine(world.host("p"), "prefill", tp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    refs = [stages[0].publish(f"t{n}", IDS, TOKENS) for n in range(3)]
+    tickets = [sink.pull(ref, SINK_IDS, TOKENS) for ref in refs]  # rank 1 is not ready
+    failed = sink.ended(tickets[2])
+    assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_AFTER_S)
+    for number in range(2):
+        stages[1].say(wk.Ready(transfer_id=f"t{number}"))
+        assert isinstance(sink.ended(tickets[number]), wk.Delivered)
+    stages[1].say(wk.Ready(transfer_id="t2"))
+    assert isinstance(sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_tombstones_are_bounded(monkeypatch):
+    monkeypatch.setattr("kvxferd.core.transfer_table.MAX_TOMBSTONES", 3)
+    world = world_of()
+    source = world.engine(world.host("p"), "prefill")[0]
+    for number in range(10):
+        source.publish(f"t{number}", IDS, TOKENS)
+        source.say(wk.Unpublish(transfer_id=f"t{number}"))
+    transfers = source.host.node.published.table
+    assert [transfer_id for _, transfer_id in transfers.tombstones] == ["t7", "t8", "t9"]
+    assert sum(name[0] == "tombstone" for name in source.host.node.context.timers._live) == 3

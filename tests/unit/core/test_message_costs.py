@@ -1,0 +1,141 @@
+"""What one message may cost: counted in what it looks at, not in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import Incarnation, Rank, SessionId
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.limits import (
+    MAX_GROUPS_PER_REQUEST,
+    MAX_NAME_CHARS,
+    MAX_NOTICED,
+    MAX_RANKS,
+    MAX_REGIONS,
+    MAX_SENTENCE_CHARS,
+)
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of
+
+
+class Counted(int):
+    """A ticket that counts how often it is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("num_pulls", [1, 64])
+def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(num_pulls: int) -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    (sink,) = world.engine(world.host("b"), "decode")
+    mover_of(sink).hold = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(num_pulls)]
+    Counted.num_compared = 0
+    strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_NOTICED - num_pulls))
+    sink.say(wk.DeliveredByMover(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
+    assert Counted.num_compared <= 4 * MAX_NOTICED
+    mover_of(sink).die()
+    assert all(isinstance(sink.ended(ticket), wk.Delivered | None) for ticket in tickets)
+
+
+def test_more_tickets_than_there_can_be_pulls_end_the_session() -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    sink.say(wk.DeliveredByMover(tickets=tuple(range(MAX_NOTICED + 1))))  # type: ignore[arg-type]
+    (farewell,) = sink.heard(wk.Farewell)
+    assert isinstance(farewell, wk.Farewell)
+    assert farewell.code is Code.BAD_FRAME
+
+
+@pytest.mark.parametrize("kind", ["publish", "pull"])
+def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    blocks = {f"g{n}": PackedBlocks(b"") for n in range(MAX_GROUPS_PER_REQUEST + 1)}
+    if kind == "publish":
+        sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, num_tokens=1, fence_slot=0), b"x" * 16)
+    else:
+        ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
+        sink.say(wk.Pull(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
+    assert sink.heard(wk.Farewell)
+
+
+def test_a_reference_of_the_wire_is_looked_at_too() -> None:
+    world = World()
+    (sink,) = world.engine(world.host("b"), "decode")
+    ref = TransferRef("tcp://a:9441", "e", "g", "t", "n", ready_tokens=1 << 63)
+    sink.say(wk.Pull(ticket=1, ref=ref, blocks={"full": PackedBlocks(b"")}, num_tokens=1, deadline_s=1.0))
+    (failed,) = sink.heard(wk.Failed)
+    assert isinstance(failed, wk.Failed)
+    assert failed.code is Code.TRANSFER_UNKNOWN
+
+
+def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
+    world = World()
+    host = world.host("a")
+    looked: list[None] = []
+    host.node.grant_server.reconsider = lambda _: looked.append(None)  # type: ignore[method-assign]
+    opened = SessionId(77)
+    world.feed(host, ev.WorkerConnected(opened, 1, 1000))
+    world.feed(host, ev.WorkerDisconnected(opened))
+    assert not looked
+    (source,) = world.engine(host, "prefill")
+    looked.clear()
+    world.feed(host, ev.WorkerDisconnected(source.session))
+    assert looked
+
+
+@pytest.mark.parametrize("kind", ["groups", "incarnations"])
+def test_a_list_longer_than_it_may_be_is_not_decoded(kind: str) -> None:
+    """A frame has room for 209,000 incarnations, which take 230 ms."""
+    named = ((Rank(0, 0), Incarnation("i")),) * (MAX_RANKS + 1 if kind == "incarnations" else 1)
+    names = range(MAX_GROUPS_PER_REQUEST + 1 if kind == "groups" else 1)
+    publish = wk.Publish(
+        transfer_id="t",
+        nonce="n",
+        blocks={f"g{n}": PackedBlocks(b"") for n in names},
+        num_tokens=1,
+        fence_slot=0,
+        incarnations=named,
+    )
+    with pytest.raises(ProtocolError, match="length <="):
+        CLIENT_MESSAGES.decode(encode(publish))
+
+
+def test_a_nonce_that_no_reference_could_name_is_not_kept() -> None:
+    world = World()
+    (source,) = world.engine(world.host("a"), "prefill")
+    source.publish("t", IDS, TOKENS, nonce="n" * (MAX_NAME_CHARS + 1))
+    (refused,) = source.heard(wk.PublishRefused)
+    assert isinstance(refused, wk.PublishRefused)
+    assert refused.code is Code.OUT_OF_PLACE
+    assert not source.host.node.published.table.live
+
+
+@pytest.mark.parametrize("num_regions", [MAX_REGIONS, MAX_REGIONS + 1])
+def test_what_was_wrongly_exported_is_said_in_short(num_regions: int) -> None:
+    world = World()
+    (model,) = world.engine(world.host("layout"), "e")
+    worker = world.connect(world.host("a"))
+    regions = tuple(wk.RegionExport(f"{number:0200}", 1) for number in range(num_regions))
+    assert model.spec is not None
+    assert model.layout is not None
+    register = wk.Register(
+        request=1, engine=model.spec, layout=model.layout, regions=regions, incarnation="i"
+    )
+    worker.say(register)
+    (refused,) = worker.heard(wk.Refused)
+    assert isinstance(refused, wk.Refused)
+    assert refused.code is Code.REGION_INVALID
+    assert len(refused.message) <= MAX_SENTENCE_CHARS

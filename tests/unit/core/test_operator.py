@@ -1,0 +1,145 @@
+"""What an operator does to a node: drop a peer, cancel a transfer, cancel a pull."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.core.snapshot import HandshakeRecord, PullRecord
+from kvxferd.errors import Code
+from kvxferd.ids import EngineKey
+from kvxferd.wire import worker as wk
+from tests.support.simulation import World, spec_of
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+PREFILL = EngineKey("prefill", "g1")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def source(world):
+    return world.engine(world.host("p"), "prefill")[0]
+
+
+@pytest.fixture
+def sink(world):
+    return world.engine(world.host("d"), "decode")[0]
+
+
+def handshakes(host) -> int:
+    return sum(isinstance(record, HandshakeRecord) for record in host.records)
+
+
+def test_a_dropped_peer_is_greeted_anew(world, source, sink):
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+    node = sink.host.node
+    (peer,) = node.peers.find("tcp://p:9441")
+    effects = node.feed(ev.PeerDropRequested(peer), world.now)
+    assert effects == [fx.ClosePeerConnection(peer)]
+    assert node.snapshot().peers == ()
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+    assert handshakes(sink.host) == 2
+
+
+@pytest.mark.parametrize("num_arrived", [0, 1, 2])  # waits for the greeting, for the engine, for the grant
+def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_arrived):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    for _ in range(2 * num_arrived):
+        world.arrive(world.network.popleft())
+    assert sink.ended(ticket) is None
+    world.feed(sink.host, ev.PeerDropRequested(source.host.endpoint))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    assert sink.ended(ticket).safe_to_reuse
+    world.network.clear()
+    world.hold_network = False
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    world.advance(100)
+    assert source.host.node.is_idle
+
+
+def test_a_pull_with_its_grant_goes_on_without_the_peer(world, source, sink):
+    (mover,) = sink.host.movers.values()
+    mover.hold = True
+    source.fill(IDS, TOKENS, seed=1)
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.feed(sink.host, ev.PeerDropRequested(source.host.endpoint))
+    mover.copy()
+    mover.finish()
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_an_unknown_peer_is_no_matter(world, sink):
+    assert sink.host.node.peers.find("tcp://nobody:1") == []
+    assert sink.host.node.feed(ev.PeerDropRequested("tcp://nobody:1"), world.now) == []
+
+
+def test_a_cancelled_transfer_is_released_with_its_fence_word_first(world, source, sink):
+    (mover,) = sink.host.movers.values()
+    mover.hold = True
+    ref = source.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    mover.copy()
+    world.feed(source.host, ev.TransferCancelRequested(PREFILL, "t1"))
+    assert [m.why for m in source.heard(wk.Released)] == [Code.CANCELLED]
+    mover.finish()
+    assert sink.ended(ticket).code is Code.RELEASED
+    for again in (PREFILL, EngineKey("prefill", "g2")):
+        world.feed(source.host, ev.TransferCancelRequested(again, "t1"))
+    assert len(source.heard(wk.Released)) == 1
+    late = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(late).code in (Code.RELEASED, Code.CANCELLED)
+
+
+def test_a_cancelled_pull_ends_once_and_gives_its_grant_back(world, source, sink):
+    (mover,) = sink.host.movers.values()
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    (pull,) = sink.host.node.snapshot().pulls
+    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    mover.copy()
+    mover.finish()  # it was too quick to be stopped, and says so
+    assert sink.ended(ticket) is not None
+    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    assert not sink.host.node.snapshot().pulls
+    records = [r for r in sink.host.records if isinstance(r, PullRecord)]
+    assert len(records) == 1
+    assert not source.host.node.published.table.by_grant
+
+
+def test_a_pull_that_no_mover_has_is_cancelled_at_once(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    (pull,) = sink.host.node.snapshot().pulls
+    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    world.deliver()
+    assert source.host.node.is_idle is False
+    assert sink.host.node.is_idle
+
+
+def test_dropping_an_engines_home_does_not_end_the_engine(world):
+    home, member = world.host("p0"), world.host("p1")
+    spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
+    stages = [world.register(home, spec), world.register(member, msgspec.structs.replace(spec, pp_rank=1))]
+    world.feed(member, ev.PeerDropRequested(home.endpoint))
+    world.advance(10)
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)

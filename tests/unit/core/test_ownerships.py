@@ -1,0 +1,169 @@
+"""An engine id is its user's through a restart of the daemon, for some minutes, and within bounds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.core import ownerships
+from kvxferd.core.context import NodeContext
+from kvxferd.core.ownerships import Ownerships
+from kvxferd.core.settings import Settings
+from kvxferd.errors import Code
+from kvxferd.ids import BootId, Endpoint
+from kvxferd.wire import worker as wk
+from tests.support.simulation import World, spec_of
+from tests.unit.core.test_authorization import connect_as, register_as
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def restarted(world: World, name: str):
+    """The next daemon of that node, with what the last one had kept."""
+    listed = world.hosts[name].node.ownerships.saved_users()
+    host = world.host(name)
+    world.feed(host, ev.OwnershipsLoaded(listed))
+    return host
+
+
+def refusals(worker) -> list[Code]:
+    return [m.code for m in worker.heard(wk.Refused)]
+
+
+def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
+    register_as(world, world.host("p"), 1000, spec_of("prefill"))
+    host = restarted(world, "p")
+    squatter = register_as(world, host, 1001, spec_of("prefill", generation="squatted"))
+    publisher = connect_as(world, host, 1001)
+    publisher.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
+    assert refusals(squatter) == refusals(publisher) == [Code.NOT_ALLOWED]
+    assert "uid 1000" in squatter.heard(wk.Refused)[0].message
+    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+
+
+def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
+    host = world.host("p")
+    first, second = (
+        register_as(world, host, 1000, msgspec.structs.replace(spec_of("prefill", tp=2), tp_rank=rank))
+        for rank in (0, 1)
+    )
+    first.close()
+    world.advance(2 * world.settings.ownership_s)
+    second.close()
+    world.advance(world.settings.ownership_s - 1)
+    assert refusals(register_as(world, host, 1001, spec_of("prefill"))) == [Code.NOT_ALLOWED]
+    world.advance(2)
+    assert register_as(world, host, 1001, spec_of("prefill")).heard(wk.Registered)
+    assert host.node.ownerships.saved_users() == (("prefill", 1001),)
+
+
+def test_who_never_had_a_readable_rank_owns_nothing(world):
+    host = world.host("p")
+    host.give_movers = False
+    register_as(world, host, 1001, spec_of("prefill")).close()
+    assert host.node.ownerships.saved_users() == ()
+
+
+def test_an_operator_gives_an_id_back(world):
+    register_as(world, world.host("p"), 1001, spec_of("prefill")).close()
+    host = restarted(world, "p")
+    world.feed(host, ev.DisownRequested("prefill"))
+    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+
+
+def test_root_takes_over_and_has_it_then(world):
+    host = world.host("p")
+    register_as(world, host, 1000, spec_of("prefill")).close()
+    register_as(world, host, 0, spec_of("prefill", generation="g2"))
+    assert host.node.ownerships.saved_users() == (("prefill", 0),)
+    assert refusals(register_as(world, host, 1000, spec_of("prefill", generation="g3"))) == [Code.NOT_ALLOWED]
+
+
+def register_here(world, host, uid, spec):
+    """Like `register_as`, for a spec that has its home in this world."""
+    other = World()
+    model = other.register(other.host("p"), msgspec.structs.replace(spec, home=""))
+    worker = connect_as(world, host, uid)
+    worker.spec, worker.layout, worker.memory = spec, model.layout, model.memory
+    world.register_again(worker)
+    return worker
+
+
+def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
+    """It has no user at its home, so whoever was on that node could end it by a start of another name."""
+    home = world.host("p0")
+    spec = spec_of("big", tp=2, home=home.endpoint)
+    assert world.register(world.host("p1"), spec).heard(wk.Registered)
+    key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
+    assert refusals(register_here(world, home, 4242, other)) == [Code.NOT_ALLOWED]
+    assert not home.node.registry.is_superseded(key)
+    scheduler = connect_as(world, home, 4242)
+    scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
+    assert scheduler.heard(wk.Registered)
+    beside = register_here(world, home, 1000, msgspec.structs.replace(spec, tp_rank=1))
+    assert beside.heard(wk.Registered)
+    beside.close()
+    assert register_here(world, home, 1000, other).heard(wk.Registered)
+
+
+def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
+    world = World(settings=Settings(own_uid=1000))
+    home = world.host("p0")
+    world.register(world.host("p1"), spec_of("big", home=home.endpoint))
+    replaced = spec_of("big", home=home.endpoint, generation="g2")
+    assert register_here(world, home, 1000, replaced).heard(wk.Registered)
+
+
+# --- bounds
+
+
+def owned() -> Ownerships:
+    endpoint = Endpoint("tcp://a:1")
+    return Ownerships(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+
+
+def test_a_users_bound_costs_that_user_the_oldest(monkeypatch):
+    monkeypatch.setattr(ownerships, "MAX_PER_USER", 3)
+    own = owned()
+    own.rank_ready("other", 2000)
+    for name in ("live", "a", "b", "c"):
+        own.rank_ready(name, 1000)
+        if name != "live":
+            own.last_rank_left(name)
+    assert dict(own.saved_users()) == {"other": 2000, "live": 1000, "b": 1000, "c": 1000}
+
+
+def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
+    monkeypatch.setattr(ownerships, "MAX_OWNERSHIPS", 2)
+    own = owned()
+    own.restore((("a", 1), ("b", 2), ("c", 3)))
+    own.rank_ready("d", 4)
+    own.rank_ready("a", 1)
+    assert dict(own.saved_users()) == {"a": 1, "b": 2}
+
+
+def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(world):
+    host = world.host("p")
+    rank = register_as(world, host, 1000, spec_of("prefill"))
+    (shown,) = host.node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.expires_in_s) == ("prefill", 1000, None)
+    rank.close()
+    world.advance(100)
+    (shown,) = host.node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s - 100
+    assert shown.num_kept_ranks == 1
+    (shown,) = restarted(world, "p").node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s
+
+
+def test_ranks_that_are_kept_for_another_node_are_shown_too(world):
+    node = world.host("p").node
+    node.ownerships.rank_holders.restore(
+        [("spanning", "g1", 0, 0, "ab" * 32), ("spanning", "g1", 0, 1, "ab" * 32)]
+    )
+    (shown,) = node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.num_kept_ranks) == ("spanning", None, 2)

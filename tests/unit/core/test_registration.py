@@ -1,0 +1,463 @@
+"""Who may be a rank, and what a bad registration costs: itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.core.worker_requests import MAX_PREPARED
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, MoverId
+from kvxferd.layout import PackedBlocks
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.common import BlockIds, Refusal, Versions
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
+from tests.support.simulation import World, spec_of
+
+IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def refusal(worker) -> wk.Refused:
+    (refused,) = worker.heard(wk.Refused)
+    return refused
+
+
+def test_a_registration_is_answered_once_its_memory_is_mapped(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+
+
+def test_two_workers_that_claim_one_rank(world):
+    host = world.host("p")
+    first = world.register(host, spec_of("e"))
+    second = world.register(host, spec_of("e"))
+    assert refusal(second).code is Code.RANK_TAKEN
+    first.close()
+    world.register_again(second)
+    assert second.heard(wk.Registered)
+
+
+def test_the_same_registration_again_is_refused_and_changes_nothing(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    movers = len(worker.host.movers)
+    worker.publish("t1", IDS, TOKENS)
+    world.register_again(worker, request=7)
+    assert len(worker.host.movers) == movers
+    assert not worker.heard(wk.Released)
+    assert not worker.heard(wk.MoverChanged)
+    assert (refusal(worker).request, refusal(worker).code) == (7, Code.OUT_OF_PLACE)
+    assert len(worker.heard(wk.Registered)) == 1
+    worker.publish("t2", IDS, TOKENS)
+    assert not worker.heard(wk.PublishRefused)
+
+
+def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    world.register_again(worker, incarnation="second")
+    assert refusal(worker).code is Code.INCARNATION_CHANGED
+    assert [m.why for m in worker.heard(wk.Released)] == [Code.RANK_LOST]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tp_size": 4}, "tp_size"),  # another shape
+        ({"num_layers": 9}, "num_layers"),
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+        ({"fingerprint": "other"}, "fingerprint"),
+    ],
+)
+def test_ranks_that_disagree_on_the_engine(world, change, named):
+    host = world.host("p")
+    world.register(host, spec_of("e", tp=2))
+    other = msgspec.structs.replace(spec_of("e", tp=2), tp_rank=1, **change)
+    worker = world.connect(host)
+    worker.spec = other
+    worker.layout = attention_layout(
+        spec=spec_of("e", tp=2), num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
+    world.register_again(worker)
+    assert refusal(worker).code is Code.SHAPE_MISMATCH
+    assert named in refusal(worker).message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tp_rank": 1},
+        {"tp_rank": -1},
+        {"pp_size": 0},
+        {"tp_size": 1 << 20},
+        {"engine_id": ""},
+        {"engine_id": "x" * 300},
+    ],
+)
+def test_a_rank_that_cannot_be(world, change):
+    worker = world.register(world.host("p"), spec_of("e"))
+    other = world.connect(worker.host)
+    other.spec, other.layout = msgspec.structs.replace(worker.spec, **change), worker.layout
+    world.register_again(other)
+    assert refusal(other).code is Code.RANK_INVALID
+
+
+def test_strides_that_reach_outside_the_region(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    other = world.connect(worker.host)
+    tensors = worker.layout.tensors
+    wide = msgspec.structs.replace(tensors[-1], block_stride=tensors[-1].block_stride * 2)
+    other.spec = spec_of("other")
+    other.layout = msgspec.structs.replace(worker.layout, tensors=(*tensors[:-1], wide))
+    world.register_again(other)
+    assert refusal(other).code is Code.LAYOUT_INVALID
+
+
+def test_regions_other_than_the_layouts(world):
+    worker = world.connect(world.host("p"))
+    spec = spec_of("e")
+    layout = attention_layout(
+        spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
+    region = layout.regions[0]
+    export = wk.RegionExport(region.region, region.size_bytes - 1, 0)
+    worker.say(wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i"))
+    assert refusal(worker).code is Code.REGION_INVALID
+
+
+def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
+    worker = world.connect(world.host("p"))
+    spec = spec_of("e")
+    layout = attention_layout(
+        spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
+    )
+    export = wk.RegionExport(layout.regions[0].region, layout.regions[0].size_bytes, 0)
+    said = wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i")
+    world.feed(
+        worker.host, ev.WorkerMessage(worker.session, said, Refusal(Code.REGION_UNSEALED, "cannot use it"))
+    )
+    assert refusal(worker) == wk.Refused(request=1, code=Code.REGION_UNSEALED, message="cannot use it")
+
+
+def test_stages_with_a_gap_are_refused_when_the_engine_would_be_complete(world):
+    host = world.host("p")
+    spec = spec_of("e", pp=2, layers=4)
+    world.register(host, spec, start_layer=0, end_layer=1)
+    last = world.register(host, msgspec.structs.replace(spec, pp_rank=1), start_layer=2, end_layer=4)
+    assert refusal(last).code is Code.LAYERS_MISSING
+
+
+def test_without_movers_the_registration_is_refused_and_the_session_lives(world):
+    host = world.host("p")
+    host.give_movers = False
+    worker = world.register(host, spec_of("e"))
+    text = "cannot register: nixl is not installed"
+    world.feed(host, ev.MoverUnavailable(worker.session, Refusal(Code.NIXL_UNAVAILABLE, text)))
+    assert refusal(worker).code is Code.NIXL_UNAVAILABLE
+    host.give_movers = True
+    world.register_again(worker)
+    assert worker.heard(wk.Registered)
+
+
+def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
+    host = world.host("p")
+    neighbour = world.register(host, spec_of("e"))
+    stranger = world.connect(host)
+    fresh = type(stranger)(world, host, 999)
+    host.workers[999] = fresh
+    world.feed(host, ev.WorkerConnected(999, 1, 0))
+    fresh.say(wk.Ready(transfer_id="t"))
+    assert [m.code for m in fresh.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert 999 not in host.node.sessions
+    assert neighbour.connected
+
+
+def test_a_client_of_another_version_is_told_which_are_spoken(world):
+    host = world.host("p")
+    worker = world.connect(host)
+    fresh = type(worker)(world, host, 999)
+    host.workers[999] = fresh
+    world.feed(host, ev.WorkerConnected(999, 1, 0))
+    fresh.say(wk.Hello(versions=Versions(5, 6), client="future"))
+    (farewell,) = fresh.heard(wk.Farewell)
+    assert farewell.code is Code.BAD_VERSION
+    assert "5 to 6" in farewell.message
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens"),
+    [([99, 1, 2], TOKENS), ([-1, 1, 2], TOKENS), ([1, 1, 2], TOKENS), ([1], TOKENS), (IDS, 0)],
+)
+def test_a_bad_publish_is_refused_and_its_blocks_are_the_engines(world, ids, tokens):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", ids, tokens)
+    (refused,) = worker.heard(wk.PublishRefused)
+    assert refused.code is Code.BLOCKS_INVALID
+    worker.publish("t1", IDS, TOKENS)
+    assert len(worker.heard(wk.PublishRefused)) == 1
+
+
+def test_one_id_published_twice_is_refused_and_the_first_lives(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    worker.publish("t1", IDS, TOKENS)
+    assert [m.code for m in worker.heard(wk.PublishRefused)] == [Code.TRANSFER_EXISTS]
+    assert not worker.heard(wk.Released)
+
+
+def test_when_a_worker_goes_its_mover_is_killed_and_its_engine_forgotten(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    worker.close()
+    assert not [m for m in host.movers.values() if m.alive]
+    assert host.node.snapshot().engines == ()
+
+
+@pytest.mark.parametrize("home", ["nonsense", "ipc:///tmp/x", "tcp://*:1", "tcp://p0"])
+def test_a_home_that_is_no_endpoint(world, home):
+    worker = world.register(world.host("p"), spec_of("e", home=home))
+    assert refusal(worker).code is Code.ENDPOINT_INVALID
+
+
+def test_a_home_in_another_spelling_is_the_same(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e", home="tcp://P:9441"))
+    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+
+
+def resume(worker, request=2, incarnation="second"):
+    region = worker.layout.regions[0]
+    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    worker.say(wk.Resume(request=request, regions=exports, incarnation=incarnation))
+
+
+def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    (mover,) = host.movers.values()
+    rank = host.node.sessions[worker.session].rank
+    bound = mv.Bound(regions=rank.addresses, metadata=b"")
+    effects = host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
+    effects += host.node.feed(ev.MoverMessage(mover.mover, bound), world.now)  # it was on its way
+    assert [e for e in effects if isinstance(e, fx.KillMover)]
+    mover.die()
+    assert worker.heard(wk.Suspended)
+    resume(worker)
+    assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]
+
+
+def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    (old,) = host.movers.values()
+    host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
+    world.feed(host, ev.MoverMessage(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
+    assert not worker.heard(wk.Farewell)
+    old.die()
+    resume(worker)
+    assert len(worker.heard(wk.Registered)) == 2
+
+
+def test_a_pull_of_a_suspended_rank_fails_at_once(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Suspend())
+    assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.SUSPENDED
+    resume(sink)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_what_was_prepared_for_another_registration_is_not_used(world):
+    """A connection whose registration failed may register another layout; plans are per layout."""
+    source = world.engine(world.host("p"), "prefill")[0]
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    host = world.host("d")
+    host.give_movers = False
+    sink = world.register(host, spec_of("decode"))
+    sink.say(wk.Prepare(ref=ref))
+    world.feed(host, ev.MoverUnavailable(sink.session, Refusal(Code.MOVER_LOST, "none")))
+    host.give_movers = True
+    sink.layout = attention_layout(
+        spec=sink.spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32, layout="NHD"
+    )
+    world.register_again(sink)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_there_is_an_end_to_what_one_session_may_prepare(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    for number in range(MAX_PREPARED + 10):
+        sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
+    assert len(sink.host.node.sessions[sink.session].prepared) == MAX_PREPARED
+
+
+def test_a_fence_slot_holds_one_transfer_at_a_time(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    worker.publish("t1", IDS, TOKENS)
+    worker.slots = itertools.count()  # the same slot again
+    worker.publish("t2", IDS, TOKENS)
+    (refused,) = worker.heard(wk.PublishRefused)
+    assert (refused.transfer_id, refused.code) == ("t2", Code.OUT_OF_PLACE)
+    worker.say(wk.Unpublish(transfer_id="t1"))
+    worker.slots = itertools.count()
+    worker.publish("t3", IDS, TOKENS)
+    assert len(worker.heard(wk.PublishRefused)) == 1
+
+
+@pytest.mark.parametrize("group", ["", "x" * 300])
+def test_parts_without_end_cost_the_connection(world, group):
+    host = world.host("p")
+    worker, neighbour = world.register(host, spec_of("e")), world.connect(host)
+    for number in range(300):
+        worker.say(BlockIds(stream=1, group=f"{group}{number}", offset=0, ids=b""))
+    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.BAD_FRAME]
+    assert neighbour.connected
+
+
+def test_nothing_is_put_together_before_a_registration(world):
+    worker = world.connect(world.host("p"))
+    worker.say(BlockIds(stream=1, group="full", offset=0, ids=b"\0" * 4))
+    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+
+
+def test_what_arrives_in_parts_has_a_share_of_each_user(world):
+    """Schedulers without ranks share 16 MiB; a request past that is refused, and its session lives."""
+    host = world.host("p")
+    schedulers = [world.connect(host) for _ in range(3)]
+    for number, scheduler in enumerate(schedulers):
+        scheduler.say(wk.Attach(request=1, engine_id=f"e{number}", generation="g"))
+        for part in range(10):
+            scheduler.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
+    held = [host.node.sessions[s.session].assembly.num_bytes for s in schedulers]
+    assert sum(held) <= 16 << 20
+    assert held[0] == 10 << 20
+    for scheduler in schedulers:
+        scheduler.say(
+            wk.Publish(
+                transfer_id="t",
+                nonce="n",
+                blocks={"full": PackedBlocks(b"")},
+                num_tokens=1,
+                fence_slot=0,
+                stream=1,
+                incarnations=(),
+            ),
+            b"x" * 16,
+        )
+    codes = [m.code for s in schedulers for m in s.heard(wk.PublishRefused)]
+    assert codes[1:] == [Code.BUSY, Code.BUSY]
+    assert all(s.connected for s in schedulers)
+    assert host.node.reassembly_memory._other_users.held == 0
+
+
+def test_what_a_session_had_put_together_is_given_back_when_it_ends(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    worker.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
+    assert host.node.reassembly_memory._users_with_rank.held == 1 << 20
+    worker.close()
+    assert host.node.reassembly_memory._users_with_rank.held == 0
+
+
+def test_a_list_as_long_as_may_be_can_be_sent_again():
+    assembly, part = BlockIdAssembly(), bytes(1 << 20)
+    for _ in range(2):  # the message that completes it was lost the first time
+        for number in range(MAX_REQUEST_IDS_BYTES >> 20):
+            assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
+    whole = assembly.complete({"full": PackedBlocks(b"")}, 1)
+    assert len(whole["full"].ids) == MAX_REQUEST_IDS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "generation"), [("e" * 257, "g"), ("e", "g" * 257), ("", "g"), ("e", "")]
+)
+def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(world, engine_id, generation):
+    worker = world.connect(world.host("p"))
+    worker.say(wk.Attach(request=3, engine_id=engine_id, generation=generation))
+    assert [(m.request, m.code) for m in worker.heard(wk.Refused)] == [(3, Code.RANK_INVALID)]
+    assert worker.host.node.sessions[worker.session].attached is None
+    worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
+    assert [m.request for m in worker.heard(wk.Registered)] == [4]
+
+
+@pytest.mark.parametrize("had_rank", [True, False])
+def test_room_goes_back_to_the_share_that_it_was_taken_from(world, had_rank):
+    """Though the user's last rank goes while ids arrive, or the first one comes."""
+    host = world.host("p")
+    arriving = host.node.reassembly_memory
+    rank = world.register(host, spec_of("e")) if had_rank else None
+    scheduler = world.connect(host)
+    scheduler.say(wk.Attach(request=1, engine_id="e", generation="g1"))
+    scheduler.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
+    assert (arriving._users_with_rank.held, arriving._other_users.held) == (
+        (1 << 20, 0) if had_rank else (0, 1 << 20)
+    )
+    if rank is None:
+        world.register(host, spec_of("e"))
+    else:
+        rank.close()
+    scheduler.close()
+    assert (arriving._users_with_rank.held, arriving._other_users.held) == (0, 0)
+
+
+def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    node, session = host.node, worker.session
+    region = worker.layout.regions[0]
+    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    (mover,) = host.movers
+
+    def say(message):
+        return node.feed(ev.WorkerMessage(session, message, None, b""), world.now)
+
+    def num_needed(effects):
+        return sum(isinstance(effect, fx.RequestMover) for effect in effects)
+
+    say(wk.Suspend())
+    node.feed(ev.MoverDied(mover), world.now)
+    needed = 0
+    for number in range(20):
+        needed += num_needed(say(wk.Resume(request=2, regions=exports, incarnation=f"n{number}")))
+        say(wk.Suspend())
+    assert needed == 1
+    say(wk.Resume(request=2, regions=exports, incarnation="last"))
+    effects = node.feed(ev.MoverAssigned(session, MoverId(99), AgentName("a/99"), "nixl"), world.now)
+    assert [type(getattr(e, "message", e)) for e in effects] == [wk.MoverOffered], effects
+    say(wk.Suspend())
+    node.feed(ev.MoverDied(MoverId(99)), world.now)
+    assert num_needed(say(wk.Resume(request=2, regions=exports, incarnation="next"))) == 1
+
+
+def test_resuming_counts_as_registering_does(world):
+    worker = world.register(world.host("p"), spec_of("e"))
+    registrations = worker.host.node.local_ranks._checks._started_movers
+    while registrations.acquire(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
+        pass
+    worker.say(wk.Suspend())
+    assert worker.heard(wk.Suspended)
+    resume(worker)
+    refused = refusal(worker)
+    assert refused.code is Code.BUSY
+    assert refused.retry_after_s > 0
+    world.advance(1.0)
+    resume(worker, request=3)
+    assert worker.heard(wk.Registered)[-1].request == 3

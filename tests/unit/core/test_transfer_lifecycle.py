@@ -1,0 +1,284 @@
+"""One transfer from publish to release, and each way in which it can end otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import Settings
+from kvxferd.errors import Code
+from kvxferd.wire import worker as wk
+from tests.support.simulation import World
+
+IDS = [3, 1, 2]
+TOKENS = 11
+SINK_IDS = [7, 9, 4]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def published(world: World, num_readers: int = 1):
+    """A source and a sink on two hosts, and a transfer that the source has published."""
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode", layout="NHD")[0]
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS, num_readers=num_readers)
+    return source, sink, ref
+
+
+def test_a_pull_delivers_the_published_bytes_and_releases_the_source(world):
+    source, sink, ref = published(world)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+    assert source.heard(wk.Released) == [wk.Released(transfer_id="t1", why=Code.COMPLETED)]
+
+
+def test_the_fence_word_is_overwritten_before_anybody_is_told_of_the_release(world):
+    source, sink, ref = published(world)
+    word = bytes(source.fence[:16])
+    sink.pull(ref, SINK_IDS, TOKENS)
+    assert source.heard(wk.Released)
+    assert bytes(source.fence[:16]) != word
+
+
+def test_a_released_transfer_is_not_taken_again(world):
+    """Its session had replayed it on a new connection before the end of the old one was noticed."""
+    source, _, ref = published(world)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    source.publish("t1", IDS, TOKENS, nonce=ref.nonce)
+    assert [refused.code for refused in source.heard(wk.PublishRefused)] == [Code.RELEASED]
+    source.publish("t1", IDS, TOKENS)  # another transfer of that id
+    assert source.heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+
+
+def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
+    source, sink, ref = published(world)
+    mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)
+    mover.hold = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    mover.copy()
+    source.say(wk.Unpublish(transfer_id="t1"))
+    source.fill(IDS, TOKENS, seed=2)  # the engine reuses its blocks at once
+    mover.finish()
+    failed = sink.ended(ticket)
+    assert isinstance(failed, wk.Failed)
+    assert failed.code is Code.RELEASED
+    assert failed.safe_to_reuse
+
+
+def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    sinks = world.engine(world.host("d"), "decode", tp=2)
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    for sink in sinks:
+        assert not source.heard(wk.Released)
+        ticket = sink.pull(ref, SINK_IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.Delivered)
+        assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_two_readers_must_both_acknowledge(world):
+    source, sink, ref = published(world, num_readers=2)
+    sink.pull(ref, SINK_IDS, TOKENS)
+    assert not source.heard(wk.Released)
+    second = world.engine(world.hosts["d"], "decode-2")[0]
+    second.pull(ref, SINK_IDS, TOKENS)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_the_same_rank_pulling_twice_is_one_acknowledgement(world):
+    source, sink, ref = published(world, num_readers=2)
+    for _ in range(2):
+        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert not source.heard(wk.Released)
+
+
+def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    for rank in ranks:
+        rank.fill(IDS, TOKENS, seed=1)
+    ref = ranks[0].publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None
+    ranks[1].say(wk.Ready(transfer_id="t1"))
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+    assert all(len(rank.heard(wk.Released)) == 1 for rank in ranks)
+
+
+def test_ready_may_come_before_the_publish(world):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ranks[1].say(wk.Ready(transfer_id="t1"))
+    ref = ranks[0].publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themselves(world):
+    host = world.host("p")
+    rank = world.engine(host, "prefill", publish_implies_ready=True)[0]
+    scheduler = world.connect(host)
+    scheduler.spec = rank.spec
+    scheduler.say(wk.Attach(request=1, engine_id="prefill", generation="g1"))
+    sink = world.engine(world.host("d"), "decode")[0]
+    rank.fill(IDS, TOKENS, seed=1)
+    ref = scheduler.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert [m.why for m in scheduler.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in rank.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_a_lease_that_nobody_reads_expires_and_not_before(world):
+    source, _, _ = published(world)
+    world.advance(29.9)
+    assert not source.heard(wk.Released)
+    world.advance(0.2)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_grant_keeps_the_transfer_as_long_as_it_is_renewed(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(100)
+    assert not source.heard(wk.Released)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_a_grant_is_held_no_longer_than_max_hold(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(Settings().max_hold_s + Settings().lease_s)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_grant_that_is_not_renewed_ends(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.cut |= {("d", "p"), ("p", "d")}
+    world.advance(61)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
+    _, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.hold_network = True
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_abandoning_releases_the_source_before_its_lease_ends(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    sink.say(wk.Abandon(ref=ref))
+    assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED]
+
+
+def test_a_full_prefix_hit_moves_nothing_and_still_acknowledges(world):
+    source, sink, ref = published(world)
+    before = bytes(sink.memory)
+    ticket = sink.pull(ref, [], TOKENS, first=TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert bytes(sink.memory) == before
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
+    source, sink, ref = published(world)
+    mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)
+    mover.hold = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    mover.die()
+    assert sink.ended(ticket).code is Code.CANCELLED
+    assert not source.heard(wk.Released)
+    other = world.engine(world.hosts["d"], "decode-2")[0]
+    assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(world):
+    source = world.engine(world.host("p"), "prefill")[0]
+    half = world.engine(world.host("d"), "decode", tp=2)
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(half[0].ended(half[0].pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    half[1].close()
+    other = world.engine(world.hosts["d"], "decode-2")[0]
+    assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+
+
+def test_a_given_back_ask_is_answered_and_not_asked_again(world):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ticket = sink.pull(ranks[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    assert len(sink.host.node.peer_requests) == 0
+
+
+@pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
+def test_a_lease_that_is_none_is_refused(world, lease_s):
+    source = world.engine(world.host("p"), "prefill")[0]
+    source.publish("t1", IDS, TOKENS, lease_s=lease_s)
+    assert [m.code for m in source.heard(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
+
+
+def test_the_publishers_death_voids_what_it_published(world):
+    source, sink, ref = published(world)
+    word = bytes(source.fence[:16])
+    source.close()
+    assert bytes(source.fence[:16]) != word
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.advance(2)
+    assert sink.ended(ticket).code in (Code.RELEASED, Code.ENGINE_UNKNOWN)
+
+
+def test_another_ranks_death_voids_the_transfer_for_the_publisher_too(world):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    ranks[0].publish("t1", IDS, TOKENS)
+    ranks[1].close()
+    assert [m.why for m in ranks[0].heard(wk.Released)] == [Code.RANK_LOST]
+
+
+def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(world):
+    source, sink, old = published(world)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.advance(source.host.node.context.settings.tombstone_s + 1)
+    new = source.publish("t1", IDS, TOKENS)
+    assert sink.ended(sink.pull(old, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
+    assert isinstance(sink.ended(sink.pull(new, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
+    _, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.engine(world.hosts["p"], "prefill", generation="g2")
+    other = world.engine(world.hosts["d"], "decode-2")[0]
+    assert other.ended(other.pull(ref, SINK_IDS, TOKENS)).code is Code.GENERATION_STALE
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
+def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(world):
+    source, sink, ref = published(world)
+    assert isinstance(
+        sink.ended(sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
+    )
+    next(m for m in world.hosts["p"].movers.values() if m.worker is source).die()
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.advance(1)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert len(source.heard(wk.MoverChanged)) == 1
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_unpublish_of_another_session_changes_nothing(world):
+    source, _, _ = published(world)
+    stranger = world.engine(world.hosts["p"], "stranger")[0]
+    stranger.say(wk.Unpublish(transfer_id="t1"))
+    assert not source.heard(wk.Released)

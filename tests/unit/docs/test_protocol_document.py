@@ -1,0 +1,117 @@
+"""docs/reference/protocol.md says what the code does: every message, field, limit, code and example."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from kvxferd.errors import Code
+from kvxferd.layout import unpack_ids
+from kvxferd.wire import limits, mover, peer, staging, worker
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.common import BlockIds, FdBatch, Versions
+from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
+from tests.support.protocol_document import (
+    actual_fields,
+    documented_fields,
+    hex_examples,
+    rows,
+    sections,
+    structs_inside,
+)
+
+SECTIONS = sections()
+UNIONS = {
+    "Client to daemon": get_args(worker.ClientMessage),
+    "Daemon to client": get_args(worker.DaemonMessage),
+    "Requests and replies": get_args(peer.PeerMessage),
+    "Daemon to mover": get_args(mover.ToMover),
+    "Mover to daemon": get_args(mover.FromMover),
+    "Notes between movers": get_args(staging.StagingMessage),
+}
+MESSAGES = sorted({message for union in UNIONS.values() for message in union}, key=lambda m: m.__name__)
+STRUCTS = sorted(
+    {struct for message in MESSAGES for struct in structs_inside(message)}, key=lambda s: s.__name__
+)
+# The messages whose frames carry descriptors, on the worker socket and to a mover.
+WITH_DESCRIPTORS = {
+    FdBatch,
+    worker.Hello,
+    worker.Register,
+    worker.Resume,
+    worker.NewMover,
+    worker.Registered,
+    worker.MoverChanged,
+    worker.MoverOffered,
+    mover.Bind,
+    mover.MapFence,
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__struct_config__.tag)
+def test_every_message_is_described_field_by_field(message: type[msgspec.Struct]) -> None:
+    section = SECTIONS[str(message.__struct_config__.tag)]
+    assert documented_fields(section) == actual_fields(message)
+    assert ("**Carries" in section or "**carries" in section) == (message in WITH_DESCRIPTORS)
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda s: s.__name__)
+def test_every_struct_is_described_field_by_field(struct: type[msgspec.Struct]) -> None:
+    section = SECTIONS[struct.__name__]
+    assert documented_fields(section) == actual_fields(struct)
+    assert ("An array." in section) == struct.__struct_config__.array_like
+
+
+@pytest.mark.parametrize("heading", UNIONS)
+def test_messages_stand_where_they_belong(heading: str) -> None:
+    order = list(SECTIONS)
+    after = order[order.index(heading) + 1 :]
+    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m not in (BlockIds, FdBatch)]
+    assert after[: len(messages)] == messages
+
+
+def test_every_field_has_a_meaning() -> None:
+    for heading in (*(str(m.__struct_config__.tag) for m in MESSAGES), *(s.__name__ for s in STRUCTS)):
+        assert all(row[3] for row in rows(SECTIONS[heading])), heading
+
+
+def test_limits() -> None:
+    documented = {row[0]: int(row[1]) for row in rows(SECTIONS["Limits"])}
+    assert documented == {name: getattr(limits, name) for name in dir(limits) if name.isupper()}
+
+
+def test_limits_of_notes() -> None:
+    section = SECTIONS["Notes between movers"]
+    for name in ("MAX_STAGING_MESSAGE_BYTES", "MAX_CHUNK_RUNS", "STAMP_BYTES"):
+        assert f"`{name}` ({getattr(staging, name)})" in section
+
+
+def test_codes() -> None:
+    assert [row[0] for row in rows(SECTIONS["Codes"])] == [str(code) for code in Code]
+
+
+def test_the_examples_are_what_the_encoder_writes() -> None:
+    raw_hello, raw_publish = hex_examples(SECTIONS["Worked example"])
+    (hello_frame,) = FrameDecoder().feed(raw_hello, fds=(0,))
+    hello = CLIENT_MESSAGES.decode(hello_frame.payload)
+    assert hello == worker.Hello(versions=Versions(1, 2), client="demo 1.0")
+    assert encode_frame(encode(hello), num_fds=1) == raw_hello
+    (publish_frame,) = FrameDecoder().feed(raw_publish)
+    publish = CLIENT_MESSAGES.decode(publish_frame.payload)
+    assert isinstance(publish, worker.Publish)
+    assert list(unpack_ids(publish.blocks["full"].ids)) == [7, 260]
+    assert (publish.num_tokens, publish.fence_slot, publish.num_readers) == (32, 0, 1)
+    assert encode_frame(encode(publish)) == raw_publish
+
+
+def test_the_frame_header_is_as_drawn() -> None:
+    assert [row[0] for row in rows(SECTIONS["Frame"])] == ["0 to 3", "4 to 5", "6 to 7", "8 on"]
+    assert HEADER.format == "<IHH"
+
+
+def test_versions() -> None:
+    text = SECTIONS["Protocols"]
+    assert f"its node (version {worker.WORKER_VERSIONS.newest})" in text
+    assert f"between daemons (version {peer.PEER_VERSIONS.newest})" in text

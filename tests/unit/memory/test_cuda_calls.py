@@ -1,0 +1,122 @@
+"""The file that touches CUDA, against a stand-in for the driver's library.
+
+It shows that every call has the name, the arguments and the results that cuda-python has. What CUDA
+does, it cannot show: for that there are the same tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+STUB = HERE.parents[1] / "support" / "stub_cuda.c"
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a libcuda.so.1 in it."""
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed (kvxferd[cuda])")
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler to build the stand-in with")
+    made = tmp_path_factory.mktemp("stub") / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *flags, "-o", made, STUB, "-ldl"], check=True)
+    return made.parent
+
+
+def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "cuda", HERE / "test_driver_contract.py"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    summary = ran.stdout.strip().splitlines()[-1]
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "passed" in summary
+    assert "skipped" not in summary
+
+
+def said_by(stub: Path, program: str, **environment: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_a_device_is_named_by_its_own_uuid_and_not_by_its_cards(stub: Path) -> None:
+    """Slices of one card (MIG) differ by it; the older call tells of the card."""
+    asked = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
+    assert said_by(stub, asked) == "GPU-abababab-abab-abab-abab-abababababab"
+
+
+IMPORT = """
+import os
+from kvxferd.errors import DeviceError
+from kvxferd.memory.cuda import CudaDriver
+driver = CudaDriver()
+uuid = driver.devices()[0].uuid
+driver.use(uuid)
+handle = driver.create(uuid, driver.granularity(uuid))
+fd = driver.export(handle)
+driver.release(handle)
+try:
+    driver.import_fd(uuid, fd, driver.granularity(uuid))
+    print("imported")
+except DeviceError as error:
+    print(error.code.value, error.message)
+os.close(fd)
+print(driver.used_bytes(uuid))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "why"),
+    [
+        ("1", "7", "it is on device 7"),  # one that this process does not see
+        ("1", "-1", "it is on device -1"),
+        ("3", "0", "it is on no device"),  # a host's NUMA node 0 is not GPU 0
+    ],
+)
+def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, number: str, why: str) -> None:
+    said, used = said_by(stub, IMPORT, STUB_LOCATION_TYPE=kind, STUB_LOCATION_ID=number).splitlines()
+    assert said.startswith("region-invalid cannot import memory of GPU-")
+    assert why in said
+    assert used == "0"
+
+
+def test_memory_of_the_device_is_imported(stub: Path) -> None:
+    assert said_by(stub, IMPORT).splitlines()[0] == "imported"
+
+
+@pytest.mark.parametrize(
+    ("environment", "order"),
+    [
+        ({"STUB_WRITES_ORDERING": "200"}, "native"),
+        ({"STUB_WRITES_ORDERING": "100", "STUB_FLUSH_OPTIONS": "0"}, "native"),
+        ({"STUB_FLUSH_OPTIONS": "1"}, "flush"),
+        ({"STUB_FLUSH_OPTIONS": "3"}, "flush"),
+        ({"STUB_FLUSH_OPTIONS": "2"}, "none"),  # by a stream's memory operations alone
+        ({"STUB_FLUSH_OPTIONS": "0"}, "none"),
+        ({"STUB_FLUSH_OPTIONS": "0", "STUB_RDMA": "0"}, "native"),  # no card writes there
+    ],
+)
+def test_what_writes_of_a_network_card_need(stub: Path, environment: dict[str, str], order: str) -> None:
+    asked = "from kvxferd.memory.cuda import CudaDriver; d = CudaDriver(); "
+    asked += "print(d.write_order(d.devices()[0].uuid).value)"
+    assert said_by(stub, asked, **environment) == order

@@ -1,0 +1,194 @@
+"""What a driver promises, over the fake one and over CUDA."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from kvxferd.errors import Code, DeviceError
+from kvxferd.memory.device import DeviceMapping, DeviceMemory
+from kvxferd.memory.device_pool import DevicePool
+from kvxferd.memory.driver import Driver, WriteOrder
+from kvxferd.memory.driver_registry import open_driver
+from tests.support.devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    made = driver_or_skip(request.param)
+    made.use(made.devices()[0].uuid)
+    return made
+
+
+@pytest.fixture
+def uuid(driver: Driver) -> str:
+    return driver.devices()[0].uuid
+
+
+@pytest.fixture
+def unit(driver: Driver, uuid: str) -> int:
+    return driver.granularity(uuid)
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def test_devices_are_named_by_uuid(driver: Driver) -> None:
+    devices = driver.devices()
+    assert len({device.uuid for device in devices}) == len(devices) > 0
+    assert [driver.use(device.uuid) for device in devices] == [device.ordinal for device in devices]
+    assert driver.describe()
+    with pytest.raises(DeviceError) as raised:
+        driver.use("GPU-nobody")
+    assert raised.value.code is Code.DEVICE_UNAVAILABLE
+
+
+def test_what_is_written_is_read(driver: Driver, uuid: str, unit: int) -> None:
+    content = noise(3 * unit)
+    with Segment(driver, uuid, [unit, 2 * unit]) as segment:
+        segment.write(content)
+        assert segment.read(3 * unit) == content
+        assert driver.device_of(segment.address + unit) == uuid
+
+
+def test_the_allocations_under_a_range_are_found(driver: Driver, uuid: str, unit: int) -> None:
+    with Segment(driver, uuid, [unit, 2 * unit, unit]) as segment:
+        memory = DeviceMemory(segment.address + unit + 512, 2 * unit, driver)
+        assert memory.device == uuid
+        assert [(s.base - segment.address, s.size_bytes) for s in memory.allocations] == [
+            (unit, 2 * unit),
+            (3 * unit, unit),
+        ]
+        assert driver.allocation_range(segment.address).size_bytes == unit
+
+
+def test_exported_memory_is_the_same_memory(driver: Driver, uuid: str, unit: int) -> None:
+    sizes = [unit, 3 * unit, unit]
+    with Segment(driver, uuid, sizes) as segment:
+        memory = DeviceMemory(segment.address, segment.size_bytes, driver)
+        fds = [memory.export(stretch) for stretch in memory.allocations]
+        mapping = DeviceMapping.map(driver, uuid, list(zip(fds, sizes, strict=True)))
+        for fd in fds:
+            os.close(fd)
+        base = mapping.allocations[0].address
+        assert base != segment.address
+        assert [(h.address - base, h.size_bytes) for h in mapping.allocations] == [
+            (0, unit),
+            (unit, 3 * unit),
+            (4 * unit, unit),
+        ]
+        content = noise(5 * unit, 1)
+        segment.write(content)
+        assert read(driver, base, 5 * unit) == content
+        write(driver, base + unit - 8, b"across a boundary")
+        assert segment.read(17, unit - 8) == b"across a boundary"
+        mapping.unmap()
+        mapping.unmap()
+
+
+def test_memory_lives_until_the_last_mapping_goes(driver: Driver, uuid: str, unit: int) -> None:
+    before = driver.used_bytes(uuid)
+    size = 32 * unit
+    segment = Segment(driver, uuid, [size])
+    segment.write(b"kept")
+    memory = DeviceMemory(segment.address, size, driver)
+    fd = memory.export(memory.allocations[0])
+    mapping = DeviceMapping.map(driver, uuid, [(fd, size)])
+    os.close(fd)
+    segment.close()
+    assert read(driver, mapping.allocations[0].address, 4) == b"kept"
+    assert driver.used_bytes(uuid) >= before + size
+    mapping.unmap()
+    assert driver.used_bytes(uuid) < before + size
+
+
+def test_what_does_not_fit_is_refused(driver: Driver, uuid: str, unit: int) -> None:
+    total = next(device.total_bytes for device in driver.devices() if device.uuid == uuid)
+    before = driver.used_bytes(uuid)
+    with Segment(driver, uuid, [unit]), pytest.raises(DeviceError, match="out of memory"):
+        driver.create(uuid, total // unit * unit)
+    assert driver.used_bytes(uuid) <= before
+
+
+def test_plain_memory_cannot_be_exported(driver: Driver, uuid: str, unit: int) -> None:
+    address = driver.allocate_plain(uuid, unit)
+    with pytest.raises(DeviceError) as raised:
+        DeviceMemory(address, unit, driver)
+    assert raised.value.code is Code.REGION_NOT_EXPORTABLE
+    write(driver, address, b"plain")
+    assert read(driver, address, 5) == b"plain"
+    driver.free_plain(address)
+
+
+def test_what_is_no_device_memory_is_refused(driver: Driver, uuid: str, unit: int) -> None:
+    null = os.open("/dev/null", os.O_RDWR)
+    with pytest.raises(DeviceError):
+        DeviceMapping.map(driver, uuid, [(null, unit)])
+    os.close(null)
+    with pytest.raises(DeviceError):
+        driver.allocation_range(0x1000)
+
+
+def test_a_size_that_is_a_lie_maps_nothing(driver: Driver, uuid: str, unit: int) -> None:
+    with Segment(driver, uuid, [unit]) as segment:
+        memory = DeviceMemory(segment.address, unit, driver)
+        fd = memory.export(memory.allocations[0])
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(DeviceError):
+            DeviceMapping.map(driver, uuid, [(fd, unit), (fd, 64 * unit)])
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.close(fd)
+
+
+def test_copies_are_done_when_their_event_is(driver: Driver, uuid: str, unit: int) -> None:
+    content = noise(unit, 2)
+    with Segment(driver, uuid, [unit]) as segment, HostBuffer(driver, unit) as host:
+        segment.write(content)
+        stream = driver.open_stream()
+        half = unit // 2
+        # The halves change places.
+        driver.copy(
+            [host.address, host.address + half], [segment.address + half, segment.address], [half] * 2, stream
+        )
+        event = driver.record(stream)
+        while not driver.is_done(event):
+            os.sched_yield()
+        driver.drop_event(event)
+        driver.close_stream(stream)
+        assert read(driver, host.address, unit) == content[half:] + content[:half]
+
+
+def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, unit: int) -> None:
+    pool = DevicePool(uuid, driver)
+    blocks = [pool.allocate(size) for size in (1, unit, 3 * unit + 1)]
+    assert [block.size_bytes for block in blocks] == [unit, unit, 4 * unit]
+    assert pool.num_bytes == 6 * unit
+    for block in blocks:
+        memory = DeviceMemory(block.address, block.size_bytes, driver)
+        assert memory.allocations == ((block.address, block.size_bytes),)
+    pool.free(blocks[0].address)
+    assert pool.num_bytes == 5 * unit
+    pool.close()
+    assert pool.num_bytes == 0
+
+
+def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("none", "metal"):
+        with pytest.raises(DeviceError) as raised:
+            open_driver(name)
+        assert raised.value.code is Code.DEVICE_UNAVAILABLE
+        assert name in raised.value.message
+    assert open_driver("fake") is open_driver("fake")
+
+
+def test_writes_of_network_cards_can_be_flushed_where_that_is_asked_for(driver: Driver) -> None:
+    uuid = driver.devices()[0].uuid
+    driver.use(uuid)
+    assert driver.write_order(uuid) in WriteOrder
+    if driver.write_order(uuid) is WriteOrder.FLUSH:
+        driver.flush_writes()
+    with pytest.raises(DeviceError):
+        driver.write_order("GPU-nowhere")

@@ -1,0 +1,248 @@
+"""Where a mover puts a GPU's memory: what the library proves to reach, and copies for the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvxferd.errors import Code, DeviceError, KvxferdError
+from kvxferd.ids import AgentName, RegionId
+from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
+from kvxferd.mover.process.binding import Bindings
+from kvxferd.mover.transport import probe
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.plan import Runs
+from kvxferd.wire.mover import Bound
+from kvxferd.wire.worker import RegionExport
+from tests.support.devices import Segment
+from tests.support.memory_transport import Fabric, MemoryTransport
+
+ME = AgentName("me")
+UUID = FAKE_DEVICES[0].uuid
+SIZES = (2 * GRANULARITY, GRANULARITY, 3 * GRANULARITY)
+
+
+class Refusing(MemoryTransport):
+    """Registers one allocation of a GPU and no other."""
+
+    def register(self, span: Span) -> None:
+        if span.size_bytes in SIZES and any(known.size_bytes in SIZES for known in self._spans):
+            raise TransportError(f"cannot register {span.size_bytes} bytes: no dma-buf", settled=True)
+        super().register(span)
+
+
+class Lying(MemoryTransport):
+    """Reads say that they are done, and bring nothing."""
+
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        return super().post(agent, Runs(runs.local, runs.local, runs.length), kinds)
+
+
+class Worker:
+    """A worker's GPU memory of several allocations, and a mover's bindings in the same process."""
+
+    def __init__(self, make: Callable[[Fabric, AgentName], MemoryTransport] = MemoryTransport) -> None:
+        self.worker, self.driver = FakeDriver(), FakeDriver()
+        self.segment = Segment(self.worker, UUID, SIZES)
+        self.content = os.urandom(sum(SIZES))
+        self.segment.write(self.content)
+        self.fabric = Fabric()
+        self.inner = make(self.fabric, ME)
+        self.transport = StagedTransport(self.inner, slot_bytes=4096, num_slots=2)
+        self.plain = self.driver.allocate_plain(UUID, GRANULARITY)
+
+    def bind(self, device: str = UUID, sizes: Sequence[int] = SIZES, **options: bool) -> Bound:
+        """Bind all but the first and the last 100 bytes."""
+        memory = DeviceMemory(self.segment.address, self.segment.size_bytes, self.worker)
+        fds = [memory.export(stretch) for stretch in memory.allocations]
+        export = RegionExport(
+            region=RegionId("kv"),
+            size_bytes=sum(SIZES) - 200,
+            fd_offset=100,
+            kind="vmm",
+            device=device,
+            pieces=tuple(sizes),
+        )
+        self.bindings = Bindings(self.transport, lambda: self.driver, **options)
+        try:
+            return self.bindings.bind([export], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def bind_own(self) -> Bound:
+        """As a resident mover binds what only its own process reaches."""
+        export = RegionExport(
+            region=RegionId("kv"),
+            size_bytes=GRANULARITY,
+            kind="resident",
+            device=UUID,
+            address=self.plain,
+        )
+        self.bindings = Bindings(self.transport, lambda: self.driver, own_regions=[export])
+        return self.bindings.bind([export], [])
+
+    @property
+    def registered(self) -> list[int]:
+        """Sizes of the GPU's allocations that the library knows."""
+        return sorted(span.size_bytes for span in self.inner._spans if span.size_bytes in SIZES)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.bindings.close()
+        assert not self.driver._mapped, "everything is unmapped"
+        self.driver.free_plain(self.plain)
+        self.segment.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.close()
+
+
+def of(make: Callable[[Fabric, AgentName], MemoryTransport]) -> Iterator[Worker]:
+    made = Worker(make)
+    yield made
+    made.close()
+
+
+def test_what_is_proved_is_direct_an_allocation_at_a_time(worker: Worker) -> None:
+    bound = worker.bind()
+    assert (bound.placement.kind, bound.placement.why) == ("direct", "")
+    assert bound.placement.gigabytes_per_s > 0
+    assert worker.registered == sorted(SIZES)
+    (region,) = bound.regions
+    assert not region.staged
+    assert region.pieces == ((1, SIZES[0] - 100), (1, SIZES[1]), (1, SIZES[2] - 100))
+    assert worker.segment.read(sum(SIZES)) == worker.content, "nothing was written into it"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(Refusing, "no dma-buf"), (Lying, "other than those that lie there")],
+)
+def test_what_is_not_proved_is_copied_and_says_why(make: type[MemoryTransport], why: str) -> None:
+    for worker in of(make):
+        bound = worker.bind()
+        assert bound.placement.kind == "staged"
+        assert why in bound.placement.why
+        assert worker.registered == [], "readers could reach it otherwise"
+        assert bound.regions[0].staged
+        assert worker.segment.read(sum(SIZES)) == worker.content
+
+
+def test_memory_under_a_read_that_does_not_end_stays_registered(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To deregister what the library still reads is to crash it."""
+    monkeypatch.setattr(probe, "DEVICE_LIMIT_S", 0.05)
+    worker.fabric.polls_per_read = 1
+    worker.fabric.stalled.add(ME)
+    bound = worker.bind()
+    assert bound.placement.kind == "staged"
+    assert "not ended after 0.05 s" in bound.placement.why
+    # The probe's own landing is of the driver's smallest size for it, and stays too.
+    assert set(SIZES) <= {span.size_bytes for span in worker.inner._spans}
+    for address, (size, _) in tuple(worker.driver._mapped.items()):
+        if size == probe.TIMED_BYTES:
+            worker.driver.unmap(address, size)
+
+
+def test_an_operator_can_have_everything_copied(worker: Worker) -> None:
+    bound = worker.bind(always_stage=True)
+    assert (bound.placement.kind, bound.placement.why) == ("staged", "mover.placement is staged")
+    assert worker.registered == []
+
+
+def test_memory_of_the_movers_own_process_is_resident(worker: Worker) -> None:
+    bound = worker.bind_own()
+    assert bound.placement.kind == "resident"
+    assert bound.placement.gigabytes_per_s > 0
+    assert bound.regions[0].address == worker.plain
+
+
+def test_memory_of_the_movers_own_process_that_is_not_proved_is_copied() -> None:
+    for worker in of(Lying):
+        bound = worker.bind_own()
+        assert bound.placement.kind == "staged"
+        assert bound.regions[0].staged
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        (FAKE_DEVICES[1].uuid, SIZES),  # it is on the other
+        ("GPU-elsewhere", SIZES),
+        (UUID, (SIZES[0], SIZES[1], 2 * SIZES[2])),  # a lie
+    ],
+)
+def test_what_is_not_as_it_was_said_binds_nothing(
+    worker: Worker, device: str, sizes: tuple[int, ...]
+) -> None:
+    with pytest.raises(KvxferdError) as raised:
+        worker.bind(device, sizes)
+    assert raised.value.code in (Code.DEVICE_ERROR, Code.DEVICE_UNAVAILABLE, Code.REGION_INVALID)
+    assert worker.registered == []
+    assert not worker.driver._mapped
+    assert not worker.driver._reserved
+
+
+@pytest.mark.parametrize("method", ["create", "reserve", "map", "set_access"])
+def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The cache took nearly all of the GPU: there is no room for a landing, and copies need none."""
+    real = getattr(worker.driver, method)
+
+    def runs_out(*arguments: object) -> object:
+        if probe.TIMED_BYTES in arguments:
+            raise DeviceError(f"cannot {method}: out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(worker.driver, method, runs_out)
+    bound = worker.bind()
+    assert bound.placement.kind == "staged"
+    assert "out of memory" in bound.placement.why
+    assert worker.registered == []
+    driver = worker.driver
+    assert sorted(size for size, _ in driver._mapped.values()) == sorted(SIZES)
+    assert list(driver._reserved.values()) == [sum(SIZES)]
+    assert not driver._handles
+    assert len(driver._host) == 2, "the staging buffers, and no window"
+
+
+# --- in which order a GPU sees what a network card writes
+
+
+@pytest.mark.parametrize(("order", "is_flushed"), [("native", False), ("flush", True)])
+def test_a_gpu_is_flushed_where_it_asks_for_it(
+    order: str, is_flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WRITE_ORDER_VARIABLE, order)
+    worker = Worker()
+    try:
+        assert worker.bind().placement.kind == "direct"
+        assert (worker.bindings.flush is not None) is is_flushed
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("how", ["bind", "bind_own"])
+def test_a_gpu_that_neither_orders_nor_flushes_is_read_by_copies(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WRITE_ORDER_VARIABLE, "none")
+    worker = Worker()
+    try:
+        placement = getattr(worker, how)().placement
+        assert placement.kind == "staged"
+        assert "GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why
+        assert worker.bindings.flush is None
+    finally:
+        worker.close()

@@ -1,0 +1,497 @@
+"""The pull engine over the in-memory transport: fairness, limits, and what it says of failures."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+
+import numpy as np
+import pytest
+
+from kvxferd.errors import Code, DeviceError
+from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout.presets import attention_layout
+from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.mover.process import pull_engine
+from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.plan import MAX_RUNS, Runs, encode_plan, make_plan
+from kvxferd.wire.common import RegionAddress
+from kvxferd.wire.mover import (
+    FenceLocation,
+    FromMover,
+    PullDone,
+    PullOutcome,
+    PullQuiesced,
+    SourceRank,
+    StartPull,
+)
+from tests.support.memory_transport import Fabric, MemoryTransport
+from tests.support.mover_harness import GROUP, packed
+
+WORD = bytes(range(16))
+BLOCKS = 512
+DIGEST = Digest("plan")
+
+
+def spec(engine: str, tp: int, rank: int) -> EngineSpec:
+    return EngineSpec(
+        engine_id=EngineId(engine),
+        generation=Generation("g"),
+        num_layers=2,
+        tp_size=tp,
+        tp_rank=rank,
+        num_kv_heads=2,
+    )
+
+
+def layout(of: EngineSpec) -> RankLayout:
+    return attention_layout(spec=of, num_kv_heads=2, head_dim=8, block_tokens=4, num_blocks=BLOCKS)
+
+
+class Memory:
+    """Registered memory of one agent."""
+
+    def __init__(self, transport: MemoryTransport, size: int) -> None:
+        self.page = mmap.mmap(-1, size)
+        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self.page)), size)
+        transport.register(self.span)
+        self.array = np.frombuffer(self.page, dtype=np.uint8)
+
+
+class Bench:
+    """A reader of TP 1 and an engine of TP 2 that it reads, on a fabric."""
+
+    def __init__(self, max_runs: int = MAX_RUNS) -> None:
+        self.now = 0.0
+        self.fabric = Fabric()
+        self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
+        self.transports = [MemoryTransport(self.fabric, agent) for agent in self.agents]
+        remote = {Rank(0, r): layout(spec("P", 2, r)) for r in range(2)}
+        self.remote = [
+            Memory(t, one.regions[0].size_bytes)
+            for t, one in zip(self.transports, remote.values(), strict=True)
+        ]
+        self.fence = Memory(self.transports[0], 4096)
+        self.fence.page[0:16] = WORD
+        for seed, memory in enumerate(self.remote):
+            memory.array[:] = np.random.default_rng(seed).integers(1, 256, len(memory.array), dtype=np.uint8)
+        transport = MemoryTransport(self.fabric, AgentName("d/0"))
+        ours = layout(spec("D", 1, 0))
+        self.local = Memory(transport, ours.regions[0].size_bytes)
+        self.disconnects = DisconnectRequests()
+        self.engine = PullEngine(transport, lambda: self.now, max_runs, self.disconnects)
+        self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
+        plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
+        self.engine.load_plan(DIGEST, encode_plan(plan))
+        self.load()
+        self.told: list[FromMover] = []
+        self._next = 0
+
+    def load(self) -> None:
+        for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):
+            spans = [memory.span, self.fence.span] if agent == self.agents[0] else [memory.span]
+            self.engine.remote_agents.load(agent, transport.metadata(spans))
+
+    def start(self, ids: range, word: bytes = WORD, plan: Digest = DIGEST) -> PullId:
+        self._next += 1
+        number = PullId(self._next)
+        self.engine.start(
+            StartPull(
+                pull=number,
+                plan=plan,
+                sources=tuple(
+                    SourceRank(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
+                    for r, agent in enumerate(self.agents)
+                ),
+                local=packed(ids),
+                remote=packed(ids),
+                num_tokens=4 * len(ids),
+                fence=FenceLocation(self.agents[0], self.fence.span.address, word),
+            )
+        )
+        return number
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Step until nothing moves for a while, which is the end unless something is stalled."""
+        quiet = 0
+        for _ in range(max_steps):
+            if not self.engine.is_busy or quiet > 50:
+                break
+            quiet = 0 if self.engine.step() else quiet + 1
+            self.drain()
+        self.drain()
+
+    def drain(self) -> None:
+        self.told += self.engine.outbox
+        self.engine.outbox.clear()
+
+    def outcomes(self) -> dict[PullId, PullOutcome]:
+        done = [message for message in self.told if isinstance(message, PullDone)]
+        assert len({d.pull for d in done}) == len(done), "a pull ended twice"
+        return {d.pull: d.outcome for d in done}
+
+    def quiet(self) -> list[PullId]:
+        return [message.pull for message in self.told if isinstance(message, PullQuiesced)]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def scattered(num: int) -> range:
+    """Every second block: no two of them merge."""
+    return range(0, 2 * num, 2)
+
+
+def test_bytes_arrive_and_the_fence_is_read_last(bench: Bench) -> None:
+    number = bench.start(scattered(8))
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
+    assert bench.fabric.posts[-1] == (bench.agents[0], 1)
+    heads = bench.local.array.reshape(4, BLOCKS, 2, -1)
+    for rank, memory in enumerate(bench.remote):
+        theirs = memory.array.reshape(4, BLOCKS, -1)
+        assert np.array_equal(heads[:, ::2, rank][:, :8], theirs[:, ::2][:, :8])
+    assert not heads[:, 1::2].any()
+    assert outcome.bytes == 8 * 4 * heads[0, 0].size
+
+
+def test_a_small_pull_does_not_wait_for_a_large_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SliceBudget, "START_BYTES", 1 << 20)
+    bench.fabric.polls_per_read = 3
+    large = [bench.start(scattered(250)) for _ in range(3)]
+    bench.engine.step()
+    small = bench.start(range(1))
+    order: list[PullId] = []
+    for _ in range(10_000):
+        bench.engine.step()
+        order += [m.pull for m in bench.engine.outbox if isinstance(m, PullDone)]
+        bench.drain()
+    assert order[0] == small
+    assert sorted(order[1:]) == large
+
+
+def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of short pulls that never dries up leaves a large one its share of the posts."""
+    monkeypatch.setattr(SliceBudget, "START_BYTES", 1 << 20)
+    large = bench.start(scattered(250))
+    bench.engine.step()
+    done: list[PullId] = []
+    short: set[PullId] = set()
+    for _ in range(2000):
+        if len(short.difference(done)) < 3:
+            short.add(bench.start(range(1)))
+        bench.engine.step()
+        done += [m.pull for m in bench.engine.outbox if isinstance(m, PullDone)]
+        bench.drain()
+        if large in done:
+            break
+    assert large in done
+    assert len(done) > pull_engine.MAX_SHORT_PULLS_IN_A_ROW
+
+
+def test_posts_are_bounded(bench: Bench) -> None:
+    bench.fabric.stalled |= set(bench.agents)
+    for _ in range(20):
+        bench.start(scattered(250))
+    bench.run()
+    assert bench.engine.num_inflight == pull_engine.MAX_INFLIGHT
+    assert max(num for _, num in bench.fabric.posts) <= MAX_DESCRIPTORS
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert [o.delivered for o in bench.outcomes().values()] == [True] * 20
+    assert not bench.engine.is_busy
+
+
+def test_an_abort_before_anything_is_posted(bench: Bench) -> None:
+    number = bench.start(scattered(8))
+    bench.engine.abort(number)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (False, True, Code.CANCELLED)
+    assert bench.fabric.posts == []
+
+
+def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
+    bench.fabric.stalled |= set(bench.agents)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.engine.abort(number)
+    bench.now += 60.0
+    bench.run()
+    assert bench.told == []
+    posted = list(bench.fabric.posts)
+    bench.fabric.stalled.clear()
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (True, True, Code.CANCELLED)
+    assert bench.fabric.posts == posted, "an aborted pull posts no fence read either"
+    bench.engine.abort(number)
+    bench.run()
+    assert len(bench.told) == 1
+
+
+def test_a_lost_agent_ends_the_pull_and_is_loaded_again(bench: Bench) -> None:
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
+    assert outcome.agent == bench.agents[1]
+    again = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[again].delivered
+
+
+def test_a_failure_that_proves_nothing_is_in_doubt_for_ever(bench: Bench) -> None:
+    bench.fabric.polls_per_read = 2
+    number = bench.start(scattered(8))
+    bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (True, False, Code.TRANSPORT)
+    assert bench.quiet() == []
+    other = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[other].delivered, "other pulls go on"
+
+
+def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> None:
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.told == [], "the other read may end in a moment"
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
+    bench.run()
+    assert bench.outcomes()[number].finished is False
+    assert bench.quiet() == []
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.quiet() == [number]
+    assert not bench.engine.is_busy
+
+
+@pytest.mark.parametrize("agent", [0, 1])
+def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
+    bench.fabric.stalled.add(bench.agents[agent])
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.engine.remote_agents.drop(bench.agents[agent])
+    assert bench.engine.remote_agents.ensure_loaded(bench.agents[agent])
+    bench.fabric.stalled.clear()
+    bench.run()
+    # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
+    assert bench.outcomes()[number].delivered is (agent == 1)
+    bench.load()
+    again = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[again].delivered
+
+
+def test_a_changed_word_is_told_as_released(bench: Bench) -> None:
+    number = bench.start(scattered(8), word=b"x" * 16)
+    zeros = bench.start(scattered(8), word=WORD)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.RELEASED)
+    assert bench.outcomes()[zeros].delivered
+
+
+def test_more_fence_reads_than_slots(bench: Bench) -> None:
+    numbers = [bench.start(range(1)) for _ in range(1100)]
+    bench.run()
+    assert all(bench.outcomes()[number].delivered for number in numbers)
+
+
+def test_a_plan_that_is_unknown_or_damaged(bench: Bench) -> None:
+    bench.engine.load_plan(Digest("damaged"), b"\xc1")
+    for plan in (Digest("damaged"), Digest("never seen")):
+        number = bench.start(range(1), plan=plan)
+        bench.run()
+        outcome = bench.outcomes()[number]
+        assert (outcome.delivered, outcome.started, outcome.code) == (False, False, Code.INTERNAL)
+
+
+def test_a_request_that_breaks_the_arithmetic_is_one_failed_pull(bench: Bench) -> None:
+    bench.engine.start(
+        StartPull(
+            pull=PullId(77),
+            plan=DIGEST,
+            sources=(),
+            local={GROUP: PackedBlocks(b"")},
+            remote={},
+            num_tokens=0,
+            fence=FenceLocation(bench.agents[0], 0, WORD),
+        )
+    )
+    number = bench.start(range(4))
+    bench.run()
+    assert bench.outcomes()[PullId(77)].code is Code.INTERNAL
+    assert bench.outcomes()[number].delivered
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_pull_ends_once_whatever_fails(bench: Bench, seed: int) -> None:
+    rng = random.Random(seed)
+    bench.fabric.polls_per_read = rng.randint(0, 3)
+    numbers = []
+    for _ in range(60):
+        match rng.randint(0, 7):
+            case 0:
+                lost = rng.random() < 0.5
+                fault = TransportError("injected", settled=lost or rng.random() < 0.5, lost=lost)
+                bench.fabric.errors[rng.choice(bench.agents)] = fault
+            case 1:
+                bench.engine.remote_agents.drop(rng.choice(bench.agents))
+            case 2:
+                bench.fabric.stalled ^= {rng.choice(bench.agents)}
+            case 3 if numbers:
+                bench.engine.abort(rng.choice(numbers))
+            case 4:
+                bench.load()
+            case _:
+                start = rng.randint(0, 100)
+                word = WORD if rng.random() < 0.8 else bytes(16)
+                numbers.append(bench.start(range(start, start + rng.randint(0, 60)), word))
+        for _ in range(rng.randint(0, 5)):
+            bench.engine.step()
+        bench.now += rng.choice([0.0, 0.0, pull_engine.FAILED_PULL_WAIT_S])
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert not bench.engine.is_busy
+    outcomes = bench.outcomes()
+    assert sorted(outcomes) == numbers
+    for number in bench.quiet():
+        assert outcomes[number].finished is False
+    for outcome in outcomes.values():
+        assert outcome.delivered == (outcome.code is None)
+
+
+def test_slices_cover_the_runs_and_keep_to_their_budget() -> None:
+    length = np.array([3 * MAX_RUN_BYTES + 5, 1, MAX_RUN_BYTES] + [4096] * 5000, dtype=np.uint64)
+    local = np.cumsum(length) - length
+    slicer = Slicer(Runs(local + np.uint64(1000), local + np.uint64(7), length))
+    assert (slicer.num_runs, slicer.num_bytes) == (len(length), int(length.sum()))
+    at = 0
+    while not slicer.is_empty:
+        piece = slicer.next_slice(8 << 20)
+        assert 0 < len(piece.length) <= MAX_DESCRIPTORS
+        assert piece.length.sum() <= 8 << 20
+        for offset, to, source in zip(piece.length, piece.local, piece.remote, strict=True):
+            assert (int(to), int(source)) == (at + 1000, at + 7)
+            at += int(offset)
+    assert at == length.sum()
+
+
+def test_a_slice_has_at_least_one_descriptor() -> None:
+    one = np.array([1 << 20], dtype=np.uint64)
+    slicer = Slicer(Runs(one, one, one))
+    assert len(slicer.next_slice(1).length) == 1
+    assert slicer.is_empty
+
+
+def test_a_budget_follows_the_time_that_slices_take() -> None:
+    budget = SliceBudget()
+    for _ in range(20):
+        budget.update(0.1, was_full=True)
+    assert budget.bytes == SliceBudget.MIN_BYTES
+    budget.update(0.0, was_full=False)
+    assert budget.bytes == SliceBudget.MIN_BYTES, "a slice that was not full says nothing"
+    for _ in range(20):
+        budget.update(0.0, was_full=True)
+    assert budget.bytes == SliceBudget.MAX_BYTES
+
+
+def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
+    """Memory is bounded by the part, not by the request; what arrives and what is told stay the same."""
+    whole, parts = Bench(), Bench(max_runs=16)
+    for one in (whole, parts):
+        number = one.start(scattered(200))
+        one.run()
+        assert one.outcomes()[number].delivered
+    assert (whole.local.array == parts.local.array).all()
+    (first,), (second,) = whole.outcomes().values(), parts.outcomes().values()
+    assert first.bytes == second.bytes
+    assert second.runs >= first.runs > 16
+
+
+def test_a_pull_that_is_aborted_between_two_parts_ends() -> None:
+    bench = Bench(max_runs=16)
+    number = bench.start(scattered(200))
+    bench.engine.step()
+    bench.engine.abort(number)
+    bench.run()
+    assert bench.outcomes()[number].code is Code.CANCELLED
+    assert not bench.engine.is_busy
+
+
+def test_a_word_that_changes_between_two_parts_is_no_delivery() -> None:
+    bench = Bench(max_runs=16)
+    number = bench.start(scattered(200))
+    bench.engine.step()
+    bench.fence.page[0:16] = bytes(16)
+    bench.run()
+    assert bench.outcomes()[number].code is Code.RELEASED
+
+
+# --- a GPU that wants to be flushed
+
+
+class Gpu:
+    """Counts flushes, and what had ended before each; refuses on demand."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.flushes: list[int] = []
+        self.refuses = False
+        bench.engine.bind([RegionAddress(RegionId("kv"), *bench.local.span[:2])], self.flush)
+
+    def flush(self) -> None:
+        if self.refuses:
+            raise DeviceError("cannot cuFlushGPUDirectRDMAWrites")
+        self.flushes.append(len(self.bench.outcomes()))
+        assert not self.bench.engine.num_inflight
+
+
+def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    for num_ended in range(2):
+        number = bench.start(scattered(8))
+        bench.run()
+        assert bench.outcomes()[number].delivered
+        assert gpu.flushes == list(range(num_ended + 1))
+
+
+def test_a_gpu_is_flushed_before_a_failed_pulls_blocks_are_free(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    bench.fabric.polls_per_read = 2
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[number].finished
+    assert gpu.flushes == [0]
+
+
+def test_nothing_is_flushed_for_a_pull_that_never_began(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    number = bench.start(scattered(8), plan=Digest("unknown"))
+    bench.run()
+    assert not bench.outcomes()[number].started
+    assert gpu.flushes == []
+
+
+def test_a_flush_that_fails_leaves_doubt(bench: Bench) -> None:
+    gpu = Gpu(bench)
+    gpu.refuses = True
+    number = bench.start(scattered(8))
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
+    assert outcome.code is Code.DEVICE_ERROR

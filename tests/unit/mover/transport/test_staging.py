@@ -1,0 +1,525 @@
+"""Reads of memory that the library cannot reach: chunks, slots, loans, and what is said of failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxferd.errors import DeviceError
+from kvxferd.ids import AgentName
+from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
+from kvxferd.mover.transport import staging, staging_source
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.chunk import StagedRead
+from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.plan import Runs
+from kvxferd.wire.codec import encode
+from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.staging import (
+    MAX_CHUNK_RUNS,
+    STAMP_BYTES,
+    ChunkReady,
+    ChunkRefused,
+    ChunkRelease,
+    ChunkRequest,
+)
+from tests.support.devices import Segment
+from tests.support.memory_transport import Fabric, MemoryTransport
+
+UUID = FAKE_DEVICES[0].uuid
+SLOT = 4096
+NUM_SLOTS = 3
+SIZE = GRANULARITY
+STAGED = MemoryKind("DRAM", 0, staged=True)
+Triple = tuple[int, int, int]
+
+
+class Side:
+    """One mover's transport, and one stretch of its GPU's memory: staged, or registered."""
+
+    def __init__(self, world: World, name: str, is_staged: bool) -> None:
+        self.world = world
+        self.segment = Segment(world.driver, UUID, [SIZE])
+        self.agent = AgentName(name)
+        self.inner = MemoryTransport(world.fabric, self.agent)
+        self.transport = StagedTransport(self.inner, lambda: world.now, SLOT, NUM_SLOTS)
+        span = Span(self.segment.address, SIZE)
+        self.place = STAGED if is_staged else HOST.local
+        if is_staged:
+            described = self.transport.stage(world.driver, [span])
+        else:
+            self.transport.register(span)
+            described = (span,)
+        self.metadata = self.transport.metadata(described)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.segment.close()
+
+
+class World:
+    """A reader and a source, on a fabric whose reads take a few polls."""
+
+    def __init__(self, sink_staged: bool, source_staged: bool, polls: int = 2) -> None:
+        self.now = 100.0
+        self.driver = FakeDriver()
+        self.fabric = Fabric(polls_per_read=polls)
+        self.sink = Side(self, "sink", sink_staged)
+        self.source = Side(self, "source", source_staged)
+        self.sink.transport.load_remote(self.source.metadata)
+        self.kinds = ReadKinds(self.sink.place, self.source.place)
+        self.content = random.Random(7).randbytes(SIZE)
+        self.source.segment.write(self.content)
+        self.sink.segment.write(bytes(SIZE))
+
+    def post(self, *triples: Triple) -> ReadHandle:
+        """Offsets in the sink's and the source's memory, and lengths."""
+        local, remote, length = (np.array(c, dtype=np.uint64) for c in zip(*triples, strict=True))
+        runs = Runs(
+            local + np.uint64(self.sink.segment.address),
+            remote + np.uint64(self.source.segment.address),
+            length,
+        )
+        return self.sink.transport.post(self.source.agent, runs, self.kinds)
+
+    def run(self, *handles: ReadHandle, polls: int = 5000, source_serves: bool = True) -> None:
+        """Poll until all are done; both movers take turns."""
+        for _ in range(polls):
+            if not [handle for handle in handles if not self.sink.transport.poll(handle)]:
+                return
+            if source_serves:
+                self.source.transport.progress()
+        raise AssertionError("never done")
+
+    def settle(self) -> None:
+        """Let what is on its way arrive."""
+        for _ in range(50):
+            self.sink.transport.progress()
+            self.source.transport.progress()
+
+    def free_slots(self) -> list[int]:
+        """Of the reader's ring and of the lender's, where there are such."""
+        rings = []
+        if self.sink.transport._slots is not None:
+            rings.append(self.sink.transport._slots)
+        if self.source.transport._source is not None:
+            rings.append(self.source.transport._source.slots)
+        return [ring.num_free for ring in rings]
+
+    def close(self) -> None:
+        self.sink.close()
+        self.source.close()
+
+
+SIDES = [(True, True), (True, False), (False, True)]
+
+
+@pytest.fixture(params=SIDES, ids=["both", "sink", "source"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(*request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lent() -> Iterator[World]:
+    """Only the source is staged."""
+    made = World(False, True)
+    yield made
+    made.close()
+
+
+def test_bytes_arrive_and_every_slot_is_free_again(world: World) -> None:
+    pieces = [(n * 600, SIZE - (n + 1) * 600, 500) for n in range(100)]
+    handle = world.post(*pieces)
+    world.run(handle)
+    world.sink.transport.release(handle)
+    found = world.sink.segment.read(SIZE)
+    wanted = bytearray(SIZE)
+    for to, source, length in pieces:
+        wanted[to : to + length] = world.content[source : source + length]
+    assert found == bytes(wanted)
+    world.settle()
+    assert all(free == NUM_SLOTS for free in world.free_slots())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sides=st.sampled_from(SIDES),
+    polls=st.integers(0, 3),
+    lengths=st.lists(st.one_of(st.integers(1, 64), st.integers(1, 3 * SLOT)), min_size=1, max_size=30),
+    seed=st.integers(0, 1000),
+)
+def test_any_runs_at_any_speed(sides: tuple[bool, bool], polls: int, lengths: list[int], seed: int) -> None:
+    """Runs longer than a slot, many in one, several reads at a time: the same as a copy."""
+    world = World(*sides, polls=polls)
+    try:
+        rng = random.Random(seed)
+        wanted, triples, at = bytearray(SIZE), [], 0
+        for length in lengths:
+            if at + length > SIZE:
+                break
+            source = rng.randrange(SIZE - length + 1)
+            triples.append((at, source, length))
+            wanted[at : at + length] = world.content[source : source + length]
+            at += length + rng.randrange(3)
+        cut = rng.randrange(len(triples) + 1)
+        world.run(*[world.post(*part) for part in (triples[:cut], triples[cut:]) if part])
+        assert world.sink.segment.read(SIZE) == bytes(wanted)
+        world.settle()
+        assert all(free == NUM_SLOTS for free in world.free_slots())
+    finally:
+        world.close()
+
+
+def test_copy_and_wire_overlap() -> None:
+    """With all slots in use, a read of ten chunks takes far fewer turns than ten times one chunk's."""
+
+    def turns(num_chunks: int) -> int:
+        world = World(True, True, polls=5)
+        try:
+            handle = world.post((0, 0, num_chunks * SLOT))
+            for turn in range(5000):
+                if world.sink.transport.poll(handle):
+                    return turn
+                world.source.transport.progress()
+            raise AssertionError("never done")
+        finally:
+            world.close()
+
+    assert turns(10) < 0.6 * 10 * turns(1)
+
+
+def test_what_both_sides_can_reach_goes_straight_on() -> None:
+    world = World(False, False, polls=0)
+    handle = world.post((0, 0, SIZE))
+    assert handle.done
+    assert world.sink.segment.read(SIZE) == world.content
+    assert world.fabric.posts == [(world.source.agent, 1)]
+    world.close()
+
+
+# --- failures
+
+
+def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -> None:
+    handle = world.post((0, 0, 8 * SLOT))
+    world.source.inner.close()
+    world.now += staging.CHUNK_REPLY_TIMEOUT_S + 1  # one that was asked is given up in time
+    with pytest.raises(TransportError) as raised:
+        world.run(handle, source_serves=False)
+    assert raised.value.settled
+    if world.sink.transport._slots is not None:
+        assert world.sink.transport._slots.num_free == NUM_SLOTS
+
+
+def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
+    """What may still land lands in the ring: the blocks are safe, and the slot is not used again."""
+    world = World(True, False)
+    handle = world.post((0, 0, 2 * SLOT))
+    world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
+    with pytest.raises(TransportError) as raised:
+        world.run(handle)
+    assert raised.value.settled
+    assert world.free_slots() == [NUM_SLOTS - 1]
+    for _ in range(NUM_SLOTS - 1):
+        handle = world.post((0, 0, SLOT))
+        world.fabric.errors[world.source.agent] = TransportError("again", settled=False)
+        with pytest.raises(TransportError):
+            world.run(handle)
+    with pytest.raises(TransportError, match="every buffer is in doubt"):
+        world.post((0, 0, SLOT))
+    world.close()
+
+
+def test_a_direct_destination_in_doubt_is_said_to_be(lent: World) -> None:
+    handle = lent.post((0, 0, SLOT))
+    lent.settle()
+    lent.fabric.errors[lent.source.agent] = TransportError("a descriptor failed", settled=False)
+    with pytest.raises(TransportError) as raised:
+        lent.run(handle)
+    assert not raised.value.settled
+
+
+def test_a_lost_connection_hides_no_failure_that_proves_nothing(lent: World) -> None:
+    """One chunk's connection is lost, and that may prove it over; the other's may still land."""
+    handle = lent.post((0, 0, SLOT), (SLOT, SLOT, SLOT))
+    assert isinstance(handle, StagedRead)
+    lent.fabric.stalled.add(lent.source.agent)
+    lent.settle()
+    while any(chunk.handle is None for chunk in handle.active):
+        lent.sink.transport.poll(handle)
+        lent.source.transport.progress()
+    lent.fabric.stalled.clear()
+    for fault in (
+        TransportError("disconnected", settled=False, lost=True),
+        TransportError("a descriptor failed", settled=False),
+    ):
+        assert handle.active
+        lent.fabric.errors[lent.source.agent] = fault
+        with suppress(TransportError):
+            lent.sink.transport.poll(handle)
+    assert not handle.active
+    with pytest.raises(TransportError) as raised:
+        lent.sink.transport.poll(handle)
+    assert not raised.value.settled
+    assert not raised.value.lost  # what a disconnect proves is not asked: it would free the other's place
+
+
+def test_a_copy_that_fails_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(True, False, polls=0)
+
+    def fail(event: object) -> bool:
+        raise DeviceError("cannot copy: an illegal address")
+
+    handle = world.post((0, 0, SLOT))
+    monkeypatch.setattr(world.driver, "is_done", fail)
+    with pytest.raises(TransportError, match="illegal address") as raised:
+        world.run(handle)
+    assert not raised.value.settled
+    monkeypatch.undo()
+    world.close()
+
+
+@pytest.mark.parametrize("method", ["copy", "record"])
+@pytest.mark.parametrize("source_staged", [False, True])
+def test_a_copy_that_was_half_started_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch, method: str, source_staged: bool
+) -> None:
+    """Of a list of copies the first may run when the driver refuses the second."""
+    world = World(True, source_staged, polls=2)
+    real, own = getattr(world.driver, method), world.sink.transport._pinned
+    assert own is not None
+
+    def fail(*arguments: object) -> object:
+        if arguments[-1] is not own.stream:
+            return real(*arguments)  # the lender's
+        raise DeviceError(f"cannot {method}: an illegal address")
+
+    handle = world.post((0, 0, SLOT))
+    monkeypatch.setattr(world.driver, method, fail)
+    with pytest.raises(TransportError, match="illegal address") as raised:
+        world.run(handle)
+    assert not raised.value.settled
+    monkeypatch.undo()
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "when"), [("allocate_host", 1), ("allocate_host", 2), ("open_stream", 1), ("open_stream", 2)]
+)
+def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch, method: str, when: int
+) -> None:
+    """Whoever waits for a resident mover's end waits for this close."""
+    driver = FakeDriver()
+    inner = MemoryTransport(Fabric(), AgentName("me"))
+    transport = StagedTransport(inner, slot_bytes=SLOT, num_slots=NUM_SLOTS)
+    calls, real = iter(range(1, 9)), getattr(driver, method)
+
+    def runs_out(*arguments: int) -> object:
+        if next(calls) == when:
+            raise DeviceError("cannot allocate: out of memory")
+        return real(*arguments)
+
+    with Segment(driver, UUID, [SIZE]) as segment:
+        monkeypatch.setattr(driver, method, runs_out)
+        with pytest.raises(DeviceError, match="out of memory"):
+            transport.stage(driver, [Span(segment.address, SIZE)])
+        assert (inner._spans, driver._host) == (set(), {})
+        transport.close()
+        transport.close()
+
+
+def test_a_driver_that_breaks_does_not_keep_a_mover_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a kernel's illegal access every call of the process fails, those of its mover's thread too."""
+    world = World(True, True)
+
+    def fail(_: object) -> None:
+        raise DeviceError("cannot cuStreamSynchronize: an illegal address")
+
+    for method in ("synchronize", "close_stream", "free_host"):
+        monkeypatch.setattr(world.driver, method, fail)
+    world.sink.transport.close()
+    world.source.transport.close()
+    assert "illegal address" in caplog.text
+    monkeypatch.undo()
+    for side in (world.sink, world.source):
+        side.segment.close()
+
+
+def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
+    """A reader so slow that its loan has ended finds another stamp, whatever the clocks say."""
+    handle = lent.post((0, 0, SLOT))
+    lent.settle()  # lent
+    lent.now += staging_source.CHUNK_LEASE_S + 1
+    lent.source.transport.progress()  # ended
+    lent.now -= staging_source.CHUNK_LEASE_S + 1
+    with pytest.raises(TransportError, match="took a chunk back") as raised:
+        lent.run(handle)
+    assert raised.value.settled
+
+
+def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) -> None:
+    lent.post((0, 0, 2 * SLOT))
+    lent.settle()
+    assert lent.free_slots() == [NUM_SLOTS - 2]
+    lent.now += staging_source.CHUNK_LEASE_S + 1
+    lent.source.transport.progress()
+    assert lent.free_slots() == [NUM_SLOTS]
+
+
+def test_a_source_that_does_not_serve_is_given_up_in_time(lent: World) -> None:
+    handle = lent.post((0, 0, SLOT))
+    lent.now += staging.CHUNK_REPLY_TIMEOUT_S + 1
+    with pytest.raises(TransportError, match="did not lend") as raised:
+        lent.run(handle, source_serves=False)
+    assert raised.value.settled
+    lent.settle()
+    assert lent.free_slots() == [NUM_SLOTS]
+
+
+# --- notes from anybody
+
+
+class Stranger:
+    """An agent that says what it likes."""
+
+    def __init__(self, world: World, to: Side) -> None:
+        self.world, self.to = world, to
+        self.transport = MemoryTransport(world.fabric, AgentName("stranger"))
+        self.segment = Segment(world.driver, UUID, [SIZE])
+        span = Span(self.segment.address, SIZE)
+        self.transport.register(span)
+        self.metadata = self.transport.metadata([span])
+        self.transport.load_remote(to.metadata)
+
+    def say(self, note: bytes) -> None:
+        self.transport.notify(self.to.agent, note)
+        self.to.transport.progress()
+
+    def ask(self, *stretches: tuple[int, int], number: int = 1) -> list[object]:
+        """Return what is answered, once copies have had time to be made."""
+        addresses = np.array([start for start, _ in stretches], dtype="<u8").tobytes()
+        lengths = np.array([length for _, length in stretches], dtype="<u4").tobytes()
+        self.say(
+            encode(ChunkRequest(number=number, addresses=addresses, lengths=lengths, metadata=self.metadata))
+        )
+        return self.answers()
+
+    def answers(self) -> list[object]:
+        for _ in range(5):
+            self.to.transport.progress()
+        return [staging.decode_staging_message(note) for _, note in self.transport.receive_notifications()]
+
+
+@pytest.fixture
+def stranger(lent: World) -> Iterator[Stranger]:
+    made = Stranger(lent, lent.source)
+    yield made
+    made.segment.close()
+
+
+def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
+    base = lent.source.segment.address
+    (answer,) = stranger.ask((base, 10), (base + SIZE - 5, 5))
+    assert isinstance(answer, ChunkReady)
+    assert len(answer.stamp) == STAMP_BYTES == FENCE_WORD_BYTES
+    stranger.say(encode(ChunkRelease(number=1)))
+    lent.settle()
+    assert lent.free_slots() == [NUM_SLOTS]
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [
+        [],
+        [(-1, 8)],  # before
+        [(SIZE - 4, 8)],  # across the end
+        [(SIZE, 1)],
+        [(0, 0)],
+        [(0, SLOT), (SLOT, 1)],  # more than a slot
+        [(0, 8), (1 << 40, 8)],  # one right, one far away
+        [(-(1 << 40), 8)],
+        [(n, 1) for n in range(MAX_CHUNK_RUNS + 1)],
+    ],
+)
+def test_an_ask_for_what_is_not_lent_is_denied(
+    lent: World, stranger: Stranger, stretches: list[tuple[int, int]]
+) -> None:
+    base = lent.source.segment.address
+    answers = stranger.ask(*[(base + offset, length) for offset, length in stretches])
+    assert [type(answer) for answer in answers] == [ChunkRefused]
+    assert lent.free_slots() == [NUM_SLOTS]
+
+
+def test_lengths_that_wrap_around_are_denied(lent: World, stranger: Stranger) -> None:
+    address = (1 << 64) - 8
+    assert [type(answer) for answer in stranger.ask((address, 16))] == [ChunkRefused]
+    base = lent.source.segment.address
+    assert [type(answer) for answer in stranger.ask((base, (1 << 32) - 1), number=2)] == [ChunkRefused]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"",
+        b"\xff" * 100,
+        b"x" * (1 << 20),
+        encode(ChunkReady(number=1, address=1, stamp_address=1, stamp=bytes(16))),
+        encode(ChunkRefused(number=1, message="no")),
+        encode(ChunkRelease(number=77)),
+        encode(ChunkRequest(number=1, addresses=b"123", lengths=b"1", metadata=b"")),
+        encode(ChunkRequest(number=-1, addresses=bytes(8), lengths=bytes(4), metadata=b"nonsense")),
+    ],
+)
+def test_nonsense_changes_nothing(lent: World, stranger: Stranger, note: bytes) -> None:
+    handle = lent.post((0, 0, SLOT))
+    stranger.say(note)
+    lent.run(handle)
+    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+
+
+def test_nobody_answers_for_another_source(lent: World) -> None:
+    """A stranger's loan, with the right number, is not believed."""
+    stranger = Stranger(lent, lent.sink)
+    handle = lent.post((0, 0, SLOT))
+    stranger.say(
+        encode(ChunkReady(number=1, address=stranger.segment.address, stamp_address=1, stamp=bytes(16)))
+    )
+    stranger.say(encode(ChunkRefused(number=1, message="no")))
+    lent.run(handle)
+    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+    stranger.segment.close()
+
+
+@pytest.mark.parametrize("stamp", [b"", bytes(15), bytes(4096)])
+def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None:
+    world = World(False, True)
+    handle = world.post((0, 0, SLOT))
+    ((_, ask),) = world.source.inner.receive_notifications()
+    number = staging.decode_staging_message(ask).number
+    world.source.inner.load_remote(world.sink.metadata)
+    answer = ChunkReady(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
+    world.source.inner.notify(world.sink.agent, encode(answer))
+    with pytest.raises(TransportError, match="cannot be"):
+        world.run(handle)
+    world.close()
+
+
+def test_waiting_asks_are_limited(lent: World, stranger: Stranger) -> None:
+    base = lent.source.segment.address
+    for number in range(1, staging_source.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
+        answers = stranger.ask((base, 8), number=number)
+    assert [type(answer) for answer in answers] == [ChunkRefused]
+    assert [type(answer) for answer in stranger.ask((base, 8), number=1)] == [ChunkRefused], (
+        "the number is in use"
+    )

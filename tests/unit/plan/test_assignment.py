@@ -1,0 +1,103 @@
+"""Which remote ranks a rank reads: the lowest holder from r*R//L on, else the lowest."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.ids import Rank
+from kvxferd.layout import TokenShard, UnitRange
+from kvxferd.plan.assignment import RankShare, assign_units, needed_shards, shared_fraction
+from tests.support.attention_engines import engine, plan_between
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "peer_tp", "heads", "want"),
+    [
+        (2, 1, 2, 8, [1]),  # equal
+        (4, 3, 2, 8, [1]),  # narrower peer: two of us read one of them
+        (2, 0, 4, 8, [0, 1]),  # wider peer
+        (2, 1, 4, 8, [2, 3]),
+        (3, 2, 2, 6, [1]),  # sizes that do not divide: our heads 4-5, theirs 3-5
+        (3, 1, 2, 6, [0, 1]),  # our heads 2-3, theirs 0-2 and 3-5
+        (6, 1, 4, 12, [0, 1]),  # heads 2-3 of theirs 0-2, 3-5
+        (6, 5, 4, 12, [3]),
+        (4, 2, 6, 12, [3, 4]),  # heads 6-8 of theirs 6-7, 8-9
+        (3, 0, 2, 8, [0]),  # unequal shards, larger first: our heads 0-2 of theirs 0-3
+        (3, 1, 2, 8, [0, 1]),  # our heads 3-5
+        (1, 0, 1, 8, [0]),
+        (1, 0, 8, 2, [0, 4]),  # wider peer, replicated heads: skip the copies
+        (2, 0, 8, 4, [0, 2]),
+        (2, 1, 8, 4, [4, 6]),
+        (2, 1, 4, 2, [2]),  # one head, two holders: the lowest from 1*4//2 on
+        (2, 1, 1, 2, [0]),
+        (4, 1, 8, 2, [2]),  # readers spread over the replicas
+        (4, 2, 8, 2, [4]),
+        (4, 3, 8, 2, [6]),
+        (8, 3, 4, 2, [1]),  # both sides replicated
+        (8, 7, 4, 2, [3]),
+        (8, 2, 2, 4, [0]),
+        (4, 3, 8, 3, [6]),  # our head 3*3//4=2; theirs 0,0,0,1,1,1,2,2: holders 6 and 7
+    ],
+)
+def test_sources(tp: int, rank: int, peer_tp: int, heads: int, want: list[int]) -> None:
+    """TP any to any: who is read."""
+    plan = plan_between(engine(tp=tp, heads=heads), engine(tp=peer_tp, heads=heads), (0, rank))
+    assert [source.tp_rank for source in plan.sources] == want
+
+
+def test_every_stage_that_holds_a_needed_layer_is_read() -> None:
+    """Uneven stages: 5 layers over 3 stages are 2, 2, 1; over 2 stages 3, 2."""
+    source = engine(pp=3, tp=2, layers=5)
+    plan = plan_between(engine(pp=2, tp=1, layers=5), source, (1, 0))  # layers 3 and 4
+    assert plan.sources == (Rank(1, 0), Rank(1, 1), Rank(2, 0), Rank(2, 1))
+
+
+def test_replicas_of_an_mla_cache_are_shared_among_the_readers() -> None:
+    """Without heads, equal holders: rank 1 of 2 reads from 2 of 4, not from 0."""
+    plan = plan_between(engine(tp=2, heads=1), engine(tp=4, heads=1), (0, 1))
+    assert plan.sources == (Rank(0, 2),)
+
+
+def test_the_lowest_holder_where_none_is_high_enough() -> None:
+    """Only rank 0 holds it, though the reader looks from rank 3 on."""
+    holdings = (RankShare(Rank(0, 0), (UnitRange(0, 1),), TokenShard()),)
+    fragments, gap = assign_units((UnitRange(0, 1),), TokenShard(), holdings, 3)
+    assert gap is None
+    assert fragments[0].rank == Rank(0, 0)
+
+
+def test_fragments_join_only_where_both_sides_go_on() -> None:
+    """Units 0, 5, 1 here; 0 and 1 lie side by side there, but not here."""
+    ours = (UnitRange(0, 1), UnitRange(5, 6), UnitRange(1, 2))
+    holdings = (
+        RankShare(Rank(0, 0), (UnitRange(0, 2),), TokenShard()),
+        RankShare(Rank(0, 1), (UnitRange(5, 6),), TokenShard()),
+    )
+    fragments, gap = assign_units(ours, TokenShard(), holdings, 0)
+    assert gap is None
+    assert [
+        (f.rank.tp_rank, f.first_unit, f.num_units, f.local_index, f.remote_index) for f in fragments
+    ] == [
+        (0, 0, 1, 0, 0),
+        (1, 5, 1, 1, 0),
+        (0, 1, 1, 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "want", "fraction"),
+    [
+        (TokenShard(), TokenShard(), (0,), 1),
+        (TokenShard(), TokenShard(4, 1, 16), (0, 1, 2, 3), 1 / 4),  # a whole reader needs all shards
+        (TokenShard(4, 1, 16), TokenShard(4, 1, 16), (1,), 1 / 4),  # equal sharding
+        (TokenShard(2, 0, 1), TokenShard(4, 2, 1), (0, 2), 1 / 4),
+        (TokenShard(2, 0, 1), TokenShard(2, 0, 2), (0, 1), 1 / 4),  # tokens 0, 2 of 4
+        (TokenShard(2, 1, 1), TokenShard(3, 0, 1), (0, 1, 2), 1 / 6),
+    ],
+)
+def test_token_shards_in_common(
+    local: TokenShard, remote: TokenShard, want: tuple[int, ...], fraction: float
+) -> None:
+    """Which shards of the source hold tokens of ours, and how many of all tokens that is."""
+    assert needed_shards(local, remote) == want
+    assert shared_fraction(local, remote) == pytest.approx(fraction)

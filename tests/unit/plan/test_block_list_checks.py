@@ -1,0 +1,183 @@
+"""What a request may list, and what the source must have published of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.errors import Code, EngineError, PlanError
+from kvxferd.ids import GroupName, Rank
+from kvxferd.layout import (
+    EngineSpec,
+    Group,
+    GroupKind,
+    PackedBlocks,
+    RankLayout,
+    TokenShard,
+    pack_ids,
+)
+from kvxferd.plan import check_blocks, check_request
+from tests.support.attention_engines import FULL, blocks, engine, layout_of, plan_between, spec
+
+PLAIN = layout_of(spec())  # one group, blocks of 4 tokens, ids 0 to 15
+STATE = GroupName("state")
+
+
+def with_group(layout: RankLayout, **changes: object) -> RankLayout:
+    """Return the layout with its one group changed."""
+    return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(layout.groups[0], **changes),))
+
+
+def hybrid() -> RankLayout:
+    """Return a layout whose second layer is a state."""
+    group = Group(STATE, num_blocks=4, kind=GroupKind.STATE)
+    tensors = [
+        t
+        if t.layer == 0
+        else msgspec.structs.replace(t, group=STATE, token_stride=0, component=f"s.{t.component}")
+        for t in PLAIN.tensors
+    ]
+    return msgspec.structs.replace(PLAIN, groups=(*PLAIN.groups, group), tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize(
+    ("listed", "num_tokens", "words"),
+    [
+        ({}, 8, ["blocks of group 'full'"]),
+        (blocks([0, 1]) | {GroupName("other"): PackedBlocks(b"")}, 8, ["group 'other'", "'full'"]),
+        ({FULL: PackedBlocks(b"\0\0\0")}, 8, ["3 bytes"]),
+        (blocks([0, 16]), 8, ["block 16", "0 to 15"]),
+        (blocks([-1, 0]), 8, ["block -1", "0 to 15"]),
+        (blocks([3, 5, 3]), 12, ["block 3", "twice"]),
+        (blocks([0, 1], first_token=-4), 4, ["first_token -4"]),
+        (blocks([0, 1]), 9, ["2 blocks", "[0, 9)", "take 3"]),  # too short
+        (blocks([0, 1, 2]), 8, ["3 blocks", "take 2"]),  # too long
+        (blocks([0], first_token=8), 8, ["take 0"]),  # begins where the request ends
+        (blocks([0, 1]), 0, ["num_tokens 0"]),
+        (blocks([0, 1], first_token=2**62), 2**62 + 8, [f"token {2**62 + 8}", f"{2**48}"]),
+    ],
+)
+def test_unusable_lists_are_refused(
+    listed: dict[GroupName, PackedBlocks], num_tokens: int, words: list[str]
+) -> None:
+    """Each names the group and the numbers."""
+    with pytest.raises(EngineError) as caught:
+        check_blocks(PLAIN, listed, num_tokens)
+    assert caught.value.code is Code.BLOCKS_INVALID
+    assert [word for word in words if word not in caught.value.message] == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "num_tokens"),
+    [
+        (blocks([0, 1]), 8),
+        (blocks([15, 0, 7]), 9),  # the last block holds one token
+        (blocks([2], first_token=4), 5),  # a prefix hit
+        (blocks([2], first_token=6), 7),  # that ends inside a block
+        (blocks([]), 1000),  # all of it is there already
+    ],
+)
+def test_usable_lists_pass(listed: dict[GroupName, PackedBlocks], num_tokens: int) -> None:
+    """As long as the tokens take, in any order of ids."""
+    check_blocks(PLAIN, listed, num_tokens)
+
+
+def test_a_shard_lists_blocks_of_the_whole_sequence() -> None:
+    """Over 3 shards a block of 4 tokens stands for 12; lists begin where a turn over them does."""
+    sharded = with_group(PLAIN, token_shard=TokenShard(3, 1, 2))
+    check_blocks(sharded, blocks([0, 1]), 13)
+    with pytest.raises(EngineError, match="take 2"):
+        check_blocks(sharded, blocks([0]), 13)
+    with pytest.raises(
+        EngineError, match="first_token 8 is no multiple of its turn over the token shards, 6"
+    ):
+        check_blocks(sharded, blocks([0], first_token=8), 13)
+
+
+def test_a_list_does_not_begin_inside_an_item() -> None:
+    """Scales of 4 tokens each: first_token 6 would cut one in two."""
+    tensors = tuple(msgspec.structs.replace(t, granule_tokens=4) for t in PLAIN.tensors)
+    with pytest.raises(EngineError, match="no multiple of its granule, 4 tokens"):
+        check_blocks(msgspec.structs.replace(PLAIN, tensors=tensors), blocks([0], first_token=6), 8)
+
+
+def test_a_state_stands_where_the_request_ends() -> None:
+    """Only the last id counts, so the others may repeat; the token must be the request's."""
+    layout = hybrid()
+    attention = blocks([0, 1])
+    check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([0, 0, 3]), state_at=8)}, 8)
+    check_blocks(layout, attention | {STATE: PackedBlocks(b"")}, 8)
+    with pytest.raises(EngineError, match="stands at token 4, and the request has 8 tokens"):
+        check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([3]), state_at=4)}, 8)
+    with pytest.raises(EngineError, match="block 4 of group 'state'"):
+        check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([4]), state_at=8)}, 8)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "window", "refused"),
+    [
+        (blocks([0, 1, 2]), blocks([5, 6, 7]), None, None),
+        (blocks([0, 1], first_token=4), blocks([5, 6, 7]), None, None),  # a prefix hit
+        (blocks([0, 1, 2]), blocks([5, 6], first_token=4), None, r"\[0, 12\) are needed, and \[4, 12\)"),
+        (blocks([0, 1, 2]), blocks([5, 6]), None, r"\[0, 12\) are needed, and \[0, 8\)"),
+        (blocks([0, 1, 2]), blocks([]), None, "and none are published"),
+        (blocks([0, 1, 2]), {}, None, "and none are published"),
+        (blocks([]), blocks([]), None, None),  # nothing is needed
+        (blocks([0, 1, 2]), blocks([6, 7], first_token=4), 8, None),  # the window's tail is enough
+        (blocks([0, 1, 2]), blocks([7], first_token=8), 5, r"\[7, 12\) are needed, and \[8, 12\)"),
+        (blocks([0, 1, 2]), blocks([7, 8], first_token=4), 100, r"\[0, 12\) are needed"),  # window unused
+    ],
+)
+def test_required_tokens_must_be_published(
+    mine: dict[GroupName, PackedBlocks],
+    theirs: dict[GroupName, PackedBlocks],
+    window: int | None,
+    refused: str | None,
+) -> None:
+    """12 tokens; the window is the reader's own."""
+    own, layout = engine()[Rank(0, 0)]
+    sink = {Rank(0, 0): (own, with_group(layout, sliding_window=window))}
+    plan = plan_between(sink, engine())
+    if refused is None:
+        check_request(plan, mine, theirs, 12)
+        return
+    with pytest.raises(PlanError, match=refused) as caught:
+        check_request(plan, mine, theirs, 12)
+    assert caught.value.code is Code.TOKENS_NOT_PUBLISHED
+    assert "group 'full'" in caught.value.message
+
+
+def test_the_sources_ids_are_checked_too() -> None:
+    """The reader would otherwise read past the source's region."""
+    plan = plan_between(engine(), engine())
+    with pytest.raises(EngineError, match="block 16") as caught:
+        check_request(plan, blocks([0]), blocks([16]), 4)
+    assert caught.value.code is Code.BLOCKS_INVALID
+    with pytest.raises(EngineError, match="first_token -4"):
+        check_request(plan, blocks([0]), blocks([0, 1], first_token=-4), 4)
+
+
+def test_a_source_cannot_make_a_reader_count_without_end() -> None:
+    """16 million ids are one frame's worth each; what they stand for must fit in memory too."""
+    own, layout = engine()[Rank(0, 0)]
+    huge = with_group(layout, block_tokens=1 << 20, physical_blocks_per_logical=1 << 18)
+    plan = plan_between(engine(), {Rank(0, 0): (own, huge)})
+    check_request(plan, blocks([0]), blocks(range(16)), 4)
+    with pytest.raises(EngineError, match=f"{1 << 18} kernel blocks each"):
+        check_request(plan, blocks([0]), blocks([0] * 65), 4)
+    with pytest.raises(EngineError, match="end at token"):
+        check_request(plan, blocks([0]), blocks([0], first_token=2**63), 4)
+
+
+def test_a_state_elsewhere_is_not_published() -> None:
+    """The source's state must stand at the request's last token."""
+    both: tuple[EngineSpec, RankLayout] = (spec(), hybrid())
+    plan = plan_between({Rank(0, 0): both}, {Rank(0, 0): both})
+    attention = blocks([0, 1])
+    mine = attention | {STATE: PackedBlocks(pack_ids([3]), state_at=8)}
+    check_request(plan, mine, mine, 8)
+    for theirs in (PackedBlocks(pack_ids([3]), state_at=4), PackedBlocks(b"")):
+        with pytest.raises(PlanError, match="state at token 8 is needed") as caught:
+            check_request(plan, mine, attention | {STATE: theirs}, 8)
+        assert caught.value.code is Code.TOKENS_NOT_PUBLISHED
+    check_request(plan, attention | {STATE: PackedBlocks(b"")}, attention | {STATE: PackedBlocks(b"")}, 8)

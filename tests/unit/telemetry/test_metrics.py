@@ -1,0 +1,146 @@
+"""Metrics: what is counted, what is read from the node, and what may never be a label."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvxferd.core.snapshot import PHASES, NodeSnapshot
+from kvxferd.errors import Code
+from kvxferd.telemetry.gauges import engine_state, transport_class
+from kvxferd.telemetry.metrics import Metrics
+from tests.support.node_samples import node_snapshot, pull_record, records
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+
+
+def samples_of(metrics: Metrics) -> dict[str, float]:
+    """Every sample as `name{label="value"}`, as a scraper reads it."""
+    return {
+        sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_what_ended_is_counted() -> None:
+    metrics = Metrics(node_snapshot)
+    for record in records():
+        metrics.record(record)
+    got = samples_of(metrics)
+    assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 1
+    assert got["kvxferd_pulls_total{code=lease-expired}{outcome=failed}"] == 1
+    assert got["kvxferd_pulled_bytes_total"] == 1 << 20  # the failed one's do not count
+    assert got["kvxferd_pulled_runs_total"] == 64
+    assert got["kvxferd_handshakes_total{outcome=ok}"] == 1
+    assert got["kvxferd_handshake_seconds_sum"] == pytest.approx(0.004)
+    assert got["kvxferd_releases_total{why=completed}"] == 1
+    assert got["kvxferd_transfer_held_seconds_sum"] == pytest.approx(1.5)
+    assert got["kvxferd_pull_seconds_count{outcome=delivered}"] == 1
+    assert got["kvxferd_probe_bytes_per_second_sum{placement=direct}"] == pytest.approx(4.75e9)
+    assert got["kvxferd_pull_phase_seconds_sum{phase=wire}"] == pytest.approx(0.02)
+    assert got["kvxferd_pull_phase_seconds_count{phase=ack}"] == 0
+
+
+def test_what_is_true_now_is_read_at_the_scrape() -> None:
+    now = {"draining": False}
+
+    def snapshot() -> NodeSnapshot:
+        return node_snapshot(draining=now["draining"])
+
+    metrics = Metrics(snapshot)
+    got = samples_of(metrics)
+    assert got["kvxferd_registered_ranks{state=ready}"] == 2
+    assert got["kvxferd_registered_ranks{state=mapping}"] == 1
+    assert got["kvxferd_registered_ranks{state=suspended}"] == 0
+    assert got["kvxferd_registered_bytes"] == 9 << 20
+    assert got["kvxferd_rank_placements{placement=direct}{proved=yes}"] == 2
+    assert got["kvxferd_rank_placements{placement=staged}{proved=no}"] == 0
+    assert got["kvxferd_rank_lanes{lanes=copy}{reach=itself}"] == 2
+    assert got["kvxferd_rank_lanes{lanes=tcp}{reach=node}"] == 2
+    assert got["kvxferd_rank_lanes{lanes=rdma}{reach=network}"] == 0
+    assert got["kvxferd_engines{state=readable}"] == 1
+    assert got["kvxferd_engines{state=incomplete}"] == 1
+    assert got["kvxferd_peers{state=up}"] == 1
+    assert got["kvxferd_live_leases{state=granted}"] == 1
+    assert got["kvxferd_live_leases{state=writing}"] == 1
+    assert got["kvxferd_grants_given"] == 2
+    assert got["kvxferd_grants_held"] == 7
+    assert got["kvxferd_running_pulls{phase=wire}"] == 1
+    assert got["kvxferd_quarantined_pulls"] == 4
+    assert got["kvxferd_quarantined_bytes"] == 6 << 20
+    assert got["kvxferd_retired_movers{kept_by=readers}"] == 1
+    assert got["kvxferd_retired_movers{kept_by=exit}"] == 0
+    assert got["kvxferd_worker_sessions"] == 5
+    assert got["kvxferd_draining"] == 0
+    now["draining"] = True
+    assert samples_of(metrics)["kvxferd_draining"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lanes", "wanted"),
+    [
+        ("tcp", "tcp"),
+        ("cma", "copy"),
+        ("xpmem", "copy"),
+        ("rc_mlx5/mlx5_0:1, rc_mlx5/mlx5_1:1", "rdma"),
+        ("cma, rc_mlx5/mlx5_0:1", "rdma"),
+        ("cma, cuda_ipc/cuda", "gpu"),
+        ("new_thing/x", "other"),
+    ],
+)
+def test_transports_are_of_few_classes(lanes: str, wanted: str) -> None:
+    assert transport_class(lanes) == wanted
+
+
+def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:
+    got = samples_of(Metrics(node_snapshot))
+    assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 0
+    assert got["kvxferd_handshakes_total{outcome=ok}"] == 0
+    for phase in PHASES:
+        assert got[f"kvxferd_pull_phase_seconds_count{{phase={phase}}}"] == 0
+
+
+def test_buckets_reach_from_100_us_to_a_minute() -> None:
+    got = samples_of(Metrics(node_snapshot))
+    edges = [
+        float(m[1]) for name in got if (m := re.match(r"kvxferd_handshake_seconds_bucket{le=(.*)}", name))
+    ]
+    assert edges[0] == 1e-4
+    assert edges[-2:] == [60.0, float("inf")]
+
+
+def test_no_request_engine_or_peer_is_a_label() -> None:
+    metrics = Metrics(node_snapshot)
+    for record in records():
+        metrics.record(record)
+    metrics.record(pull_record("cancelled", Code.CANCELLED))
+    text = metrics.render().decode()
+    for name in ("req-", "prefill-0", "decode-0", "10.0.0", "boot-a", "odd"):
+        assert name not in text
+
+
+def test_every_metric_is_prefixed_and_in_its_page() -> None:
+    page = PAGE.read_text()
+    for family in text_string_to_metric_families(Metrics(node_snapshot).render().decode()):
+        if family.name.startswith("process_"):
+            continue
+        assert family.name.startswith("kvxferd_")
+        counted = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{counted}`" in page, f"docs/reference/metrics.md does not name {counted}"
+
+
+def test_two_daemons_in_one_process_do_not_share_metrics() -> None:
+    one, other = Metrics(node_snapshot), Metrics(node_snapshot)
+    one.record(pull_record())
+    assert samples_of(other)["kvxferd_pulled_bytes_total"] == 0
+
+
+def test_an_engine_that_its_home_puts_together_is_a_member() -> None:
+    whole, lacking = node_snapshot().engines
+    assert [engine_state(engine) for engine in (whole, lacking)] == ["readable", "incomplete"]
+    elsewhere = msgspec.structs.replace(lacking, lacking=(), problem="aggregated at its home")
+    assert engine_state(elsewhere) == "member"
+    assert engine_state(msgspec.structs.replace(whole, problem="layers 3 to 5 lack")) == "unreadable"
