@@ -1,8 +1,59 @@
-"""Pulls of local ranks, from the request to the one terminal event, and to quiet if that was in doubt."""
+"""Pulls of local ranks, from the request to the one terminal event, and to the end of any doubt.
+
+How a pull works. Each name is a message, or the method that handles it.
+
+1. The worker sends `Prepare` as soon as it has a reference, and `Pull` when it has blocks: a ticket, the
+   reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
+   the prepared grant or a new one. The pull is WAITING.
+2. `grant_client` sends `FetchEngine` to the source's daemon, unless it has the engine's manifest, and makes
+   the plan from both layouts. Then it sends `AskGrant` with the agents that will be read. The source's
+   daemon replies `Granted`, with its block ids and the fence word, when the transfer is published and ready
+   and those agents' movers poll. Otherwise it replies `PeerRefused`, and the pull fails. A grant is renewed
+   until its pull ends, for `max_hold_s` at most.
+3. `post` gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
+   `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind
+   (`post_waiting`). A pull without block ids is delivered at once.
+4. The mover reads the runs, and the fence word after them. It sends `PullDone` with one of three outcomes,
+   which `mover_done` handles:
+
+   * The word is unchanged: the bytes are the published ones. The worker gets `Delivered`, from the mover
+     itself where they share a delivery socket, otherwise from here. The source's daemon gets `Acknowledge`.
+     After the last one it overwrites the word and sends `Released` to the publisher and to the ranks of its
+     engine.
+   * The word has changed: the source took its blocks back. The worker gets `Failed` with the code
+     `released` and `safe_to_reuse`, and the source's daemon gets `ReturnGrant`.
+   * The word was not read, because a read failed or the pull was aborted. If every posted read is terminal,
+     a failure of the transport is read once more with a new grant (`_retry`), and any other end is `Failed`
+     with `safe_to_reuse`. If not, the worker gets `Failed` with `safe_to_reuse=False`, and the pull is
+     IN_DOUBT.
+
+5. A pull IN_DOUBT keeps its blocks in quarantine until the mover sends `PullQuiesced` or a late `PullDone`,
+   or is dead. Then the worker gets `Quiesced`, and the source's daemon `ReturnGrant`. After `quiesce_s`, or
+   at once where the mover cannot end the doubt, the mover is retired: another one serves the rank, and this
+   one is killed when its other pulls have ended (`Movers.retire`).
+
+What ends a pull from outside:
+
+* `Cancel`: a WAITING pull fails at once. For a POSTED one the mover gets `AbortPull`, and the pull is
+  STOPPING until `PullDone`; it may still be delivered.
+* The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and the pull
+  is IN_DOUBT, because its reads are not known to be over.
+* The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
+  next mover, and at most two movers may die for one pull. With a delivery socket the dead mover may have
+  sent `Delivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
+  arrived and those to read again. Other pulls fail, and those IN_DOUBT are quiesced.
+* The rank is suspended: its WAITING pulls fail, and its movers are killed. The worker is gone: its pulls
+  are dropped without an event, and their grants returned or, where they were delivered, acknowledged.
+
+So the worker gets exactly one of `Delivered` and `Failed` for a pull, and `Quiesced` after a `Failed` with
+`safe_to_reuse=False`. The legal moves are in `TRANSITIONS`; docs/architecture.md draws the messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.context import NodeContext
@@ -10,7 +61,6 @@ from kvxferd.core.effects import EmitRecord, SendToMover, SendToWorker
 from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
-from kvxferd.core.pull import Pull, PullPhase, PullTrigger
 from kvxferd.core.registry import LocalRank, RankState
 from kvxferd.core.snapshot import PullRecord, PullSnapshot
 from kvxferd.core.source_breaker import SourceBreaker
@@ -23,14 +73,111 @@ from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.mover import AbortPull, FenceLocation, PullOutcome, SourceRank, StartPull
 from kvxferd.wire.worker import Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 
-# A retry that has less time than this would end at the deadline, in doubt instead of safely failed.
+# A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
-# Where the source cannot be asked again within this, it is gone for now, and the engine should know.
+# A retry that has no grant after this time fails: the source is gone for now.
 RETRY_WITHIN_S = 2.0
-# A pull that ends each mover that reads it must not go through all that the node can make. Its own mover and
-# the next may both be killed for the sake of others' blocks.
+# A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
+# both be killed because of other pulls in doubt.
 MAX_MOVERS_LOST = 2
 FIRST_WITH_RESUME = 2  # version of the worker protocol
+
+
+class PullPhase(StrEnum):
+    """Where a pull is. In WAITING no read of it is under way: none was posted, or all are over."""
+
+    WAITING = "holding"  # handshake, plan and grant
+    POSTED = "posted"  # the mover has it
+    STOPPING = "stopping"  # cancelled: the mover has been sent AbortPull
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    IN_DOUBT = "in-doubt"  # failed, and the mover may still write
+    QUIESCED = "quiet"  # failed, and proven ended since
+
+
+class PullTrigger(StrEnum):
+    """What happens to a pull."""
+
+    POST = "post"
+    REFUSE = "refuse"  # the grant, the request or the rank's mover does not allow it
+    CANCEL = "cancel"
+    EXPIRE = "expire"
+    DELIVER = "deliver"
+    FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
+    FAULT = "fault"  # not delivered, and not proven ended
+    RETRY = "retry"  # not delivered, proven ended, and to be read once more
+
+
+# A pair that is not in the table is a bug. Callers check `can` first where a pair may be missing.
+TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
+    (PullPhase.WAITING, PullTrigger.POST): PullPhase.POSTED,
+    (PullPhase.WAITING, PullTrigger.REFUSE): PullPhase.FAILED,  # no DMA yet: free now
+    (PullPhase.WAITING, PullTrigger.CANCEL): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.EXPIRE): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # nothing to read: a full prefix hit
+    (PullPhase.POSTED, PullTrigger.CANCEL): PullPhase.STOPPING,
+    (PullPhase.POSTED, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.POSTED, PullTrigger.DELIVER): PullPhase.DELIVERED,
+    (PullPhase.POSTED, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.POSTED, PullTrigger.RETRY): PullPhase.WAITING,  # for a new grant, or the next mover
+    (PullPhase.POSTED, PullTrigger.FAULT): PullPhase.IN_DOUBT,  # DMA may still be landing
+    (PullPhase.STOPPING, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.STOPPING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # it was done before it could be stopped
+    (PullPhase.STOPPING, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.STOPPING, PullTrigger.FAULT): PullPhase.IN_DOUBT,
+    # Too late for a delivery: the engine has received Failed.
+    (PullPhase.IN_DOUBT, PullTrigger.DELIVER): PullPhase.QUIESCED,
+    (PullPhase.IN_DOUBT, PullTrigger.FINISH): PullPhase.QUIESCED,
+}
+
+
+@dataclass(slots=True)
+class Pull:
+    """One local rank's read of one transfer."""
+
+    pull_id: PullId
+    rank: LocalRank
+    ticket: Ticket
+    ref: TransferRef
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    deadline: float
+    received_at: float
+    held_grant: HeldGrant
+    phase: PullPhase = PullPhase.WAITING
+    mover: MoverId | None = None  # the mover that has it, from POSTED on
+    posted_at: float | None = None
+    outcome: PullOutcome | None = None
+    retried: bool = False
+    num_movers_lost: int = 0  # movers that died while they had it
+    interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
+    delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
+    former_grant: HeldGrant | None = None  # of the first try, until the second try has one
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
+        return self.interruption != 0
+
+    @property
+    def is_safe_to_reuse(self) -> bool:
+        """Whether nothing can write the pull's blocks any more."""
+        return self.phase in (PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED)
+
+    @property
+    def local_bytes(self) -> int:
+        """The bytes of its blocks on this rank."""
+        return self.rank.bytes_of(self.blocks)
+
+    def can(self, trigger: PullTrigger) -> bool:
+        """Whether this may happen to the pull now."""
+        return (self.phase, trigger) in TRANSITIONS
+
+    def transition(self, trigger: PullTrigger) -> PullPhase:
+        """Move to the next phase. A KeyError is a bug of the caller."""
+        self.phase = TRANSITIONS[self.phase, trigger]
+        return self.phase
 
 
 class Pulls:
@@ -329,10 +476,10 @@ class Pulls:
         self._fail(pull, PullTrigger.REFUSE, code, message)
 
     def _fail(
-        self, pull: Pull, signal: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
+        self, pull: Pull, trigger: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
     ) -> None:
         was_stopping = pull.phase is PullPhase.STOPPING
-        phase = pull.transition(signal)
+        phase = pull.transition(trigger)
         if phase is PullPhase.QUIESCED:
             self._finish_quiesced(pull)
             return
@@ -383,7 +530,7 @@ class Pulls:
             del self._by_session[pull.rank.session]
         self._admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
         self._block_id_memory.remove(pull.rank.uid, request_bytes(pull.blocks))
-        pull.blocks = {}  # its acknowledgement may wait two minutes for an answer
+        pull.blocks = {}  # its acknowledgement may be repeated for two minutes
         self._context.timers.cancel(("deadline", pull.pull_id))
         self._context.timers.cancel(("quiesce", pull.pull_id))
         self._release_former_grant(pull)

@@ -11,8 +11,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import is_proved, own_transports
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pull import PullPhase
-from kvxferd.core.pulls import Pulls
+from kvxferd.core.pulls import PullPhase, Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.snapshot import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.core.context import Timers
+from kvxferd.core.timers import Timers
 from kvxferd.plan import Expander, PlanCache, TransferTopology
 
 # A clock starts here. Durations stay far below, so a float tells which it is.
