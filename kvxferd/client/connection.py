@@ -11,24 +11,22 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvxferd.client.events import Event
+from kvxferd.client.events import Event, EventQueue
 from kvxferd.client.fence_slots import FenceSlots
-from kvxferd.client.mailbox import EventQueue
 from kvxferd.client.mover_watch import MoverWatch, wait_all_quiesced
-from kvxferd.client.notices import DeliverySocketPair
-from kvxferd.client.session import ClientSession
-from kvxferd.client.standing import PERMANENT_REFUSALS
+from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import Ticket
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
-from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from kvxferd.wire.codec import DAEMON_MESSAGES, MOVER_DELIVERIES, encode
 from kvxferd.wire.framing import Frame
+from kvxferd.wire.limits import MAX_NOTICE_BYTES
 
 # Seconds between attempts to connect: a restarted daemon is found within 2 s, and a missing one
 # costs next to nothing. Jittered, so that a node's ranks do not connect all at once.
@@ -400,6 +398,44 @@ class Connection:
             if deliveries is not None and self._socket is not None:
                 self._socket.send(encode(deliveries))
                 self._socket.flush()
+
+
+class DeliverySocketPair:
+    """The sockets on which a rank's mover reports deliveries to the worker itself, past the daemon.
+
+    Movers write into one end, this process reads the other. No call blocks.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+
+    @property
+    def mover_fd(self) -> int:
+        """The descriptor that goes to the daemon. Kept open: the next daemon gets it too."""
+        return self._write_end.fileno()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are deliveries."""
+        return self._read_end.fileno()
+
+    def receive(self) -> Iterator[worker.Delivered]:
+        """Yield the deliveries that have come, oldest first. Raises ProtocolError for any other packet.
+
+        Only this side ends the stream: the far end is open here too, so an empty read is an empty packet.
+        """
+        while self._read_end.fileno() >= 0:
+            try:
+                packet = self._read_end.recv(MAX_NOTICE_BYTES)
+            except BlockingIOError:
+                return
+            yield MOVER_DELIVERIES.decode(packet)
+
+    def close(self) -> None:
+        """Close both ends. Idempotent."""
+        self._read_end.close()
+        self._write_end.close()
 
 
 def _connect_unix(path: Path) -> socket.socket:

@@ -13,7 +13,7 @@ from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, read_ref
-from kvxferd.client.standing import SessionState
+from kvxferd.client.session import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout

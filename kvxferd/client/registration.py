@@ -1,22 +1,61 @@
-"""A session's registration as a rank or publisher, and which movers may use its memory."""
+"""A session's role (rank or publisher), its registration, and which movers may use its memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import TypeVar
 
 import msgspec
 
-from kvxferd.client.membership import RankRole, SessionRole
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover, ResidentMover
 from kvxferd.client.outbox import Outgoing
-from kvxferd.errors import Code, EngineError, ProtocolError
-from kvxferd.ids import BootId
+from kvxferd.errors import Code, EngineError, LayoutError, ProtocolError
+from kvxferd.ids import BootId, EngineId, Generation
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import FdBatch, Refusal
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    """The session is a rank; `exports` is None while its memory is suspended."""
+
+    engine: EngineSpec
+    layout: RankLayout
+    exports: MemoryExport | None
+
+    @property
+    def engine_id(self) -> EngineId:
+        """The rank's engine."""
+        return self.engine.engine_id
+
+    @property
+    def generation(self) -> Generation:
+        """The engine's generation."""
+        return self.engine.generation
+
+    def __str__(self) -> str:
+        return f"rank {self.engine.rank} of {self.engine.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherRole:
+    """The session is an engine's scheduler: it publishes, and has no memory."""
+
+    engine_id: EngineId
+    generation: Generation
+
+    def __str__(self) -> str:
+        return f"publisher of {self.engine_id}@{self.generation}"
+
+
+SessionRole = RankRole | PublisherRole
 
 
 class MemoryState(Enum):
@@ -321,3 +360,14 @@ def _check_sendable(role: RankRole, exports: MemoryExport) -> None:
             f"{MAX_REGISTER_BYTES} go; describe fewer tensors or regions",
             Code.REGION_INVALID,
         )
+
+
+def validated(value: T, what: str) -> T:
+    """Return an engine's struct as the daemon will decode it. Raises LayoutError that names the wrong field.
+
+    msgspec checks types when it decodes, not when a struct is made.
+    """
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+        raise LayoutError(f"cannot register: {what}: {error}") from error

@@ -7,6 +7,7 @@ returns. The caller holds the session's lock around every call; time is an argum
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import NoReturn
 
 from kvxferd.client.blocks import PackedGroups
@@ -14,15 +15,13 @@ from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.client.gpu_events import Completion, PendingCompletions
 from kvxferd.client.incarnations import KnownIncarnations
-from kvxferd.client.membership import RankRole, SessionRole
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.outbox import Outbox, Outgoing, QueuedItem, SendPublish, SendPull
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
-from kvxferd.client.registration import MemoryState, Registration
-from kvxferd.client.standing import RETRIED_ON_REREGISTER, SessionState
+from kvxferd.client.registration import MemoryState, RankRole, Registration, SessionRole
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.wire import common, worker
@@ -32,6 +31,44 @@ CancelPull = Callable[[Ticket], None]
 
 HANDSHAKE_TIMEOUT_S = 10.0  # a daemon replies to Hello at once; one that does not is stuck
 REREGISTER_TIMEOUT_S = 30.0  # a registration may wait for a mover to be made, and for an old one to die
+
+# A rank or publisher that was registered before tries again: the session that has its engine id or its rank
+# now, or a rank of another shape or with other layers beside it, may leave, or an operator returns the id.
+# To end the session instead would let one second of squatting end a live engine.
+RETRIED_ON_REREGISTER = frozenset(
+    {Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING}
+)
+
+# Refusals that do not change by another attempt. After any other the client keeps trying.
+PERMANENT_REFUSALS = frozenset(
+    {
+        Code.BAD_VERSION,
+        Code.NOT_ALLOWED,
+        Code.LAYOUT_INVALID,
+        Code.REGION_INVALID,
+        Code.REGION_UNSEALED,
+        Code.REGION_TOO_SMALL,
+        Code.RANK_INVALID,
+        Code.INCARNATION_CHANGED,
+        Code.SHAPE_MISMATCH,
+        Code.LAYERS_MISSING,
+        Code.UNEQUAL_STAGES,
+        Code.NOT_HOME,
+        Code.ENDPOINT_INVALID,
+        Code.GENERATION_STALE,
+    }
+)
+
+
+class SessionState(Enum):
+    """From no connection to a registered one."""
+
+    DISCONNECTED = auto()  # no connection
+    HANDSHAKING = auto()  # Hello is sent
+    CONNECTED = auto()  # welcomed, and not registered
+    REGISTERING = auto()  # Register, Attach or Resume is sent
+    READY = auto()  # the daemon takes requests
+    CLOSED = auto()  # the session has ended
 
 
 class ClientSession:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvxferd.client import events as ce
 from kvxferd.client.registration import MemoryState
-from kvxferd.client.standing import PERMANENT_REFUSALS
+from kvxferd.client.session import PERMANENT_REFUSALS
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.errors import Code, EngineError, KvxferdError

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvxferd.client.events import Event
 from kvxferd.client.fence_slots import FenceSlots
-from kvxferd.client.membership import PublisherRole, RankRole, SessionRole
 from kvxferd.client.memory_export import MemoryExport
+from kvxferd.client.registration import PublisherRole, RankRole, SessionRole
 from kvxferd.client.session import ClientSession
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.common import Message

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
-from kvxferd.client.notices import DeliverySocketPair
+from kvxferd.client.connection import DeliverySocketPair
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.client.standing import RETRIED_ON_REREGISTER
+from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import counted_ready
 from kvxferd.core import events as ev
 from kvxferd.core.registry import MemberRank
