@@ -179,7 +179,7 @@ class Daemon:
             self._worker_socket.start()
             closing.push_async_callback(self._stop_workers)
             for warning in (*self._admin.warnings(), *fd_warnings(self._config.limits, descriptors)):
-                log.warning(warning)
+                log.warning("configuration warning", text=warning)
             log.info(
                 "serving",
                 boot=self._boot,
@@ -232,7 +232,7 @@ class Daemon:
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self._on_signal)
+            loop.add_signal_handler(name, self._on_signal, name)
         loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         # Their default action ends the process, and a log rotation may send them.
@@ -246,18 +246,18 @@ class Daemon:
         try:
             self.reload()
         except KvxferdError as error:
-            log.error("configuration not reloaded: what was set before holds", reason=error.message)
+            log.error("reload failed", reason=error.message)
         except Exception:
-            log.exception("configuration not reloaded whole: reload it again")
+            log.exception("reload incomplete")
 
     def _on_quit(self) -> None:
-        operator_log.warning("told to stop at once: not waiting for what runs")
+        operator_log.warning("drain skipped", signal=signal.SIGQUIT.name)
         self._idle.set()
         self.drain()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping.is_set():
-            operator_log.warning("told to stop again: not waiting for what runs")
+            operator_log.warning("drain skipped", signal=number.name)
             self._idle.set()
         self.drain()
 
@@ -313,7 +313,7 @@ class Daemon:
             # Not the loop's clock: uvloop's has steps of a millisecond, and a small pull takes less.
             return self._node.feed(event, time.monotonic())
         except Exception:
-            log.exception("cannot deal with an event", kind=type(event).__name__)
+            log.exception("event failed", kind=type(event).__name__)
             return self._node.context.pop_effects()
 
     def _try_effect(self, effect: Effect) -> None:
@@ -321,7 +321,7 @@ class Daemon:
         try:
             self._apply_effect(effect)
         except Exception:
-            log.exception("cannot do what was decided", kind=type(effect).__name__)
+            log.exception("effect failed", kind=type(effect).__name__)
 
     def _after_events(self) -> None:
         # A timer that fires too early costs a tick; setting a new one for each event costs more.
@@ -368,11 +368,11 @@ class Daemon:
         try:
             handle = await assigning
         except KvxferdError as error:
-            log.warning("no mover", session=session, code=error.code, reason=error.message)
+            log.warning("mover unavailable", session=session, code=error.code, reason=error.message)
             self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
             return
         except OSError as error:  # most likely no descriptors are left: the rank must not wait for ever
-            log.exception("no mover", session=session)
+            log.exception("mover unavailable", session=session)
             self._on_event(
                 MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
             )
@@ -428,7 +428,7 @@ class Daemon:
         try:
             resident = self._worker_socket.detach_mover(effect.session) if effect.resident else None
         except OSError as error:
-            log.warning("cannot take a resident mover", session=effect.session, reason=error.strerror)
+            log.warning("resident mover not assigned", session=effect.session, reason=error.strerror)
             text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
             refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
             self._on_event(MoverUnavailable(effect.session, refusal))
@@ -451,7 +451,7 @@ class Daemon:
             fds = (os.dup(handle.pidfd),) if handle is not None else ()
         except OSError as error:
             assert effect.pidfd_of is not None
-            log.warning("cannot send a mover's pidfd", session=effect.session, reason=error.strerror)
+            log.warning("mover pidfd not sent", session=effect.session, reason=error.strerror)
             self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
             return
         self._worker_socket.send(effect.session, effect.message, fds)
@@ -465,7 +465,7 @@ class Daemon:
         try:
             self._send_to_mover(effect.mover, effect.message, self._worker_socket.bind_fds(effect.session))
         except OSError as error:
-            log.warning("cannot bind a mover", session=effect.session, reason=error.strerror)
+            log.warning("mover not bound", session=effect.session, reason=error.strerror)
             self._mover_handles[effect.mover].kill()
 
     def _share_fence_page(self, effect: ShareFencePage) -> None:
@@ -476,7 +476,7 @@ class Daemon:
             message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
             self._send_to_mover(effect.mover, message, (fd,))
         except OSError as error:
-            log.warning("cannot share a fence page", session=effect.session, reason=error.strerror)
+            log.warning("fence page not shared", session=effect.session, reason=error.strerror)
             text = f"cannot hand the page to its mover: {error.strerror}; try again later"
             refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
             self._on_event(MoverMessage(effect.mover, refused))

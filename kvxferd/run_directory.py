@@ -91,9 +91,7 @@ class RunDirectory:
         return fd
 
     def _replace_old_lock(self, old: OldLock) -> None:
-        log.warning(
-            "an old lock is held by somebody who is no daemon of this user: replaced", path=str(old.path)
-        )
+        log.warning("old lock replaced", path=str(old.path))
         old.replace()
 
     def _already_running_error(self, lock_fd: int) -> ConfigError:
@@ -192,7 +190,7 @@ def _check_owner(path: Path, setting: str) -> None:
         whom = "anybody" if mode & stat.S_IWOTH else f"group {status.st_gid}"
         if status.st_uid != os.geteuid():
             raise ConfigError(f"{what}: {whom} may write there; chmod go-w {path}, or name a directory below")
-        log.warning("others could write in the run directory: closed to them", path=str(path), whom=whom)
+        log.warning("run directory permissions restricted", path=str(path), whom=whom)
         path.chmod(mode & ~_OTHERS_WRITE)
 
 

@@ -256,7 +256,7 @@ class HttpListeners:
 
     def _retry_accept_later(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is left: close an idle HTTP connection, and try to accept again later."""
-        log.warning("http: cannot accept", reason=error.strerror)
+        log.warning("http accept failed", reason=error.strerror)
         self._close_idle_stranger()
         self._loop.remove_reader(listener.fileno())
         self._loop.call_later(ACCEPT_RETRY_S, self._watch, listener)

@@ -62,7 +62,7 @@ class OwnershipFile:
         except (OSError, ValueError, RecursionError) as error:
             aside = self._path.with_suffix(".unreadable")
             log.error(
-                "cannot read whose engine ids are: the first to register has each",
+                "ownership file unreadable",
                 path=str(self._path),
                 reason=str(error),
                 kept_as=str(aside),
@@ -70,7 +70,7 @@ class OwnershipFile:
             try:
                 self._path.replace(aside)
             except OSError as failure:
-                log.error("cannot put it aside", path=str(self._path), reason=str(failure))
+                log.error("ownership file not renamed", path=str(self._path), reason=str(failure))
             return NO_OWNERSHIPS
 
     def save_soon(self) -> None:
@@ -88,7 +88,9 @@ class OwnershipFile:
                 await asyncio.wait([self._write_task], timeout=CLOSE_S)
                 if not self._write_task.done():
                     log.error(
-                        "cannot write whose engine ids are: an earlier write hangs", path=str(self._path)
+                        "ownership file not written",
+                        path=str(self._path),
+                        reason=f"a write has not ended within {CLOSE_S:g} s",
                     )
                     return
             await asyncio.to_thread(self._write, self._current())
@@ -115,7 +117,7 @@ class OwnershipFile:
             if fresh is not None:
                 with suppress(OSError):
                     fresh.unlink()
-            log.error("cannot write whose engine ids are", path=str(self._path), reason=error.strerror)
+            log.error("ownership file not written", path=str(self._path), reason=error.strerror)
 
 
 def _decode(content: bytes) -> StoredOwnerships:

@@ -172,7 +172,11 @@ class PeerInbox:
                 self._emit_message(sender, outline)
 
     def _refuse_undecodable(self, sender: Sender, payload: bytes, error: Exception) -> None:
-        error = error if isinstance(error, ProtocolError) else ProtocolError(repr(error), Code.INTERNAL)
+        error = (
+            error
+            if isinstance(error, ProtocolError)
+            else ProtocolError(f"{type(error).__name__}: {error}", Code.INTERNAL)
+        )
         self._log_refused(sender, error.code, error.message)
         if sender.route:
             self._reply(sender.route, refusal_of_undecodable(payload, error))
@@ -302,7 +306,7 @@ class PeerInbox:
 
     def _log_failure(self, sender: Sender) -> None:
         """Log the exception that is being handled."""
-        log.exception("cannot take a peer's message", limit_by=sender.peer, peer=sender.peer)
+        log.exception("peer message failed", limit_by=sender.peer, peer=sender.peer)
 
     def _log_refused(self, sender: Sender, code: Code, reason: str) -> None:
         log.warning("peer message refused", limit_by=sender.peer, peer=sender.peer, code=code, reason=reason)

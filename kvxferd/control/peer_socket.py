@@ -174,10 +174,10 @@ class PeerSocket:
             num_shut = shut_accepted_connections(int(self.bound_endpoint.rpartition(":")[2]))
         except OSError as error:
             # Messages of peers that are not admitted are refused meanwhile.
-            log.warning("cannot shut peers' connections: tried again", reason=error.strerror)
+            log.warning("peer connections not closed", reason=error.strerror)
             asyncio.get_running_loop().call_later(SHUT_RETRY_S, self.shut_connections)
             return None
-        log.info("peers' connections are admitted anew", connections=num_shut)
+        log.info("peer connections closed", connections=num_shut)
         return num_shut
 
     def _is_admitted(self, sender: Sender) -> bool:
@@ -280,7 +280,7 @@ class PeerSocket:
             try:
                 watched.on_message(route, parts)
             except Exception:  # one sender's message must not stop the reading of others'
-                log.exception("cannot take a message", limit_by="peer socket")
+                log.exception("peer message failed", limit_by="peer socket")
             if time.monotonic() > until:
                 break
         return True

@@ -190,4 +190,4 @@ class Resolver:
             try:
                 on_address(address, "" if address else reason)
             except Exception:  # the other callbacks must still run
-                log.exception("cannot take an address", limit_by=host, host=host)
+                log.exception("resolver callback failed", limit_by=host, host=host)

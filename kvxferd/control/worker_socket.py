@@ -219,7 +219,7 @@ class WorkerSocket:
             return
         except OSError as error:
             # Out of descriptors: the waiting client would wake the loop again at once, and for ever.
-            log.warning("worker socket: cannot accept", error=str(error))
+            log.warning("worker accept failed", reason=str(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
             loop.call_later(ACCEPT_RETRY_S, self._watch_listener)
@@ -236,7 +236,7 @@ class WorkerSocket:
         try:
             death, alive = open_exit_fds(accepted, credentials.pid)
         except OSError as error:
-            log.warning("worker socket: cannot watch who connects", pid=credentials.pid, error=str(error))
+            log.warning("worker connection closed", pid=credentials.pid, reason=str(error))
             link.close()
             return
         session = SessionId(next(self._numbers))
@@ -539,7 +539,7 @@ class WorkerSocket:
         except ProtocolError as error:
             # Without this message the client would wait for ever; after a close it connects again.
             log.error(
-                "worker session cannot be told: closed",
+                "worker message not sent",
                 limit_by=f"uid {connection.credentials.uid}",
                 session=session,
                 reason=error.message,
@@ -551,7 +551,7 @@ class WorkerSocket:
             MAX_QUEUED_BYTES if connection.is_admitted else MAX_QUEUED_BYTES_UNADMITTED
         ):
             log.warning(
-                "worker session reads no events: closed",
+                "worker send queue full",
                 limit_by=f"uid {connection.credentials.uid}",
                 session=session,
             )
@@ -659,9 +659,7 @@ class WorkerSocket:
         try:
             connection.fence_page.overwrite(slot)
         except OSError as error:
-            log.warning(
-                "worker session's fence page cannot be written: closed", session=session, error=str(error)
-            )
+            log.warning("fence page not written", session=session, reason=str(error))
             self._end(connection)
 
     def bind_fds(self, session: SessionId) -> tuple[int, ...]:

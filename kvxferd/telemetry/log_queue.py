@@ -96,7 +96,7 @@ class LogQueue:
         counts: LogCounts = LOG_COUNTS,
     ) -> None:
         self._fd = fd
-        self.describe = render_dropped
+        self.render_dropped = render_dropped
         self._counts = counts
         # Reentrant: a destructor that writes a warning may run in the middle of `put`.
         self._changed = threading.Condition(threading.RLock())
@@ -183,7 +183,7 @@ class LogQueue:
     def _report(self) -> bytes:
         num_dropped, self._num_unreported = self._num_unreported, 0
         self._reported_at = time.monotonic()
-        return self.describe(num_dropped).encode() + b"\n"
+        return self.render_dropped(num_dropped).encode() + b"\n"
 
     def _write(self, text: bytes) -> bool:
         """Write the whole text, however long that takes. False: the descriptor is closed or broken."""

@@ -66,7 +66,7 @@ def configure_queued_logs(config: LogConfig) -> None:
     queue = LogQueue(STDERR_FD)
     sys.stderr = stream = StderrStream(queue, is_terminal=is_terminal)
     render = _configure(config, queue.put, is_terminal)
-    queue.describe = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
+    queue.render_dropped = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
 
     def close() -> None:
         stream.flush_partial_line()

@@ -26,7 +26,7 @@ def test_a_mover_that_no_worker_can_watch_gets_no_memory(fleet: Fleet):
     limits = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, limits[1]))
     os.kill(bound, signal.SIGKILL)
-    wait_until(lambda: "cannot send a mover's pidfd" in daemon.log.read_text(), "the offer has failed")
+    wait_until(lambda: "mover pidfd not sent" in daemon.log.read_text(), "the offer has failed")
     assert not [pid for pid in mappers_of(inode) if pid in daemon.movers()]
     resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, limits)
     wait_until(lambda: [pid for pid in mappers_of(inode) if pid in daemon.movers()], "offered again")
