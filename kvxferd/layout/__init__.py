@@ -1,4 +1,8 @@
-"""The address-free description of a rank's KV cache."""
+"""The address-free description of a rank's KV cache: layouts, block lists, engine specs.
+
+`tensors` has the formula by which a layout maps a block, token and unit to a region's bytes. All sizes,
+strides and offsets are bytes. `validate` checks a layout when a rank registers.
+"""
 
 from kvxferd.layout.blocks import PackedBlocks, lend_ids, pack_ids, unpack_ids
 from kvxferd.layout.digest import digest_of

@@ -1,4 +1,4 @@
-"""Which blocks of a group hold a request."""
+"""Block lists: the ids of a group's blocks that hold one request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def pack_ids(ids: Sequence[int] | memoryview | array.array[int]) -> bytes:
     """Return block ids as packed little-endian int32.
 
     An int32 buffer (numpy array, `array.array("i")`, memoryview) is copied in one step; a list
-    works too, one element at a time. Raises ValueError for another item type and OverflowError
-    for an id that int32 cannot hold.
+    is converted element by element. Raises ValueError for another item type and OverflowError
+    for an id that does not fit in int32.
     """
     try:
         view = memoryview(ids)  # type: ignore[arg-type]
@@ -45,10 +45,12 @@ def pack_ids(ids: Sequence[int] | memoryview | array.array[int]) -> bytes:
 
 
 def lend_ids(ids: Buffer) -> bytes:
-    """Return an int32 buffer's own bytes, without a copy: what is done to it later is done to them.
+    """Return an int32 buffer's bytes as packed ids, borrowed without a copy.
 
-    Typed as what everything that takes ids does with them: measured, cut and encoded. Raises TypeError
-    for what is no buffer, and ValueError for another item type or one whose bytes do not lie together.
+    The caller leaves the buffer unchanged while the ids are in use: a later write to it changes them.
+    The result is a memoryview, typed as bytes because ids are only measured, sliced and encoded. Raises
+    TypeError for an object without a buffer, and ValueError for another item type or a buffer that is
+    not contiguous.
     """
     view = memoryview(ids)
     _check_int32(view)
@@ -63,5 +65,5 @@ def _check_int32(view: memoryview) -> None:
 
 
 def unpack_ids(ids: bytes) -> memoryview:
-    """Return packed ids as an int32 view, without a copy."""
+    """Return packed ids as an int32 memoryview, without a copy."""
     return memoryview(ids).cast("i")

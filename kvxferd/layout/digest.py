@@ -1,4 +1,4 @@
-"""Names for content: equal structs have equal digests, on every node."""
+"""Digests of structs: equal structs have equal digests, on every node."""
 
 from __future__ import annotations
 

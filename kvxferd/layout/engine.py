@@ -1,4 +1,4 @@
-"""Who an engine is: the facts every rank of it declares, and which all must declare alike."""
+"""An engine's spec: the fields that each of its ranks declares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxferd.ids import Endpoint, EngineId, EngineKey, Generation, Rank
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One rank's statement of its engine and of its own place in it.
+    """What one rank declares of its engine and of its own position in it.
 
     All fields but `pp_rank` and `tp_rank` must be equal on every rank of one generation.
     """
@@ -22,24 +22,24 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     tp_size: int = 1  # attention tensor parallelism; a data-parallel replica is an engine of its own
     pp_rank: int = 0
     tp_rank: int = 0
-    num_kv_heads: int = 0  # of the whole model; 0 where there are no heads (MLA, pure state)
+    num_kv_heads: int = 0  # of the whole model; 0 where there are none (MLA, pure state)
     fingerprint: str = ""  # model, revision, dtype, scales: equal fingerprints mean equal bytes
     home: Endpoint = Endpoint("")  # the daemon that aggregates the engine; "" is the local one
-    pp_aware: bool = True  # False: refuses any peer with pp_rank != 0
-    publish_implies_ready: bool = False  # it publishes only after all its ranks have finished writing
+    pp_aware: bool = True  # False: the engine refuses any peer with pp_rank != 0
+    publish_implies_ready: bool = False  # True: it publishes only after all its ranks have finished writing
 
     @property
     def key(self) -> EngineKey:
-        """Engine and generation."""
+        """Return the engine's id and generation."""
         return EngineKey(self.engine_id, self.generation)
 
     @property
     def rank(self) -> Rank:
-        """This rank's place."""
+        """Return this rank as `(pp_rank, tp_rank)`."""
         return Rank(self.pp_rank, self.tp_rank)
 
     def ranks(self) -> list[Rank]:
-        """Every rank of the engine, stage by stage."""
+        """Return every rank of the engine, stage by stage."""
         return list(_all_ranks(self.pp_size, self.tp_size))
 
 

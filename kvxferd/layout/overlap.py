@@ -1,8 +1,8 @@
-"""Do strided sets of bytes share a byte: a cheap test that never says no wrongly.
+"""Whether strided sets of bytes share a byte: a cheap test without false negatives.
 
 A set is ``offset + sum(i_k * stride_k) + [0, num_bytes)`` over all indexes of its axes. Sets whose
-extents are apart cannot meet. Sets that share their outermost stride are compared modulo it; where
-strides differ, the outermost axis is written out, index by index, as far as MAX_PLACES allows.
+spans are disjoint cannot overlap. Sets that share their outermost stride are compared modulo it; where
+strides differ, the outermost axis is unrolled, index by index, as far as MAX_OVERLAP_WORK allows.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import NamedTuple
 Axis = tuple[int, int]  # length, stride in bytes
 StridedSet = tuple[int, int, Sequence[Axis]]  # offset, contiguous bytes, axes
 
-# Known layouts need none: they nest. 16,384 places take 25 to 40 ms, in which nobody else is served.
+# Known layouts need none: they nest. 16,384 parts take 25 to 40 ms, which block the daemon.
 MAX_OVERLAP_WORK = 1 << 14
 
 
 class OverlapBudget:
-    """How many places may still be written out or compared: in one layout, or in all that come together."""
+    """How many parts may still be unrolled or compared: for one layout, or for all layouts of one message."""
 
     def __init__(self, remaining: int = MAX_OVERLAP_WORK) -> None:
         self.left = remaining
 
     def spend(self, count: int) -> bool:
-        """Take some; False: there were not so many left."""
+        """Take `count` from the budget. Returns False where it has fewer left."""
         self.left -= count
         return self.left >= 0
 
 
 class _StridedPart(NamedTuple):
-    """A set, or a part of one, on the way to being compared."""
+    """A set, or a part of one, that is still to be compared."""
 
     start: int
     num_bytes: int
     axes: tuple[Axis, ...]  # longer than 1, largest stride first
     owner: int  # index of the set it comes from
-    # For every axis taken modulo its stride: which of its indexes there are, shifted to a common origin.
+    # For every axis taken modulo its stride: the range of its indexes, shifted to a common origin.
     index_ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from its first to past its last."""
+        """Return the bytes from the part's first byte to past its last."""
         return self.num_bytes + sum((length - 1) * stride for length, stride in self.axes)
 
     @property
     def is_nested(self) -> bool:
-        """Whether every axis steps over all that lies inside it, so that no two places can meet."""
+        """Whether every axis steps over all that lies inside it, so that no two of its bytes can coincide."""
         inside = self.num_bytes
         for length, stride in reversed(self.axes):
             if stride < inside:
@@ -56,9 +56,10 @@ class _StridedPart(NamedTuple):
 
 
 def find_overlap(sets: Sequence[StridedSet], budget: OverlapBudget | None = None) -> tuple[int, int] | None:
-    """Return the indexes of two sets that share a byte, twice the same if one meets itself, else None.
+    """Return the indexes of two sets that share a byte, else None. A set that overlaps itself is both.
 
-    A pair that `places` (MAX_PLACES) do not suffice to tell apart is returned as if it overlapped.
+    A pair for whose comparison `budget` (by default MAX_OVERLAP_WORK) does not suffice is returned as if it
+    overlapped.
     """
     budget = OverlapBudget() if budget is None else budget
     parts = []
@@ -89,7 +90,7 @@ def find_overlap(sets: Sequence[StridedSet], budget: OverlapBudget | None = None
 
 
 def _touching_parts(parts: list[_StridedPart]) -> Iterator[list[_StridedPart]]:
-    """Yield the parts whose extents hang together."""
+    """Yield groups of parts whose spans overlap one another."""
     cluster: list[_StridedPart] = []
     end = 0
     for part in sorted(parts):
@@ -109,7 +110,7 @@ def _inner_bytes(part: _StridedPart) -> int:
 
 
 def _fold_by_stride(cluster: list[_StridedPart], stride: int) -> Iterator[_StridedPart]:
-    """Yield the parts modulo their common outermost stride; what wraps around appears at both ends."""
+    """Yield the parts modulo their common outermost stride; a part that wraps around appears at both ends."""
     origin = cluster[0].start
     for part in cluster:
         turn, start = divmod(part.start - origin, stride)
@@ -123,7 +124,7 @@ def _fold_by_stride(cluster: list[_StridedPart], stride: int) -> Iterator[_Strid
 
 
 def _unroll(cluster: list[_StridedPart], stride: int, budget: int) -> Iterator[_StridedPart]:
-    """Yield the parts with every axis of the largest stride written out; ends soon after `budget`."""
+    """Yield the parts with every axis of the largest stride unrolled; ends soon after `budget` parts."""
     count = 0
     for part in cluster:
         if not part.axes or part.axes[0][1] != stride:
@@ -137,7 +138,7 @@ def _unroll(cluster: list[_StridedPart], stride: int, budget: int) -> Iterator[_
 
 
 def _overlapping_pair(cluster: list[_StridedPart], budget: OverlapBudget) -> tuple[int, int] | None:
-    """Return two contiguous parts that share a byte at indexes that both of them have."""
+    """Return the owners of two contiguous parts that share a byte at indexes that both of them have."""
     for at, first in enumerate(cluster):
         for other in range(at + 1, len(cluster)):
             second = cluster[other]

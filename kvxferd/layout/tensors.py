@@ -1,17 +1,17 @@
 """Where the bytes of a KV cache lie, without addresses.
 
-Every byte has a place that does not depend on how an engine is parallelised:
-``(layer, component, unit, token, byte)``. A `CacheTensor` maps those coordinates into a region:
+Every byte has coordinates that do not depend on how an engine is parallelised:
+``(layer, component, unit, token, byte)``. A `CacheTensor` maps them into a region:
 
     region offset = offset
                   + block * block_stride            block: the id that the engine allocates
                   + item  * token_stride            item: token within the block // granule_tokens
                   + index * unit_stride             index: position of the unit among `units`
-                  + chunk * chunk_stride + byte     chunk: num_chunks pieces of chunk_bytes each
+                  + chunk * chunk_stride + byte     chunk: num_chunks of chunk_bytes each
 
 Where a group has p `physical_blocks_per_logical`, an id stands for the blocks id * p .. id * p + p - 1.
 All strides and offsets are bytes. HND, NHD, K/V split first, blocks first, cross-layer blocks and
-padded pages are choices of these numbers; nothing downstream asks which one it is.
+padded pages are choices of these numbers; no code downstream distinguishes them.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of one unit for one item."""
+        """Return the bytes of one unit for one item."""
         return self.num_chunks * self.chunk_bytes
 
     @property
     def num_units(self) -> int:
-        """How many units this rank holds of the component."""
+        """Return how many units of the component this rank holds."""
         return sum(r.stop - r.start for r in self.units)
 
 
@@ -96,7 +96,7 @@ class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 
 
 class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """The whole address-free description of one rank's cache. Compared and kept by digest."""
+    """The address-free description of one rank's cache. Layouts are compared and cached by digest."""
 
     start_layer: int  # the pipeline stage's half-open range of global layers
     end_layer: int

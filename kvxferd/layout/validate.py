@@ -1,7 +1,7 @@
-"""Does a layout contradict itself, its engine or its regions: asked once, when a rank registers.
+"""Checks a layout against itself, its engine and its regions, once, when a rank registers.
 
-Everything that a layout can say wrongly is refused here, so that what comes after may compute with
-it. Arithmetic is on Python's integers: nothing overflows.
+Every error that a layout can have is refused here, so that later code can compute with it unchecked.
+Arithmetic is on Python's integers: nothing overflows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout
 MAX_NAME_CHARS = 256  # longer than any layer or component name in use
 # 256 TiB: sixteen times the largest memory that one process maps today.
 MAX_BYTES = 1 << 48
-# A million layers or ranks, a billion units: what exceeds these is a mistake or an attack.
+# A million layers or ranks, a billion units: a larger number is a mistake or an attack.
 MAX_RANKS = 1 << 20
 MAX_LAYERS = 1 << 20
 MAX_UNITS = 1 << 30
-# 128 layers of sixteen components; a check takes 10 to 25 us a tensor, and nobody else is served meanwhile.
+# 128 layers of sixteen components; a check takes 10 to 25 us a tensor, which block the daemon.
 MAX_TENSORS = 2048
-# As many as one request may name, and as one rank may export. Known engines have one to three groups.
+# The groups that a request may name, and the regions that a rank may export. Known engines have one
+# to three groups.
 MAX_GROUPS, MAX_REGIONS = 256, 1024
-# Heads, or channels of a state, that one rank holds in so many pieces: known layouts have one to three.
+# Ranges in which one rank holds heads, or channels of a state: known layouts have one to three.
 MAX_UNIT_RANGES = 256
-# A block's tokens take part in 21-bit arithmetic where requests are expanded.
+# Requests are expanded with 21-bit arithmetic on the tokens of a block.
 MAX_BLOCK_TOKENS = (1 << 21) - 1
 # Block ids are int32.
 MAX_BLOCKS = 1 << 31
@@ -40,10 +41,10 @@ _Named = TypeVar("_Named")
 def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget | None = None) -> None:
     """Raise LayoutError (layout-invalid) for the first contradiction, naming where and the values.
 
-    After it: ranks and layers are in range; every tensor names a known group and region; every
-    place of every valid block id lies inside its region; no two places of one group share a byte;
-    granules and interleaves divide blocks; units are not listed twice; numbers are sane. `places` bounds
-    the work for layouts that come together, as one rank's work is bounded without.
+    In a valid layout ranks and layers are in range; every tensor names a known group and region; all
+    bytes of every valid block id lie inside their region; no two coordinates of one group share a byte;
+    granules and interleaves divide blocks; units are not listed twice; numbers are within their limits.
+    `budget` bounds the work for all layouts of one message; without it each layout has its own.
     """
     validate_spec(spec)
     _check_layer_range(spec, layout)
@@ -59,10 +60,10 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget 
         _check_group(group)
     seen: set[tuple[int, str]] = set()
     for tensor in layout.tensors:
-        place = (tensor.layer, tensor.component)
-        if place in seen:
+        key = (tensor.layer, tensor.component)
+        if key in seen:
             raise LayoutError(f"{_cannot_use(tensor)}: it is listed twice")
-        seen.add(place)
+        seen.add(key)
         if tensor.group not in groups:
             raise LayoutError(f"{_cannot_use(tensor)}: there is no group {tensor.group!r}")
         if tensor.region not in regions:
@@ -73,7 +74,7 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget 
 
 
 def validate_spec(spec: EngineSpec) -> None:
-    """Raise LayoutError for impossible numbers of an engine, or of this rank's place among its ranks."""
+    """Raise LayoutError for impossible sizes of an engine, or an impossible position of this rank in it."""
     for name, text in (("engine_id", spec.engine_id), ("generation", spec.generation)):
         _check_name(text, name)
     _require(
@@ -106,7 +107,7 @@ def _check_layer_range(spec: EngineSpec, layout: RankLayout) -> None:
 
 
 def _check_counts(layout: RankLayout) -> None:
-    """Before anything is looked at one by one: 20,000 groups of a register took 89 ms to check."""
+    """Check how many items there are, before each is checked: 20,000 groups of a register took 89 ms."""
     for what, count, limit in (
         ("cache tensors", len(layout.tensors), MAX_TENSORS),
         ("groups", len(layout.groups), MAX_GROUPS),
@@ -116,7 +117,7 @@ def _check_counts(layout: RankLayout) -> None:
 
 
 def _check_group(group: Group) -> None:
-    """One group's numbers by themselves."""
+    """Check one group by itself."""
     cannot = f"cannot use group {group.name!r}"
     _require(
         1 <= group.num_blocks <= MAX_BLOCKS,
@@ -160,7 +161,7 @@ def _check_group(group: Group) -> None:
 
 
 def _check_tensor(layout: RankLayout, tensor: CacheTensor, group: Group) -> None:
-    """One tensor's numbers by themselves. No sentence is made of a tensor that has nothing wrong."""
+    """Check one tensor by itself. No message is formatted for a tensor without an error."""
     for name, text in (("component", tensor.component), ("dtype", tensor.dtype)):
         _check_name(text, name)
     if len(tensor.encoding) > MAX_NAME_CHARS:
@@ -196,7 +197,7 @@ def _check_tensor(layout: RankLayout, tensor: CacheTensor, group: Group) -> None
 
 
 def _check_units(tensor: CacheTensor) -> None:
-    """Unit ranges: none empty, none twice. A component of no width is one empty range, or no range."""
+    """Check that no range is empty or overlaps. A component of no width has one empty range, or none."""
     if len(tensor.units) > MAX_UNIT_RANGES:
         raise LayoutError(
             f"{_cannot_use(tensor)}: its units are in {len(tensor.units)} ranges, {MAX_UNIT_RANGES} go"
@@ -216,7 +217,7 @@ def _check_units(tensor: CacheTensor) -> None:
 
 
 def _check_end(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
-    """The last byte of the last place of the last block lies inside the region."""
+    """Check that the last byte of the last block lies inside the region."""
     if tensor.num_units == 0 or tensor.content_bytes == 0:
         return
     reach = tensor.offset + tensor.chunk_bytes
@@ -245,7 +246,7 @@ def axes_of(tensor: CacheTensor, group: Group) -> list[tuple[int, int]]:
 
 
 def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], budget: OverlapBudget) -> None:
-    """No byte belongs to two places of one group. Groups may overlay one another."""
+    """Check that no byte of a group has two coordinates. Groups may overlay one another."""
     together: dict[tuple[GroupName, RegionId], list[CacheTensor]] = {}
     for tensor in layout.tensors:
         if tensor.num_units and tensor.content_bytes:
@@ -262,7 +263,7 @@ def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], budget: Ove
 
 
 def _by_name(items: Iterable[_Named], name_of: Callable[[_Named], str], what: str) -> dict[str, _Named]:
-    """Return the items by name; refuses a name given twice."""
+    """Return the items by name; raises LayoutError for a name that occurs twice."""
     named: dict[str, _Named] = {}
     for item in items:
         name = name_of(item)

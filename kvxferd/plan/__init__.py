@@ -1,4 +1,9 @@
-"""Who reads which bytes of whom: plans from layouts, runs from block ids. Pure arithmetic."""
+"""Plans from layouts, and runs from plans and block ids: which rank reads which bytes. Pure arithmetic.
+
+`make_plan` makes a plan, `PlanCache` keeps plans, and `Expander` turns one request's block ids into runs.
+`TransferTopology`, `HybridReads`, `MambaConvSplitInfo` and `sender_plan` have the names of in-engine
+connectors. They are for users of such a connector; the daemon does not call them.
+"""
 
 from kvxferd.plan.block_list_checks import (
     BlockRules,

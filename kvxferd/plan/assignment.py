@@ -33,7 +33,7 @@ class Fragment(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The first units, and which tokens of them, that nobody holds. `shard` is None for all tokens."""
+    """The first units, and which of their tokens, that no rank holds. `shard` is None for all tokens."""
 
     first_unit: int
     end_unit: int
@@ -41,7 +41,7 @@ class Gap(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A contiguous range of units inside one holding."""
+    """A contiguous range of units inside one share."""
 
     start: int
     stop: int
@@ -50,9 +50,9 @@ class _Span(NamedTuple):
 
 
 def preferred_rank(tp_rank: int, tp_size: int, remote_tp_size: int) -> int:
-    """Return the remote tensor-parallel rank from which a reader looks for holders, upwards.
+    """Return the remote tensor-parallel rank from which a reader searches for holders, upwards.
 
-    Readers spread over replicas this way: with equal holders each reads its own share of them.
+    Readers are spread over replicas this way: each reads its own part of equal holders.
     """
     return tp_rank * remote_tp_size // tp_size
 
@@ -72,19 +72,19 @@ def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
 
 
 def shared_fraction(local: TokenShard, remote: TokenShard) -> float:
-    """Return which part of a sequence's tokens both shards hold."""
+    """Return the fraction of a sequence's tokens that both shards hold, 0 to 1."""
     both = sum(t // remote.interleave % remote.count == remote.index for t in _local_tokens(local, remote))
     return both / common_period_steps(local, remote)
 
 
 def common_period_steps(local: TokenShard, remote: TokenShard) -> int:
-    """Return after how many stretches, that no turn of either side cuts, both interleavings repeat."""
+    """Return the common period of both interleavings, in gcd-sized steps."""
     period = math.lcm(local.count * local.interleave, remote.count * remote.interleave)
     return period // math.gcd(local.interleave, remote.interleave)
 
 
 def _local_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
-    """Yield local tokens of one common period, one for each stretch that no turn of either side cuts."""
+    """Yield the local tokens of one common period, one for each gcd-sized step."""
     step = math.gcd(local.interleave, remote.interleave)
     for token in range(0, common_period_steps(local, remote) * step, step):
         if token // local.interleave % local.count == local.index:
@@ -94,12 +94,12 @@ def _local_tokens(local: TokenShard, remote: TokenShard) -> Iterator[int]:
 def assign_units(
     units: tuple[UnitRange, ...], shard: TokenShard, shares: tuple[RankShare, ...], preferred: int
 ) -> tuple[list[Fragment], Gap | None]:
-    """Return from whom each of `units` is read, and the first gap, if any.
+    """Return the fragments in which `units` are read, and the first gap, if any.
 
     Without a gap the fragments cover every local unit exactly once per token shard needed. All
-    holdings must have the same shard count and interleave.
+    shares must have the same shard count and interleave.
     """
-    cuts, covers = _spans_between_cuts([span for holding in shares for span in _spans(holding)])
+    cuts, covers = _spans_between_cuts([span for share in shares for span in _spans(share)])
     needed = needed_shards(shard, shares[0].shard) if shares else (0,)
     fragments: list[Fragment] = []
     local_index = 0
@@ -127,7 +127,7 @@ def _missing_shard(shares: tuple[RankShare, ...], index: int) -> TokenShard | No
 
 
 def _spans(share: RankShare) -> Iterator[_Span]:
-    """Yield the ranges of a holding with their positions."""
+    """Yield the ranges of a share with their positions."""
     position = 0
     for held in share.units:
         yield _Span(held.start, held.stop, position, share)
@@ -135,7 +135,7 @@ def _spans(share: RankShare) -> Iterator[_Span]:
 
 
 def _spans_between_cuts(spans: list[_Span]) -> tuple[list[int], list[list[_Span]]]:
-    """Return where any span begins or ends, and for each stretch between two such cuts who covers it."""
+    """Return the cuts where any span begins or ends, and the spans that cover each range between two cuts."""
     cuts = sorted({end for span in spans for end in (span.start, span.stop)})
     covers: list[list[_Span]] = []
     active: list[_Span] = []

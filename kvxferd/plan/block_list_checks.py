@@ -1,4 +1,4 @@
-"""Is what a request lists usable: its own blocks, and what the source published of them."""
+"""Checks of a request's block lists: the rank's own, and those that the source published."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvxferd.plan.token_segments import check_first_token, ids_as_int32
 MAX_TOKENS = 1 << 48
 # A 16M-token request at page size 1: 128 MiB of arrays on each side.
 MAX_KERNEL_BLOCKS = 1 << 24
-# An array operation costs more than looking at so few ids one by one.
+# An array operation costs more than a loop over so few ids.
 MAX_IDS_WITHOUT_NUMPY = 64
 
 
 class GroupRule(NamedTuple):
-    """What a rank's block lists of one group must fit."""
+    """The limits of a rank's block lists of one group."""
 
     group: Group
     granule_tokens: int  # a list may not be cut between so many tokens
@@ -35,7 +35,7 @@ BlockRules = tuple[GroupRule, ...]  # one for each group; ranks with equal ones 
 
 
 def block_rules(layout: RankLayout) -> BlockRules:
-    """Return what `check_blocks_by` needs of a layout: worked out once, as it looks at every tensor."""
+    """Return what `check_blocks_by` needs of a layout. Computed once, because it reads every tensor."""
     granules: dict[GroupName, set[int]] = {group.name: set() for group in layout.groups}
     for tensor in layout.tensors:
         granules[tensor.group].add(tensor.granule_tokens)
@@ -45,7 +45,7 @@ def block_rules(layout: RankLayout) -> BlockRules:
 def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
     """Return every different rule among an engine's ranks: its stages may hold different groups.
 
-    Ranks that share a group's tokens differ in their turn alone, which no list depends on.
+    Ranks that share a group's tokens differ in the shard's index alone, and no list depends on that.
     """
     rules = {_with_first_shard(rule): None for of_rank in ranks for rule in of_rank}
     return tuple(rules)
@@ -74,7 +74,7 @@ def check_blocks_by(
     num_tokens: int,
     whose: str = "this rank's",
 ) -> None:
-    """`check_blocks` of a layout with these rules; of an engine, every rule of each group is checked."""
+    """Check like `check_blocks`, for a layout with these rules; for an engine, every rule of each group."""
     if num_tokens < 1:
         raise blocks_invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
     groups = {rule.group.name for rule in rules}
@@ -97,17 +97,17 @@ def check_request(
 ) -> None:
     """Raise unless the source's lists hold every token that the local ones require.
 
-    Required are, of each local group with blocks, the tokens from
-    ``max(first_token, num_tokens - sliding_window)`` to `num_tokens`; of a state group, the state
-    at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens, and
-    EngineError (blocks-invalid) for ids that the side which listed them cannot have.
+    Each local group with blocks requires the tokens from
+    ``max(first_token, num_tokens - sliding_window)`` to `num_tokens`; a state group requires the
+    state at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens,
+    and EngineError (blocks-invalid) for ids that the side which listed them cannot have.
     """
     seen: set[tuple[BlockGeometry, BlockGeometry, int]] = set()
-    for lane in plan.group_reads:
-        key = (lane.local, lane.remote, lane.granule_tokens)
+    for read in plan.group_reads:
+        key = (read.local, read.remote, read.granule_tokens)
         if key not in seen:
             seen.add(key)
-            _check_group_read(lane, local, remote, num_tokens)
+            _check_group_read(read, local, remote, num_tokens)
 
 
 def _check_group_read(
@@ -116,7 +116,7 @@ def _check_group_read(
     remote: Mapping[GroupName, PackedBlocks],
     num_tokens: int,
 ) -> None:
-    """Check the two lists that one lane reads."""
+    """Check the two lists of one group read."""
     name = read.local.group
     if name not in local:
         raise blocks_invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
@@ -175,7 +175,7 @@ def duplicate_id(listed: PackedBlocks) -> int | None:
         return next((a for a, b in itertools.pairwise(few) if a == b), None)
     ids = ids_as_int32(listed)
     if (ids[1:] > ids[:-1]).all():
-        return None  # in order, as an allocator that has just begun hands them out
+        return None  # in order, as a new allocator hands them out
     ids = np.sort(ids)
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
     return int(ids[repeated[0]]) if len(repeated) else None

@@ -1,4 +1,4 @@
-"""Runs cut where memory that is contiguous by address is not one thing to the transfer library."""
+"""Cut runs where memory that is contiguous by address is registered with the transfer library in parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The convolution state of a hybrid in the field's words: three parts per page, the "3-read".
+"""The convolution state of a hybrid as in-engine connectors describe it: three parts per page, the "3-read".
 
-The planner needs none of this: conv.x, conv.B and conv.C are components like any other. These
-numbers are what in-engine connectors print and what their users compare.
+The planner needs none of this: conv.x, conv.B and conv.C are components like any other. In-engine
+connectors print these numbers, and their users compare them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OffsetAndSize = tuple[int, int]  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class MambaConvSplitInfo:
-    """The parts of one rank's convolution state, in the order in which they lie (DS: channel by channel).
+    """The parts of one rank's convolution state, in memory order (DS: channel by channel).
 
     Mamba2: x, B, C. Gated delta nets: Q, K, V.
     """
@@ -27,7 +27,7 @@ class MambaConvSplitInfo:
 
     @property
     def proj_bytes(self) -> tuple[int, int, int]:
-        """Bytes of each part."""
+        """Return the bytes of each part."""
         first, second, third = (
             width * self.conv_rows * self.conv_dtype_size for width in self.local_proj_dims
         )
@@ -35,15 +35,15 @@ class MambaConvSplitInfo:
 
     @property
     def local_conv_offsets(self) -> list[OffsetAndSize]:
-        """Each part in this rank's own page."""
+        """Return the offset and size of each part in this rank's own page."""
         return _consecutive_parts(self.proj_bytes)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[OffsetAndSize]:
-        """What this rank reads of one remote page, part by part.
+        """Return the offset and size of each part that this rank reads of one remote page.
 
         `tp_ratio` is local over remote TP: this rank reads its share, the `local_rank_offset`-th
         of `tp_ratio`. Where the remote is wider it is minus remote over local, and the remote
-        rank's page is read whole, at that rank's own offsets; raises ValueError where the parts
+        rank's page is read whole, at that rank's own offsets. Raises ValueError where the parts
         do not divide by it.
         """
         if tp_ratio >= 1:
@@ -70,9 +70,9 @@ def derive_mamba_conv_split(
 ) -> MambaConvSplitInfo:
     """Return the parts of a convolution state from one rank's shapes.
 
-    `conv_shape` is (columns, rows), `ssm_shape` (heads, head_dim, ...), both of one rank. What is
-    left of the columns beside x (GDN: V) is B and C (Q and K) in equal halves; none is legal.
-    Raises ValueError where the columns are fewer than x, or what is left is odd.
+    `conv_shape` is (columns, rows), `ssm_shape` (heads, head_dim, ...), both of one rank. The columns
+    beside x (GDN: V) are B and C (Q and K) in equal halves; there may be none.
+    Raises ValueError where the columns are fewer than x, or the rest is odd.
     """
     columns, rows = conv_shape
     own = ssm_shape[0] * ssm_shape[1]
@@ -113,7 +113,7 @@ def logical_to_remote_block_ids(
 
 
 def _consecutive_parts(sizes: Sequence[int]) -> list[OffsetAndSize]:
-    """Return parts of these sizes, each where the one before it ends."""
+    """Return parts of these sizes, each beginning where the one before it ends."""
     placed = []
     start = 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Where two engines' caches cannot agree, field by field with both values."""
+"""The fields in which two engines' caches differ, with both values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout
 
 
 class Difference(NamedTuple):
-    """One fact that both sides state and state differently."""
+    """One field that both sides state with different values."""
 
     where: str  # "the engines", or "layer 3's component 'k'"
     field: str
@@ -21,7 +21,7 @@ class Difference(NamedTuple):
         return f"{self.field} of {self.where} is {self.local!r} here and {self.remote!r} at the source"
 
 
-# Facts of the model: two engines of one model state them alike, whatever their parallel sizes.
+# Fields that describe the model: two engines of one model have them equal, whatever their parallel sizes.
 _ENGINE_FIELDS = ("fingerprint", "num_layers", "num_kv_heads")
 _TENSOR_FIELDS = ("itemsize", "dtype", "encoding", "content_bytes", "granule_tokens")
 
@@ -36,7 +36,7 @@ def engine_differences(local: EngineSpec, remote: EngineSpec) -> list[Difference
 
 
 def tensor_facts(tensor: CacheTensor, group: Group) -> tuple[object, ...]:
-    """Return what must be equal on both sides for a tensor's content to be copied as it is."""
+    """Return the fields that must be equal on both sides for a tensor's content to be copied unchanged."""
     return (
         tensor.itemsize,
         tensor.dtype,
@@ -64,9 +64,9 @@ def tensor_differences(
 def find_differences(
     spec: EngineSpec, layout: RankLayout, remote_spec: EngineSpec, remote: Mapping[Rank, RankLayout]
 ) -> list[Difference]:
-    """Return every difference in model facts, and those of the first component that has any per kind.
+    """Return every difference between two engines' models and cache tensors.
 
-    One difference is listed once per component name and field, for the first layer that shows it.
+    A tensor's difference is listed once per component name and field, for the first layer that has it.
     """
     found = engine_differences(spec, remote_spec)
     groups = {group.name: group for group in layout.groups}

@@ -1,4 +1,4 @@
-"""From ranks to an engine: what all ranks must state alike, and what the stages must hold together."""
+"""Checks that ranks form an engine: all state the same engine, and the stages together hold every layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.errors import Code, EngineError, LayoutError, PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 
-# A rank's own place; everything else in EngineSpec is the engine's.
+# The fields of EngineSpec that differ from rank to rank; all others are the engine's.
 _RANK_FIELDS = {"pp_rank", "tp_rank"}
 
 
@@ -70,7 +70,7 @@ def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
 
 
 def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, RankLayout]]) -> None:
-    """Refuse stages of unequal tensor parallelism by name."""
+    """Raise PlanError (unequal-stages), naming the stages, where they have different numbers of ranks."""
     sizes = {pp_rank: len(stage) for pp_rank, stage in stages.items()}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"stage {pp_rank} has {size} ranks" for pp_rank, size in sorted(sizes.items()))
@@ -81,7 +81,7 @@ def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, Rank
 
 
 def _stage_layers(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
-    """Return the layers of a stage; raises PlanError if its ranks disagree."""
+    """Return the layers of a stage; raises PlanError if its ranks differ."""
     first = min(stage)
     start, end = stage[first].start_layer, stage[first].end_layer
     for rank, layout in stage.items():
@@ -99,7 +99,7 @@ def _layers_missing(spec: EngineSpec, what: str) -> LayoutError:
 
 
 def require_pp_aware(ranks: Iterable[Rank], consumer: str) -> None:
-    """Raise PlanError (not-pp-aware) if a consumer that knows one stage only would meet another."""
+    """Raise PlanError (not-pp-aware) if any of `ranks` is beyond the first stage."""
     other = next((rank for rank in sorted(ranks) if rank.pp_rank != 0), None)
     if other is not None:
         raise PlanError(
@@ -111,11 +111,11 @@ def require_pp_aware(ranks: Iterable[Rank], consumer: str) -> None:
 def set_xfer_handshake_metadata_pp_aware(
     consumer: Any, metadata: Sequence[Mapping[tuple[int, int], Any] | None]
 ) -> None:
-    """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and hand them to a connector.
+    """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and pass them to a connector.
 
-    None, from a worker without metadata, is skipped. A consumer with a method of this function's
-    name is PP-aware and gets the merged mapping unchanged; another gets ``{tp_rank: metadata}``
-    by `set_xfer_handshake_metadata` if every pp_rank is 0. Otherwise raises ValueError naming it.
+    None, from a worker without metadata, is skipped. A consumer that has a method of this function's
+    name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}``
+    by `set_xfer_handshake_metadata` if every pp_rank is 0; else ValueError is raised, naming it.
     """
     merged: dict[tuple[int, int], Any] = {}
     for worker in metadata:

@@ -1,7 +1,7 @@
-"""Hybrids of attention and states in the field's words: which ranks are read for which, and how much.
+"""Hybrids of attention and states as in-engine connectors describe them: which ranks are read for what.
 
-Attention and states may come from different numbers of ranks: heads are replicated beyond their
-number, states hardly ever. All of it is read off a plan, stage by stage.
+Attention and states may come from different numbers of ranks: heads are replicated where there are
+more ranks than heads, states hardly ever. Everything is derived from a plan, stage by stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Descriptor = tuple[int, int]  # address, length in bytes
 
 @dataclasses.dataclass(frozen=True)
 class MambaEngineTransferInfo(EngineTransferInfo):
-    """Facts of one stage of a remote engine that keeps states, as one local rank reads it."""
+    """One stage of a remote engine that keeps states, as one local rank reads it."""
 
     remote_fa_source_ranks: tuple[int, ...] = ()  # tp_ranks read for attention
     remote_all_source_ranks: tuple[int, ...] = ()  # for attention or states
@@ -39,8 +39,8 @@ def attention_descriptor_bytes(
 ) -> int:
     """Return the bytes of one attention descriptor: the smaller side's block, or its K half.
 
-    With several `num_reads`, ranks of a wider remote fill one local block: raises PlanError
-    (layout-incompatible) where their parts and it do not fit.
+    `num_reads` ranks of a wider remote together fill one local block. Raises PlanError
+    (layout-incompatible) where their parts do not add up to it.
     """
     parts = 2 if is_blocks_first else 1
     mine, theirs = local_block_len // parts, remote_block_len // parts
@@ -54,7 +54,7 @@ def attention_descriptor_bytes(
 
 
 class HybridReads:
-    """What one local rank reads of one stage of a remote engine with states; a view of its plan."""
+    """A view of one local rank's plan: what it reads of one stage of a remote engine with states."""
 
     def __init__(
         self, spec: EngineSpec, layout: RankLayout, plan: Plan, stage: Mapping[Rank, RankLayout]
@@ -66,28 +66,28 @@ class HybridReads:
         self._extents: dict[GroupKind, dict[int, list[tuple[StridePattern, Extent]]]] = {
             kind: {} for kind in GroupKind
         }
-        for lane in plan.group_reads:
-            if lane.rank in stage:
-                pieces = self._extents[lane.local.kind].setdefault(lane.rank.tp_rank, [])
-                pieces.extend((strip, piece) for strip in lane.patterns for piece in strip.extents)
+        for read in plan.group_reads:
+            if read.rank in stage:
+                extents = self._extents[read.local.kind].setdefault(read.rank.tp_rank, [])
+                extents.extend((pattern, extent) for pattern in read.patterns for extent in pattern.extents)
 
     @property
     def fa_source_ranks(self) -> tuple[int, ...]:
-        """The tp_ranks read for attention."""
+        """Return the tp_ranks read for attention."""
         return tuple(sorted(self._extents[GroupKind.ATTENTION]))
 
     @property
     def state_source_ranks(self) -> tuple[int, ...]:
-        """The tp_ranks read for states."""
+        """Return the tp_ranks read for states."""
         return tuple(sorted(self._extents[GroupKind.STATE]))
 
     @property
     def all_source_ranks(self) -> tuple[int, ...]:
-        """The tp_ranks read for either."""
+        """Return the tp_ranks read for attention or states."""
         return tuple(sorted({*self.fa_source_ranks, *self.state_source_ranks}))
 
     def info(self, base: EngineTransferInfo) -> MambaEngineTransferInfo:
-        """Return the stage's facts with what is read of it."""
+        """Return the stage's facts, extended by what this rank reads of it."""
         mine = _first_attention(self._layout)
         theirs = _first_attention(self._remote[min(self._remote)])
         descriptor_bytes = 0
@@ -109,7 +109,7 @@ class HybridReads:
         )
 
     def should_skip_fa(self, remote_rank: int) -> bool:
-        """Whether nothing of attention is read from a rank."""
+        """Whether no attention is read from a rank."""
         return remote_rank not in self.fa_source_ranks
 
     def fa_head_slot(self, remote_rank: int) -> int:
@@ -123,8 +123,8 @@ class HybridReads:
         tensor = _first_attention(self._remote[remote_rank])
         held = () if tensor is None else tensor.units
         for slot, source in enumerate(sources):
-            for strip, piece in self._extents[GroupKind.ATTENTION][source]:
-                read = UnitRange(piece.first_unit, piece.first_unit + strip.num_units)
+            for pattern, extent in self._extents[GroupKind.ATTENTION][source]:
+                read = UnitRange(extent.first_unit, extent.first_unit + pattern.num_units)
                 if any(u.start < read.stop and read.start < u.stop for u in held):
                     return slot
         return 0
@@ -132,14 +132,14 @@ class HybridReads:
     def fa_rank_offset(self, remote_kv_block_len: int) -> int:
         """Return where this rank's heads begin in a remote block's K, in bytes.
 
-        `remote_kv_block_len` is the length of what is read of it. 0 where the remote is wider, or
-        there are no heads to choose from.
+        `remote_kv_block_len` is the number of bytes read of it. Returns 0 where the remote is wider,
+        or there are no heads to choose from.
         """
         if self._is_mla or not self.fa_source_ranks or len(self._remote) > self._spec.tp_size:
             return 0
         source = self.fa_source_ranks[0]
-        strip, piece = self._extents[GroupKind.ATTENTION][source][0]
-        return _extent_position(self._remote[source], piece) * remote_kv_block_len // strip.num_units
+        pattern, extent = self._extents[GroupKind.ATTENTION][source][0]
+        return _extent_position(self._remote[source], extent) * remote_kv_block_len // pattern.num_units
 
     def needs_split_handles(self) -> bool:
         """Whether a local block is filled from several ranks."""
@@ -150,8 +150,8 @@ class HybridReads:
     ) -> dict[int, list[Descriptor]]:
         """Return each source rank's part of this rank's descriptors, attention before states.
 
-        Attention is divided among the ranks read for it, by their heads; states evenly among
-        those read for them. Raises PlanError where a length does not divide.
+        Attention is divided by heads among the ranks read for it, states evenly among those read
+        for them. Raises PlanError where a length does not divide.
         """
         split: dict[int, list[Descriptor]] = {}
         for rank in self.all_source_ranks:
@@ -167,7 +167,7 @@ class HybridReads:
     def filter_block_ids_for_rank(
         self, remote_rank: int, local: Sequence[Ids], remote: Sequence[Ids], is_state_group: Sequence[bool]
     ) -> tuple[list[Ids | list[int]], list[Ids | list[int]]]:
-        """Return both sides' ids by group, those of attention emptied for a rank not read for it."""
+        """Return both sides' ids by group; attention's are empty for a rank not read for attention."""
         if not self.should_skip_fa(remote_rank):
             return list(local), list(remote)
         return _states_only(local, is_state_group), _states_only(remote, is_state_group)
@@ -178,9 +178,9 @@ class HybridReads:
 
     def _heads_of(self, rank: int) -> tuple[int, int, int]:
         """Return the position and number of the local heads read from a rank, and how many there are."""
-        strip, piece = self._extents[GroupKind.ATTENTION][rank][0]
-        tensor = _tensor(self._layout, piece)
-        return _unit_position(tensor, piece.first_unit), strip.num_units, tensor.num_units
+        pattern, extent = self._extents[GroupKind.ATTENTION][rank][0]
+        tensor = _tensor(self._layout, extent)
+        return _unit_position(tensor, extent.first_unit), pattern.num_units, tensor.num_units
 
 
 def _states_only(ids: Sequence[Ids], is_state_group: Sequence[bool]) -> list[Ids | list[int]]:
@@ -188,7 +188,7 @@ def _states_only(ids: Sequence[Ids], is_state_group: Sequence[bool]) -> list[Ids
 
 
 def _slice_descriptor(one: Descriptor, at: int, size: int, total: int) -> Descriptor:
-    """Return `size` of `total` equal parts of a descriptor, from the `at`-th on."""
+    """Return `size` of `total` equal parts of a descriptor, beginning at part `at`."""
     address, length = one
     if length % total:
         raise PlanError(
@@ -204,12 +204,12 @@ def _first_attention(layout: RankLayout) -> CacheTensor | None:
 
 
 def _tensor(layout: RankLayout, extent: Extent) -> CacheTensor:
-    place = (extent.layer, extent.component)
-    return next(tensor for tensor in layout.tensors if (tensor.layer, tensor.component) == place)
+    key = (extent.layer, extent.component)
+    return next(tensor for tensor in layout.tensors if (tensor.layer, tensor.component) == key)
 
 
 def _extent_position(layout: RankLayout, extent: Extent) -> int:
-    """Return the position of a piece's first unit among those that a rank holds."""
+    """Return the position of an extent's first unit among the units that a rank holds."""
     return _unit_position(_tensor(layout, extent), extent.first_unit)
 
 

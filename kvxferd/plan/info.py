@@ -1,4 +1,4 @@
-"""Facts of a remote engine's pipeline stages, as in-engine connectors exchange them."""
+"""A remote engine's pipeline stages, as in-engine connectors describe them to each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 
 @dataclasses.dataclass(frozen=True)
 class EngineTransferInfo:
-    """Facts of one pipeline stage of a remote engine."""
+    """One pipeline stage of a remote engine."""
 
     remote_tp_size: int
     remote_block_len: int  # bytes from one block to the next, of its first layer
@@ -23,7 +23,7 @@ class EngineTransferInfo:
 
 
 def stage_infos(spec: EngineSpec, ranks: Mapping[Rank, RankLayout]) -> dict[int, EngineTransferInfo]:
-    """Return the facts of every stage of an engine, from the layout of its lowest rank, by pp_rank."""
+    """Return every stage of an engine by pp_rank, each from the layout of its lowest rank."""
     infos: dict[int, EngineTransferInfo] = {}
     for rank in sorted(ranks):
         if rank.pp_rank not in infos:
@@ -32,7 +32,7 @@ def stage_infos(spec: EngineSpec, ranks: Mapping[Rank, RankLayout]) -> dict[int,
 
 
 def stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTransferInfo:
-    """Return the facts of one stage, from one rank of it: those of its first attention layer, if any."""
+    """Return one stage from one rank's layout; block sizes are its first attention layer's, if any."""
     groups = {group.name: group for group in layout.groups}
     tensors = sorted(layout.tensors, key=lambda t: (groups[t.group].kind, t.layer, t.offset))
     first = tensors[0] if tensors else None

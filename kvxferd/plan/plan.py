@@ -1,7 +1,7 @@
-"""What a plan consists of: lanes between groups, strips of equal strides, the pieces they move.
+"""A plan's structs: group reads, the stride patterns of each, and the extents of each pattern.
 
-Plain numbers only. A plan travels from the daemon to its movers as msgpack, so everything that the
-expansion of a request needs is in here, and nothing that depends on addresses or block ids.
+They hold plain numbers only. A plan goes from the daemon to its movers as msgpack. It has everything
+that the expansion of a request needs, and nothing that depends on addresses or block ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvxferd.layout import Group, GroupKind, TokenShard
 
 
 class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
-    """How one side's block list of a group names tokens."""
+    """Which tokens an id of one side's block list of a group stands for."""
 
     group: GroupName
     kind: GroupKind
@@ -25,12 +25,12 @@ class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id_tokens(self) -> int:
-        """Tokens of the sequence that one listed id stands for, over all token shards."""
+        """Return the tokens of the sequence that one listed id stands for, over all token shards."""
         return self.block_tokens * self.blocks_per_id * self.shard.count
 
 
 def block_geometry(group: Group) -> BlockGeometry:
-    """Return how a group's ids name tokens, in kernel blocks. A state's id never expands."""
+    """Return a group's geometry in kernel blocks. A state's id is one kernel block."""
     per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
     return BlockGeometry(
         group.name,
@@ -69,7 +69,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StridePattern(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces that differ only in where they begin."""
+    """Extents with equal strides and numbers of units, which differ only in where they begin."""
 
     local: Strides
     remote: Strides
@@ -88,9 +88,9 @@ class GroupRead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """For one local rank and one remote engine: who is read, and what goes where.
+    """What one local rank reads from one remote engine, and where each byte goes.
 
-    `digest` names the lanes: plans with equal digests move the same bytes.
+    `digest` is of the group reads: plans with equal digests move the same bytes.
     """
 
     local_rank: Rank
@@ -99,8 +99,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sources(self) -> tuple[Rank, ...]:
-        """The remote ranks that are read, in ascending order."""
-        return tuple(sorted({lane.rank for lane in self.group_reads}))
+        """Return the remote ranks that are read, in ascending order."""
+        return tuple(sorted({read.rank for read in self.group_reads}))
 
 
 _ENCODER = msgspec.msgpack.Encoder()

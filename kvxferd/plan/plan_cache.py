@@ -1,4 +1,4 @@
-"""Plans kept by the digests of what they were made from."""
+"""A cache of plans, keyed by the digests of the specs and layouts that they were made from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.planner import make_plan
 
-# One rank of a TP=16, PP=4 engine against 64 ranks is 100 KiB of plan at most; a node has 8 ranks
-# and meets tens of engines with a few distinct layouts.
+# One rank of a TP=16, PP=4 engine against 64 ranks has a plan of 100 KiB at most; a node has 8 ranks
+# and reads tens of engines with a few distinct layouts.
 MAX_PLANS = 256
 # Every rank of every engine known: 64 ranks times tens of engines.
 MAX_LAYOUTS = 8192
@@ -23,7 +23,7 @@ _KeyPart = tuple[object, ...]
 
 
 class PlanCache:
-    """The plans made so far, the least recently used given up first."""
+    """Plans by what they were made from. The least recently used is evicted first."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class PlanCache:
         max_tensors: int = MAX_LAYOUT_TENSORS,
     ) -> None:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # By identity: digesting 80 layers costs 100 us, and layouts are kept by whoever registered
-        # them. Holding the layout here keeps its id from being given to another.
+        # By identity: a digest of 80 layers costs 100 us, and the same layout objects come again. The
+        # reference to the layout keeps its id from being reused.
         self._layouts: OrderedDict[int, tuple[RankLayout, Digest]] = OrderedDict()
         self._max_plans = max_plans
         self._max_layouts = max_layouts
@@ -46,7 +46,7 @@ class PlanCache:
     def get(
         self, spec: EngineSpec, layout: RankLayout, remote_spec: EngineSpec, remote: Mapping[Rank, RankLayout]
     ) -> Plan:
-        """Return the plan of `make_plan`, made now or kept from before; raises what `make_plan` raises."""
+        """Return the plan of `make_plan`, from the cache if it is there. Raises what `make_plan` raises."""
         key = (
             _reader_key(spec),
             self._digest(layout),
@@ -74,10 +74,10 @@ class PlanCache:
 
 
 def _reader_key(spec: EngineSpec) -> _KeyPart:
-    """Return what a plan depends on beside the reader's layout."""
+    """Return the fields of the reader's spec that a plan depends on."""
     return (spec.rank, spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)
 
 
 def _source_key(spec: EngineSpec) -> _KeyPart:
-    """Return what a plan depends on beside the source's layouts."""
+    """Return the fields of the source's spec that a plan depends on."""
     return (spec.tp_size, spec.num_layers, spec.num_kv_heads, spec.fingerprint)

@@ -1,4 +1,4 @@
-"""From two layouts to a plan: intersect layers, units and tokens, and prove that nothing is missing."""
+"""Make a plan from two layouts: intersect layers, units and tokens, and prove that nothing is missing."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from kvxferd.plan.plan import (
     block_geometry,
 )
 
-# Two interleavings repeat together after so many turns; 64 ranks of 64 and 63 tokens take 4,032.
+# The longest common period of two interleavings, in gcd-sized steps; 64 ranks of 64 and 63 tokens take 4,032.
 MAX_PERIOD_STEPS = 1 << 16
 
-# Eighty layers of 16 components, cut into fifty pieces each; two seconds of planning at the worst.
+# Eighty layers of 16 components, cut into fifty extents each; two seconds of planning at the worst.
 MAX_EXTENTS = 1 << 16
 
 ComponentKey = tuple[int, str]  # layer, component
@@ -57,7 +57,7 @@ def make_plan(
 ) -> Plan:
     """Return what the rank `spec.rank` with `layout` reads from the engine whose ranks are `remote`.
 
-    Every coordinate that the local rank holds is written exactly once. Raises PlanError with code
+    The plan writes every byte that the local rank holds exactly once. Raises PlanError with code
     layout-incompatible, listing every field that differs with both values, or coverage-gap, naming
     the first layer, component, units and tokens that no remote rank holds.
     """
@@ -72,7 +72,7 @@ def make_plan(
 
 
 class _Planner:
-    """One planning of one rank: the index of holders, and what has been worked out so far."""
+    """Makes one plan for one rank: indexes the remote holders, and reuses assignments that layers share."""
 
     def __init__(
         self, spec: EngineSpec, layout: RankLayout, remote_spec: EngineSpec, remote: Mapping[Rank, RankLayout]
@@ -86,9 +86,9 @@ class _Planner:
         self._assignments: dict[tuple[object, ...], tuple[list[Fragment], Gap | None]] = {}
 
     def plan(self) -> Plan:
-        """Return the plan; raises PlanError (coverage-gap) for the first coordinate nobody holds."""
+        """Return the plan; raises PlanError (coverage-gap) for the first coordinate that no rank holds."""
         groups = {group.name: group for group in self._layout.groups}
-        lanes: dict[_GroupReadKey, dict[_PatternKey, list[Extent]]] = {}
+        reads: dict[_GroupReadKey, dict[_PatternKey, list[Extent]]] = {}
         sides: dict[_GroupReadKey, tuple[BlockGeometry, BlockGeometry]] = {}
         num_pieces = 0
         for tensor in self._layout.tensors:
@@ -103,33 +103,33 @@ class _Planner:
                 key = (fragment.rank, tensor.group, theirs.tensor.group, tensor.granule_tokens)
                 if key not in sides:
                     sides[key] = (block_geometry(group), block_geometry(theirs.group))
-                _add_extent(lanes.setdefault(key, {}), tensor, theirs.tensor, fragment)
+                _add_extent(reads.setdefault(key, {}), tensor, theirs.tensor, fragment)
         built = tuple(
-            GroupRead(key[0], *sides[key], key[3], _sorted_patterns(lanes[key])) for key in sorted(lanes)
+            GroupRead(key[0], *sides[key], key[3], _sorted_patterns(reads[key])) for key in sorted(reads)
         )
         return Plan(self._spec.rank, digest_of((self._spec.rank, built)), built)
 
     def _fragments(self, tensor: CacheTensor, shard: TokenShard) -> list[tuple[Fragment, _HeldTensor]]:
-        """Return from whom the units of one local tensor are read; raises PlanError for a gap."""
+        """Return the remote tensors that a local tensor's units are read from; raises PlanError for a gap."""
         holders = self._holders.get((tensor.layer, tensor.component), {})
         if not holders:
             raise self._component_missing(tensor)
-        # Eighty layers share a handful of distributions: each is worked out once.
-        holdings = tuple(RankShare(r, h.tensor.units, h.group.token_shard) for r, h in holders.items())
-        key = (tensor.units, shard, holdings)
+        # Eighty layers share a handful of distributions: each is assigned once.
+        shares = tuple(RankShare(r, h.tensor.units, h.group.token_shard) for r, h in holders.items())
+        key = (tensor.units, shard, shares)
         if key not in self._assignments:
-            _check_one_sharding(tensor, shard, holdings)
-            self._num_ranges += len(tensor.units) + sum(len(holding.units) for holding in holdings)
+            _check_one_sharding(tensor, shard, shares)
+            self._num_ranges += len(tensor.units) + sum(len(share.units) for share in shares)
             if self._num_ranges > MAX_EXTENTS:
                 raise self._too_many_extents(tensor)
-            self._assignments[key] = assign_units(tensor.units, shard, holdings, self._preferred)
+            self._assignments[key] = assign_units(tensor.units, shard, shares, self._preferred)
         fragments, gap = self._assignments[key]
         if gap is not None:
-            raise self._coverage_gap(tensor, gap, holdings)
+            raise self._coverage_gap(tensor, gap, shares)
         return [(fragment, holders[fragment.rank]) for fragment in fragments]
 
     def _too_many_extents(self, tensor: CacheTensor) -> PlanError:
-        """Return the error for units dealt out so finely that no engine does it."""
+        """Return the error for units that are split more finely than any engine splits them."""
         return PlanError(
             f"cannot read engine {self._engine!r}: up to layer {tensor.layer}'s component "
             f"{tensor.component!r} the units of both are in over {MAX_EXTENTS} pieces",
@@ -137,7 +137,7 @@ class _Planner:
         )
 
     def _component_missing(self, tensor: CacheTensor) -> PlanError:
-        """Return the error for a layer, or a component of a layer, that the source lacks altogether."""
+        """Return the error for a layer, or a component of a layer, that no source rank has."""
         others = sorted(component for layer, component in self._holders if layer == tensor.layer)
         if not others:
             what = f"layer {tensor.layer} is held by no rank of engine {self._engine!r}"
@@ -149,7 +149,7 @@ class _Planner:
         return PlanError(f"cannot cover the cache: {what}", Code.COVERAGE_GAP)
 
     def _coverage_gap(self, tensor: CacheTensor, gap: Gap, shares: tuple[RankShare, ...]) -> PlanError:
-        """Return the error for units, or tokens of units, that nobody holds."""
+        """Return the error for units, or tokens of units, that no source rank holds."""
         units = (
             f"unit {gap.first_unit}"
             if gap.end_unit == gap.first_unit + 1
@@ -166,7 +166,7 @@ class _Planner:
 
 
 def _index_holders(remote: Mapping[Rank, RankLayout]) -> dict[ComponentKey, dict[Rank, _HeldTensor]]:
-    """Return every remote holder of something, by layer and component."""
+    """Return every remote holder, by layer and component."""
     index: dict[ComponentKey, dict[Rank, _HeldTensor]] = {}
     for rank in sorted(remote):
         groups = {group.name: group for group in remote[rank].groups}
@@ -180,15 +180,15 @@ def _index_holders(remote: Mapping[Rank, RankLayout]) -> dict[ComponentKey, dict
 def _add_extent(
     patterns: dict[_PatternKey, list[Extent]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
 ) -> None:
-    """Put a fragment among those with the same strides on both sides."""
-    piece = Extent(
+    """Add a fragment to the extents with the same strides on both sides."""
+    extent = Extent(
         local.layer,
         local.component,
         fragment.first_unit,
         local.offset + fragment.local_index * local.unit_stride,
         remote.offset + fragment.remote_index * remote.unit_stride,
     )
-    patterns.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(piece)
+    patterns.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(extent)
 
 
 def _strides(tensor: CacheTensor) -> Strides:
@@ -204,18 +204,18 @@ def _strides(tensor: CacheTensor) -> Strides:
 
 
 def _sorted_patterns(patterns: dict[_PatternKey, list[Extent]]) -> tuple[StridePattern, ...]:
-    """Return the strips of a lane and the pieces of a strip in the order in which they lie in memory."""
+    """Return the patterns of a group read, and the extents of each, in memory order."""
     built = [
         StridePattern(
-            local, remote, units, tuple(sorted(pieces, key=lambda p: (p.local_offset, p.remote_offset)))
+            local, remote, units, tuple(sorted(extents, key=lambda p: (p.local_offset, p.remote_offset)))
         )
-        for (local, remote, units), pieces in patterns.items()
+        for (local, remote, units), extents in patterns.items()
     ]
     return tuple(sorted(built, key=lambda s: (s.local.region, s.remote.region, s.extents[0].local_offset)))
 
 
 def _check_one_sharding(tensor: CacheTensor, shard: TokenShard, shares: tuple[RankShare, ...]) -> None:
-    """Refuse remote ranks that interleave one component's tokens differently, or hopelessly."""
+    """Raise PlanError where ranks interleave a component's tokens differently, or with too long a period."""
     kinds = sorted({(h.shard.count, h.shard.interleave) for h in shares})
     turns = max(common_period_steps(shard, h.shard) for h in shares)
     if len(kinds) > 1 or turns > MAX_PERIOD_STEPS:

@@ -1,4 +1,4 @@
-"""What a plan reads from whom, summed up for people: explain, logs, the field's vocabulary."""
+"""A plan's reads summed up by remote rank, for `kvxferd explain` and for in-engine connectors' terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxferd.plan.plan import Plan
 
 
 class Read(NamedTuple):
-    """All that one plan reads from one remote rank, of one kind."""
+    """Everything of one kind that a plan reads from one remote rank."""
 
     source: Rank
     kind: GroupKind
@@ -22,12 +22,12 @@ class Read(NamedTuple):
 
     @property
     def start_layer(self) -> int:
-        """The first layer read."""
+        """Return the first layer read."""
         return self.layers[0]
 
     @property
     def end_layer(self) -> int:
-        """The layer after the last one read."""
+        """Return the layer after the last one read."""
         return self.layers[-1] + 1
 
 
@@ -36,16 +36,16 @@ def plan_reads(plan: Plan) -> list[Read]:
     layers: dict[tuple[Rank, GroupKind], set[int]] = {}
     units: dict[tuple[Rank, GroupKind], dict[str, set[tuple[int, int]]]] = {}
     sizes: dict[tuple[Rank, GroupKind], float] = {}
-    for lane in plan.group_reads:
-        key = (lane.rank, lane.local.kind)
-        items_per_token = shared_fraction(lane.local.shard, lane.remote.shard) / lane.granule_tokens
-        for strip in lane.patterns:
-            content = strip.local.num_chunks * strip.local.chunk_bytes * strip.num_units
-            sizes[key] = sizes.get(key, 0.0) + content * len(strip.extents) * items_per_token
-            for piece in strip.extents:
-                layers.setdefault(key, set()).add(piece.layer)
-                held = units.setdefault(key, {}).setdefault(piece.component, set())
-                held.add((piece.first_unit, piece.first_unit + strip.num_units))
+    for read in plan.group_reads:
+        key = (read.rank, read.local.kind)
+        items_per_token = shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens
+        for pattern in read.patterns:
+            content = pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units
+            sizes[key] = sizes.get(key, 0.0) + content * len(pattern.extents) * items_per_token
+            for extent in pattern.extents:
+                layers.setdefault(key, set()).add(extent.layer)
+                held = units.setdefault(key, {}).setdefault(extent.component, set())
+                held.add((extent.first_unit, extent.first_unit + pattern.num_units))
     return [
         Read(
             source,
@@ -60,7 +60,7 @@ def plan_reads(plan: Plan) -> list[Read]:
 
 
 def _merge_ranges(ranges: set[tuple[int, int]]) -> tuple[UnitRange, ...]:
-    """Return the union of ranges as few as possible."""
+    """Return the union of some ranges as the fewest ranges."""
     joined: list[UnitRange] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1].stop:

@@ -1,4 +1,4 @@
-"""What a cache looks like in the field's words, read off its strides: blocks first, K and V apart."""
+"""A cache as in-engine connectors describe it, derived from its strides: blocks first, K and V apart."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cache_properties_of_shapes(
 
 
 def expand_region(base_addr: int, block_len: int, *, is_blocks_first: bool) -> list[TransferRegion]:
-    """Return what is addressed of one registered region: its two halves where blocks hold K and V."""
+    """Return the regions that one registered region stands for: two halves where blocks hold K and V."""
     if not is_blocks_first:
         return [TransferRegion(base_addr, block_len, block_len)]
     half = block_len // 2
@@ -65,10 +65,10 @@ def expand_region(base_addr: int, block_len: int, *, is_blocks_first: bool) -> l
 
 
 def get_transfer_cache_regions(layout: RankLayout, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
-    """Return every attention tensor as a region of its own, in order of layer and place.
+    """Return every attention tensor as a region, in order of layer and offset.
 
-    One per layer and component, each with the bytes of its own that lie in a block: what
-    `expand_region` makes of K and V in one page, and of an array of either.
+    There is one per layer and component, with the bytes that the component has in a block, as
+    `expand_region` returns them for K and V in one page, and for an array of either.
     """
     groups = {group.name: group for group in layout.groups}
     found = []
@@ -82,7 +82,7 @@ def get_transfer_cache_regions(layout: RankLayout, bases: Mapping[RegionId, int]
 
 
 def _attention_layers(layout: RankLayout) -> dict[int, list[CacheTensor]]:
-    """Return the tensors of each attention layer that lie anywhere, by offset."""
+    """Return the tensors of each attention layer that hold bytes, ordered by offset."""
     groups = {group.name: group for group in layout.groups}
     layers: dict[int, list[CacheTensor]] = {}
     for tensor in sorted(layout.tensors, key=lambda t: t.offset):

@@ -1,9 +1,8 @@
-"""The stretches of bytes that one segment's shape moves: computed once per shape, vectorised.
+"""The runs of one segment's shape: computed once per shape, vectorised.
 
-A row is one stretch contiguous on both sides, given as two region offsets for block 0 and a length.
-The rows of a shape are sorted by local offset, merged where they touch on both sides, and cut into
-clusters: rows that lie within one local page. Block by block inside a cluster, and cluster after
-cluster, memory is then walked forwards.
+Here a run is two region offsets for block 0 and a length; `expand` adds block ids and addresses. The
+runs of a shape are sorted by local offset, merged where they touch on both sides, and split by local
+page. Page after page, and block by block inside a page, memory is then walked forwards.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import numpy.typing as npt
 
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import RegionId
-from kvxferd.plan.distinct import distinct
 from kvxferd.plan.plan import GroupRead, StridePattern, Strides
 
 # Head by head, token by token and byte by byte, 80 layers of 8 heads of 128 bytes and blocks of 32
-# tokens are 5 million stretches in one block: 120 MiB. More is no layout but a mistake.
+# tokens are 5 million runs in one block: 120 MiB. A layout that needs more is a mistake.
 MAX_RUNS_PER_BLOCK = 1 << 23
 
 Int64s = npt.NDArray[np.int64]
@@ -28,7 +26,7 @@ OffsetRuns = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, lengt
 
 
 class RegionPair(NamedTuple):
-    """What rows must share to be added to the same blocks."""
+    """The regions and block strides that runs must share to be added to the same blocks."""
 
     local_region: RegionId
     remote_region: RegionId
@@ -37,10 +35,10 @@ class RegionPair(NamedTuple):
 
 
 class PageRuns:
-    """Local pages of equally many rows: arrays of shape (pages, rows per page).
+    """Local pages of equally many runs: arrays of shape (pages, runs per page).
 
-    `is_uniform`: every page is one row of one length, so that whole blocks can merge with
-    neighbours. `local_pages` and `remote_pages`: where pages begin, from the first one's first row.
+    `is_uniform`: every page is one run, all of one length, so that whole blocks can merge with
+    neighbours. `local_pages` and `remote_pages`: where pages begin, from the first page's first run.
     """
 
     __slots__ = ("is_uniform", "length", "local", "local_pages", "remote", "remote_pages")
@@ -53,7 +51,7 @@ class PageRuns:
 
 
 class SegmentShape(NamedTuple):
-    """Where a segment lies in its two blocks, and how long it is, in items."""
+    """A segment's first item in each of its two blocks, and its length, in items."""
 
     local_item: int
     remote_item: int
@@ -61,18 +59,20 @@ class SegmentShape(NamedTuple):
 
 
 def shape_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, list[PageRuns]]:
-    """Return the rows of every class of a lane for segments of one shape.
+    """Return a group read's runs for segments of one shape, by region pair.
 
-    Raises PlanError (layout-incompatible) where a block is scattered over more than MAX_ROWS stretches.
+    Raises PlanError (layout-incompatible) where a block has more than MAX_RUNS_PER_BLOCK runs.
     """
-    num_rows = 0
+    num_runs = 0
     parts: dict[RegionPair, list[OffsetRuns]] = {}
-    for strip in read.patterns:
-        key = RegionPair(strip.local.region, strip.remote.region, strip.local.block, strip.remote.block)
-        parts.setdefault(key, []).append(_pattern_runs(strip, shape))
-        num_rows += len(parts[key][-1][0])
-        _check_num_runs(num_rows)
-    return {key: _split_by_page(_sort_and_merge(rows), key.local_block_stride) for key, rows in parts.items()}
+    for pattern in read.patterns:
+        key = RegionPair(
+            pattern.local.region, pattern.remote.region, pattern.local.block, pattern.remote.block
+        )
+        parts.setdefault(key, []).append(_pattern_runs(pattern, shape))
+        num_runs += len(parts[key][-1][0])
+        _check_num_runs(num_runs)
+    return {key: _split_by_page(sort_and_merge(runs), key.local_block_stride) for key, runs in parts.items()}
 
 
 def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> OffsetRuns:
@@ -88,27 +88,41 @@ def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> OffsetRuns:
     return local[begins], remote[begins], np.add.reduceat(length, begins)
 
 
-def _sort_and_merge(parts: list[OffsetRuns]) -> OffsetRuns:
-    """Return all rows sorted by local offset and merged."""
-    local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    order = np.argsort(local, kind="stable")
-    return merge_touching(local[order], remote[order], length[order])
+def sort_and_merge(parts: list[OffsetRuns]) -> OffsetRuns:
+    """Return all runs sorted by local offset, unless they are already, and merged where they touch."""
+    if len(parts) == 1:
+        local, remote, length = parts[0]
+    else:
+        local, remote, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if np.count_nonzero(local[1:] < local[:-1]):
+        # Stable, so timsort: the parts are ascending already.
+        order = np.argsort(local, kind="stable")
+        local, remote, length = local[order], remote[order], length[order]
+    return merge_touching(local, remote, length)
 
 
-def _split_by_page(rows: OffsetRuns, page_bytes: int) -> list[PageRuns]:
-    """Cut sorted rows into pages, and file pages of equally many rows together."""
-    local, remote, length = rows
+def distinct(values: Int64s) -> Int64s:
+    """Return what `np.unique` does, which first imports `numpy.ma`: 10 ms of a mover's first pull."""
+    ordered = np.sort(values)
+    is_new = np.ones(len(ordered), dtype=bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_new]
+
+
+def _split_by_page(runs: OffsetRuns, page_bytes: int) -> list[PageRuns]:
+    """Split sorted runs into pages, and group pages of equally many runs."""
+    local, remote, length = runs
     begins = _page_starts(local, length, page_bytes)
     counts = np.diff([*begins, len(local)])
-    clusters = []
+    pages = []
     for count in distinct(counts):
         at = np.asarray(begins)[counts == count][:, None] + np.arange(count)
-        clusters.append(PageRuns(local[at], remote[at], length[at]))
-    return clusters
+        pages.append(PageRuns(local[at], remote[at], length[at]))
+    return pages
 
 
 def _page_starts(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
-    """Return the index of the first row of each page: rows that end within one block stride of it."""
+    """Return the index of each page's first run. A page's runs end within one block stride of its start."""
     begins, at = [], 0
     ends = local + length
     while at < len(local):
@@ -118,7 +132,7 @@ def _page_starts(local: Int64s, length: Int64s, page_bytes: int) -> list[int]:
 
 
 def _pattern_runs(pattern: StridePattern, shape: SegmentShape) -> OffsetRuns:
-    """Return the rows of every piece of a strip."""
+    """Return the runs of every extent of a pattern."""
     local, remote, length = _extent_runs(pattern, shape.num_items)
     local = local + shape.local_item * pattern.local.token
     remote = remote + shape.remote_item * pattern.remote.token
@@ -131,52 +145,52 @@ def _pattern_runs(pattern: StridePattern, shape: SegmentShape) -> OffsetRuns:
 
 
 def _extent_runs(pattern: StridePattern, num_items: int) -> OffsetRuns:
-    """Return the rows of one piece at offset 0, from its first item on.
+    """Return the runs of one extent at offset 0, from its first item on.
 
-    An axis whose step equals the length of what lies inside it, on both sides, lengthens the rows;
-    every other axis multiplies them.
+    An axis whose step equals the length of its content, on both sides, lengthens the runs; every
+    other axis multiplies them.
     """
     _check_num_runs(max(pattern.local.num_chunks, pattern.remote.num_chunks))
-    rows = _content_runs(pattern.local, pattern.remote)
+    runs = _content_runs(pattern.local, pattern.remote)
     axes = [
         (pattern.num_units, pattern.local.unit, pattern.remote.unit),
         (num_items, pattern.local.token, pattern.remote.token),
     ]
     axes = [axis for axis in axes if axis[0] > 1]
     while True:
-        rows = merge_touching(*rows)
-        step = int(rows[2][0]) if (rows[2] == rows[2][0]).all() else None
+        runs = merge_touching(*runs)
+        step = int(runs[2][0]) if (runs[2] == runs[2][0]).all() else None
         within = next((axis for axis in axes if axis[1] == step == axis[2]), None)
         if within is None:
             break
         axes.remove(within)
-        rows = (rows[0], rows[1], rows[2] * within[0])
-    _check_num_runs(len(rows[0]) * math.prod(count for count, _, _ in axes) * len(pattern.extents))
+        runs = (runs[0], runs[1], runs[2] * within[0])
+    _check_num_runs(len(runs[0]) * math.prod(count for count, _, _ in axes) * len(pattern.extents))
     for count, local_step, remote_step in axes:
         at = np.arange(count, dtype=np.int64)[:, None]
-        rows = (
-            (rows[0] + at * local_step).ravel(),
-            (rows[1] + at * remote_step).ravel(),
-            np.broadcast_to(rows[2], (count, len(rows[2]))).ravel(),
+        runs = (
+            (runs[0] + at * local_step).ravel(),
+            (runs[1] + at * remote_step).ravel(),
+            np.broadcast_to(runs[2], (count, len(runs[2]))).ravel(),
         )
-    return rows
+    return runs
 
 
-def _check_num_runs(num_rows: int) -> None:
-    if num_rows > MAX_RUNS_PER_BLOCK:
+def _check_num_runs(num_runs: int) -> None:
+    if num_runs > MAX_RUNS_PER_BLOCK:
         raise PlanError(
-            f"cannot expand the plan: one block is scattered over {num_rows} stretches, over "
+            f"cannot expand the plan: one block is scattered over {num_runs} stretches, over "
             f"{MAX_RUNS_PER_BLOCK}",
             Code.LAYOUT_INCOMPATIBLE,
         )
 
 
 def _content_runs(local: Strides, remote: Strides) -> OffsetRuns:
-    """Return one unit's content of one item, cut wherever either side's chunks end."""
+    """Return one unit's content of one item, cut where either side's chunks end."""
     _check_num_runs(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
     content = local.num_chunks * local.chunk_bytes
     cuts = distinct(
         np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])
     )
-    places = [cuts // side.chunk_bytes * side.chunk + cuts % side.chunk_bytes for side in (local, remote)]
-    return places[0], places[1], np.diff(np.append(cuts, content))
+    starts = [cuts // side.chunk_bytes * side.chunk + cuts % side.chunk_bytes for side in (local, remote)]
+    return starts[0], starts[1], np.diff(np.append(cuts, content))

@@ -1,4 +1,4 @@
-"""The same plans seen from the side that pushes: what one producer rank sends to each consumer rank."""
+"""Plans for a producer that pushes: what one producer rank sends to each consumer rank."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ class SendPart(NamedTuple):
     layer: int
     component: str
     source_offset: int  # bytes from the component's first unit, in the producer's block
-    destination_offset: int  # the same in the consumer's block
+    destination_offset: int  # bytes from the component's first unit, in the consumer's block
     length: int  # bytes, where units lie behind one another; else units times their stride at the source
 
 
 def sender_plan(
     producer: Rank, layout: RankLayout, consumers: Mapping[Rank, tuple[RankLayout, Plan]]
 ) -> list[SendPart]:
-    """Return what `producer` sends, by consumer, layer, component and destination.
+    """Return what `producer` sends, ordered by consumer, layer, component and destination.
 
-    `consumers` gives every rank that reads this engine, with the plan by which it does. Together
-    with the other producers each unit of each consumer is sent exactly once, as the plans prove.
-    A rank that nobody reads, a replica for instance, sends nothing.
+    `consumers` has every rank that reads this engine, with its layout and plan. All producers
+    together send each unit of each consumer exactly once, as the plans prove. A rank that no plan
+    reads, for instance a replica, sends nothing.
     """
     own = {(tensor.layer, tensor.component): tensor for tensor in layout.tensors}
     parts = []
     for consumer, (theirs, plan) in sorted(consumers.items(), key=lambda entry: entry[0]):
         held = {(tensor.layer, tensor.component): tensor for tensor in theirs.tensors}
-        for lane in plan.group_reads:
-            if lane.rank != producer:
+        for read in plan.group_reads:
+            if read.rank != producer:
                 continue
-            for strip in lane.patterns:
-                for piece in strip.extents:
-                    source = own[piece.layer, piece.component]
-                    sink = held[piece.layer, piece.component]
+            for pattern in read.patterns:
+                for extent in pattern.extents:
+                    source = own[extent.layer, extent.component]
+                    sink = held[extent.layer, extent.component]
                     parts.append(
                         SendPart(
                             consumer,
-                            piece.layer,
-                            piece.component,
-                            piece.remote_offset - source.offset,
-                            piece.local_offset - sink.offset,
-                            strip.num_units * _unit_bytes(source),
+                            extent.layer,
+                            extent.component,
+                            extent.remote_offset - source.offset,
+                            extent.local_offset - sink.offset,
+                            pattern.num_units * _unit_bytes(source),
                         )
                     )
     return sorted(parts)

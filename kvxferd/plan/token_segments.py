@@ -1,4 +1,4 @@
-"""Which stretches of tokens two block lists share, as places in their blocks."""
+"""The token ranges that two block lists have in common, as items of their blocks."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy.typing as npt
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
-from kvxferd.plan.distinct import distinct
 from kvxferd.plan.plan import BlockGeometry, GroupRead
+from kvxferd.plan.run_shapes import distinct
 
 Int64s = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Maximal stretches of items that lie inside one kernel block on each side; five arrays of one length.
+    """Maximal ranges of items that lie inside one kernel block on each side; five arrays of one length.
 
-    `are_alike`: the last three are known to hold one value each.
+    `is_uniform`: the last three are known to hold one value each.
     """
 
     local_block: Int64s
     remote_block: Int64s
-    local_item: Int64s  # the first item's place in its block
+    local_item: Int64s  # the first item's index in its block
     remote_item: Int64s
     num_items: Int64s
     is_uniform: bool = False
 
 
 class _KernelBlocks(NamedTuple):
-    """One side's list in kernel blocks: block j holds the tokens from ``first + j * block_tokens`` on."""
+    """One side's list as kernel blocks: block j holds the tokens from ``first + j * block_tokens`` on."""
 
     blocks: Int64s
     first: int
@@ -39,7 +39,7 @@ class _KernelBlocks(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The token after the last one listed."""
+        """Return the token after the last one listed."""
         return self.first + len(self.blocks) * self.block_tokens * self.shard.count
 
 
@@ -58,7 +58,7 @@ def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
 
 
 def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
-    """Raise EngineError (blocks-invalid) for a list that begins inside an item or a turn of the shards."""
+    """Raise EngineError (blocks-invalid) for a list that begins inside an item or a period of the shards."""
     turn = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
     for step, what in ((granule_tokens, "granule"), (turn, "turn over the token shards")):
         if blocks.first_token % step:
@@ -70,7 +70,7 @@ def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBl
 
 
 def common_segments(read: GroupRead, local: PackedBlocks, remote: PackedBlocks) -> Segments:
-    """Return what a request's two block lists have in common in a lane, in token order.
+    """Return what a request's two block lists have in common in a group read, in token order.
 
     Blocks are taken whole as far as both lists reach. Raises EngineError (blocks-invalid) for a
     list that begins inside an item.
@@ -98,7 +98,7 @@ def common_segments(read: GroupRead, local: PackedBlocks, remote: PackedBlocks) 
 
 
 def _state_segment(local: PackedBlocks, remote: PackedBlocks) -> Segments:
-    """The last id listed is the request's state; an empty list moves nothing."""
+    """Return the request's state as one segment: the last id listed. An empty list moves nothing."""
     size = 1 if local.ids and remote.ids else 0
     zero = np.zeros(size, dtype=np.int64)
     return Segments(
@@ -111,12 +111,12 @@ def _state_segment(local: PackedBlocks, remote: PackedBlocks) -> Segments:
 
 
 def _without_interleaving(listed: _KernelBlocks) -> _KernelBlocks:
-    """Return a sharded list in the rank's own count of tokens."""
+    """Return a sharded list with its tokens numbered by the rank's own tokens alone."""
     return _KernelBlocks(listed.blocks, listed.first // listed.shard.count, listed.block_tokens, TokenShard())
 
 
 def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) -> Segments:
-    """Blocks of one size that begin at the same tokens: whole blocks against whole blocks."""
+    """Return segments of whole blocks, for lists with blocks of one size that begin at the same tokens."""
     skip = (theirs.first - mine.first) // mine.block_tokens
     start, stop = max(0, skip), min(len(mine.blocks), len(theirs.blocks) + skip)
     size = max(0, stop - start)
@@ -132,7 +132,7 @@ def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) ->
 
 
 def _block_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
-    """Return where blocks begin on either side, and the two ends, of what both lists hold."""
+    """Return the tokens where a block begins on either side, and both ends, within what both lists hold."""
     low, high = max(mine.first, theirs.first), min(mine.end, theirs.end)
     if high <= low:
         return np.zeros(0, dtype=np.int64)
@@ -145,7 +145,7 @@ def _block_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
 
 
 def _interleave_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
-    """Return where blocks or the shards' turns begin on either side, within what both lists hold."""
+    """Return the tokens where a block or an interleave begins on either side, within what both lists hold."""
     bounds = _block_bounds(mine, theirs)
     if len(bounds) == 0:
         return bounds
@@ -158,15 +158,15 @@ def _interleave_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
 
 
 def _segments_between(bounds: Int64s, mine: _KernelBlocks, theirs: _KernelBlocks, granule: int) -> Segments:
-    """Return the stretches between neighbouring bounds that both sides hold."""
+    """Return the ranges between neighbouring bounds that both sides hold."""
     begins, sizes = bounds[:-1], np.diff(bounds)
     held = _holds(mine.shard, begins) & _holds(theirs.shard, begins)
     begins, sizes = begins[held], sizes[held]
-    places = []
+    sides = []
     for side in (mine, theirs):
         own = _held_positions(side, begins)
-        places.append((side.blocks[own // side.block_tokens], own % side.block_tokens // granule))
-    (local_block, local_item), (remote_block, remote_item) = places
+        sides.append((side.blocks[own // side.block_tokens], own % side.block_tokens // granule))
+    (local_block, local_item), (remote_block, remote_item) = sides
     return Segments(local_block, remote_block, local_item, remote_item, sizes // granule)
 
 

@@ -1,8 +1,8 @@
-"""The field's own words for who reads whom: views of a plan, not a second planner.
+"""The names of in-engine connectors for who reads whom: views of a plan, not a second planner.
 
-Whoever comes from an in-engine connector finds here what it is called there. The ratios are
-arithmetic that planning never uses; what is read comes from a plan, or, for an engine of which only
-`EngineTransferInfo` is known, from the planner's choice among the ranks that such an engine has.
+The ratios are arithmetic that planning never uses. What is read comes from a plan; for an engine of
+which only `EngineTransferInfo` is known, it comes from the planner's choice among the ranks that such
+an engine has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 
 
 class _PlannedEngine(NamedTuple):
-    """What is read of an engine whose layouts are known."""
+    """An engine whose layouts are known, with the plan that reads it."""
 
     plan: Plan
     stages: dict[int, HybridReads]  # those that keep states, by pp_rank
@@ -54,12 +54,12 @@ class TransferTopology:
 
     @property
     def block_size(self) -> int:
-        """Tokens per kernel block of the first attention layer; 0 without attention."""
+        """Return the tokens per kernel block of the first attention layer; 0 without attention."""
         return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
 
     @property
     def local_physical_heads(self) -> int:
-        """KV heads that this rank holds."""
+        """Return the number of KV heads that this rank holds."""
         return self._attention[0].num_units if self._attention else 0
 
     @property
@@ -91,7 +91,7 @@ class TransferTopology:
     def register_remote_engine(
         self, engine_id: EngineId, info: EngineTransferInfo, generation: Generation = UNKNOWN_GENERATION
     ) -> EngineTransferInfo:
-        """Keep one stage's facts; the same again returns what is kept already.
+        """Keep one stage's facts and return them; equal facts are kept once.
 
         A new generation replaces everything known of the old one. Raises EngineError with code
         shape-mismatch, listing each differing field with both values, for other facts under one
@@ -131,7 +131,7 @@ class TransferTopology:
         return made
 
     def unregister_remote_engine(self, engine_id: EngineId) -> None:
-        """Forget an engine, all its stages."""
+        """Forget an engine with all its stages."""
         self._generations.pop(engine_id, None)
         self._reads.pop(engine_id, None)
         for pp_rank in self._stages.pop(engine_id, ()):
@@ -195,14 +195,14 @@ class TransferTopology:
         if known is not None:
             return sorted({rank.tp_rank for rank in known.plan.sources if rank.pp_rank == remote_pp_rank})
         heads, wide = self.spec.num_kv_heads, info.remote_tp_size
-        whole = (UnitRange(0, 1),)  # without heads every rank holds all there is
+        whole = (UnitRange(0, 1),)  # without heads every rank holds everything
         held = self._attention[0].units if heads and self._attention else whole
-        holdings = tuple(
+        shares = tuple(
             RankShare(Rank(remote_pp_rank, tp), shard_units(heads, wide, tp) or whole, TokenShard())
             for tp in range(wide)
         )
         preferred = preferred_rank(self.spec.tp_rank, self.spec.tp_size, wide)
-        fragments, _ = assign_units(held, TokenShard(), holdings, preferred)
+        fragments, _ = assign_units(held, TokenShard(), shares, preferred)
         return sorted({fragment.rank.tp_rank for fragment in fragments})
 
     def hybrid(self, engine_id: EngineId, remote_pp_rank: int = 0) -> HybridReads:

@@ -1,4 +1,8 @@
-"""Layouts built from what engines know: heads, head_dim, dtype, parallel sizes, block size, layout name."""
+"""Layouts built from a model (heads, head_dim, dtype) and a deployment (parallel sizes, blocks, layout name).
+
+`deploy` returns spec and layout of every rank of a model known by name, `attention_layout` the layout of
+one rank of a plain attention model. All sizes and strides are bytes.
+"""
 
 from kvxferd.layout.presets.attention import LAYOUT_NAMES, attention_layout
 from kvxferd.layout.presets.build import blocks_per_logical, model_layout

@@ -26,7 +26,7 @@ LAYOUT_NAMES: tuple[str, ...] = tuple(_AXIS_ORDERS)
 
 
 class AxisStrides(NamedTuple):
-    """Bytes from one index to the next along each axis, and the bytes of the whole array."""
+    """The stride of each axis and the size of the whole array, in bytes."""
 
     layer: int
     component: int
@@ -41,9 +41,9 @@ def axis_strides(
 ) -> AxisStrides:
     """Return the strides of an array in the arrangement called `layout`.
 
-    `extents` gives the length of each axis by its letter (see `_AXES`). `page_bytes`, where given,
-    is the least number of bytes from one block to the next: pages are padded up to it.
-    Raises ValueError for a name that nobody knows.
+    `axis_lengths` has the length of each axis by its letter (see `_AXIS_ORDERS`). `page_bytes`, where
+    given, is the least number of bytes from one block to the next: pages are padded up to it.
+    Raises ValueError for an unknown name.
     """
     if layout not in _AXIS_ORDERS:
         raise ValueError(f"cannot build layout {layout!r}: the names are {', '.join(LAYOUT_NAMES)}")
@@ -75,8 +75,9 @@ def attention_layout(
 ) -> RankLayout:
     """Return the layout of one rank of a plain attention model: components "k" and "v" per layer.
 
-    The rank is `spec.rank`. Heads are shared out as by `shard_units`; layers as by `stage_layers`
-    unless `start_layer` and `end_layer` are given. All tensors lie in one region, sized exactly.
+    The rank is `spec.rank`. Heads are divided as by `shard_units`, layers as by `stage_layers` unless
+    `start_layer` and `end_layer` are given. All tensors lie in one region, which has no unused bytes
+    beside padding. Raises ValueError for an unknown `layout`.
     """
     first, last = stage_layers(spec.num_layers, spec.pp_size, spec.pp_rank)
     first = first if start_layer is None else start_layer

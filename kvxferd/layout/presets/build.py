@@ -1,4 +1,4 @@
-"""From a model's facts and a deployment to the layout of every rank."""
+"""Build the layout of a rank from a model's facts and a deployment's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KV_REGION = RegionId("kv")
 def model_spec(
     model: ModelFacts, choices: DeploymentOptions, rank: Rank, engine_id: str, generation: str = "preset"
 ) -> EngineSpec:
-    """Return one rank's spec. Layers of a draft model are counted behind the model's own."""
+    """Return one rank's spec. Layers of a draft model are numbered after the model's own."""
     draft = choices.draft
     return EngineSpec(
         EngineId(engine_id),
@@ -37,11 +37,11 @@ def model_spec(
 def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> RankLayout:
     """Return the layout of one rank.
 
-    All of the rank's cache is one region, sized exactly. Groups are "full", "sliding" and, of
-    states, "state.0" and so on; those of a draft model have "draft." before their names. With
-    `shared_pages`, a hybrid's attention and states are in common pages, as vLLM keeps them: each
-    holds either a logical block of attention or one state, and a logical block is as many kernel
-    blocks as a state needs room. Every stage has every group, as block lists are the engine's.
+    The rank's cache is one region of the exact size. Groups are "full", "sliding" and, for states,
+    "state.0" and so on; those of a draft model have the prefix "draft.". With `shared_pages`, a
+    hybrid's attention and states are in common pages, as in vLLM: a page holds either a logical
+    block of attention or one state, and a logical block has as many kernel blocks as a state needs
+    room. Every stage has every group, because block lists are the engine's.
     """
     stage = choices.stage(model.num_layers, rank.pp_rank)
     builder = _LayoutBuilder(model, choices, choices.share(rank))
@@ -65,7 +65,7 @@ def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> R
 
 
 class _LayoutBuilder:
-    """One model's share of one rank's layout, as far as it is laid out."""
+    """Builds one model's part of one rank's layout."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _LayoutBuilder:
         self._first_layer = first_layer  # the global index of the model's layer 0
 
     def add_separate_regions(self, stage: range) -> None:
-        """Every group in arrays of its own, one after the other."""
+        """Add every group in arrays of its own, one after the other."""
         for kind in (LayerKind.FULL, LayerKind.SLIDING):
             if kind not in self._model.kinds:
                 continue
@@ -105,7 +105,7 @@ class _LayoutBuilder:
                 self.used += group.num_blocks * page_bytes
 
     def add_shared_pages(self, stage: range) -> None:
-        """Attention and states in common pages: slots of pages, at most one layer of each group in a slot."""
+        """Add attention and states in common pages: slots of pages, with at most one layer of each group."""
         if LayerKind.SLIDING in self._model.kinds:
             raise ValueError(
                 f"cannot build {self._model.name!r}: no preset has states beside a sliding window"
@@ -173,7 +173,7 @@ class _LayoutBuilder:
 
 
 def _layer_groups(model: ModelFacts) -> list[list[int]]:
-    """Return the whole model's attention layers, then its state layers in as many groups as are needed."""
+    """Return the model's attention layers, then its state layers in groups of at most as many."""
     attention = [layer for layer, kind in enumerate(model.kinds) if kind is LayerKind.FULL]
     states = [layer for layer, kind in enumerate(model.kinds) if kind is LayerKind.STATE]
     size = len(attention) or len(states)
@@ -181,9 +181,9 @@ def _layer_groups(model: ModelFacts) -> list[list[int]]:
 
 
 def blocks_per_logical(model: ModelFacts, tp_size: int, block_tokens: int, page_bytes: int = 0) -> int:
-    """Return how many kernel blocks of attention a hybrid's logical block takes to have room for a state.
+    """Return how many kernel blocks of attention a hybrid's logical block needs to have room for a state.
 
-    The most that any rank needs: block ids mean the same tokens on every rank of an engine.
+    It is the most that any rank needs: a block id stands for the same tokens on every rank of an engine.
     """
     (array,) = model.token_arrays
     most = 1
@@ -197,7 +197,7 @@ def blocks_per_logical(model: ModelFacts, tp_size: int, block_tokens: int, page_
 
 
 def _with_kv_in_one_page(choices: DeploymentOptions) -> DeploymentOptions:
-    """Return the choices with K and V of a block together, as shared pages require."""
+    """Return the options with K and V of a block in one page, as shared pages require."""
     arrangement = choices.arrangement
     if arrangement in ("HND", "NHD"):
         return dataclasses.replace(choices, layout=f"{arrangement}-blocks-first")

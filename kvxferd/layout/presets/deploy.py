@@ -1,4 +1,4 @@
-"""From a model and a deployment's choices to every rank of an engine."""
+"""Spec and layout of every rank of an engine, from a model and a deployment's options."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def deploy(
 ) -> Ranks:
     """Return spec and layout of every rank of a model's deployment, stage by stage.
 
-    See `Choices` for what may be chosen. `engine_id` is the model's name unless given. Raises
-    ValueError for a model that nobody knows, or a choice that this model cannot have.
+    `DeploymentOptions` has the meaning and unit of each option. `engine_id` is the model's name unless
+    given. Raises ValueError for an unknown model, or an option that this model cannot have.
     """
     facts = find_model(model) if isinstance(model, str) else model
     choices = DeploymentOptions(
@@ -58,7 +58,7 @@ def deploy(
 def deployed(
     model: ModelFacts, choices: DeploymentOptions, *, engine_id: str = "", generation: str = "preset"
 ) -> Ranks:
-    """Return what `deploy` returns, for choices already made."""
+    """Return the ranks as `deploy` does, for options that are made already."""
     ranks: Ranks = {}
     for pp_rank in range(choices.pp):
         for tp_rank in range(choices.ranks_per_stage):
@@ -69,7 +69,10 @@ def deployed(
 
 
 def with_kv_dtype(model: ModelFacts, dtype: str, itemsize: int) -> ModelFacts:
-    """Return the model with keys, values and latents cached in another dtype; scales and states stay."""
+    """Return the model with keys, values and latents in another dtype; scales and states keep theirs.
+
+    `itemsize` is the bytes of one element.
+    """
     arrays = tuple(
         tuple(
             dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a deployment chooses, alike on every rank of it; the model decides the rest."""
+"""The options of a deployment, equal on every rank of it; the model decides the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvxferd.layout.presets.model_facts import ModelFacts
 from kvxferd.layout.presets.sharding import stage_layers
 from kvxferd.layout.tensors import TokenShard
 
-# Other words for arrangements, as engines' flags and papers have them.
+# Other names of arrangements, from engines' flags and from papers.
 _ARRANGEMENT_SYNONYMS = {
     "kv-first": "HND",
     "blocks-first": "HND-blocks-first",
@@ -27,7 +27,7 @@ ARRANGEMENTS: tuple[str, ...] = (*LAYOUT_NAMES, VECTORISED, *_ARRANGEMENT_SYNONY
 
 
 class ShardPosition(NamedTuple):
-    """Which part of the heads, and of the tokens, a rank has."""
+    """A rank's share of the heads and of the tokens."""
 
     tp_size: int
     tp_rank: int
@@ -36,19 +36,19 @@ class ShardPosition(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeploymentOptions:
-    """What a deployment chooses. Raises ValueError for what no engine could be."""
+    """A deployment's options. Raises ValueError for sizes that no engine can have."""
 
     tp: int = 1
     pp: int = 1
     block_tokens: int = 16  # tokens of a kernel block, on one rank
-    layout: str = "HND"  # a name of NAMES; "+SD" behind it keeps convolution states row by row
+    layout: str = "HND"  # a name of ARRANGEMENTS; the suffix "+SD" keeps convolution states row by row
     num_blocks: int | Mapping[str, int] = 1024  # ids of every group, or by the group's name
     stages: tuple[int, ...] = ()  # layers of each pipeline stage, where they are not balanced
     cp: int = 1  # ranks that share the tokens of one tensor-parallel share
     interleave: int = 1  # tokens in a row on one of them
     page_bytes: int = 0  # the least number of bytes from one block to the next: pages are padded to it
-    shared_pages: bool = True  # a hybrid's attention and states overlay one another, as vLLM has them
-    draft: ModelFacts | None = None  # its layers follow the model's, on the last stage
+    shared_pages: bool = True  # a hybrid's attention and states overlay one another, as in vLLM
+    draft: ModelFacts | None = None  # a draft model; its layers follow the model's, on the last stage
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "block_tokens", "cp", "interleave"):
@@ -70,7 +70,7 @@ class DeploymentOptions:
 
     @property
     def arrangement(self) -> str:
-        """The order of the axes: a name of LAYOUT_NAMES, or VECTORISED."""
+        """Return the order of the axes: a name of LAYOUT_NAMES, or VECTORISED."""
         name = self.layout.partition("+")[0]
         return _ARRANGEMENT_SYNONYMS.get(name, name)
 
@@ -81,17 +81,17 @@ class DeploymentOptions:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of a stage: `tp` times `cp`, flattened with the token shards innermost."""
+        """Return the ranks of a stage: `tp` times `cp`, flattened with the token shards innermost."""
         return self.tp * self.cp
 
     def share(self, rank: Rank) -> ShardPosition:
-        """Return what a rank has of the heads and of the tokens."""
+        """Return a rank's share of the heads and of the tokens."""
         tp_rank, cp_rank = divmod(rank.tp_rank, self.cp)
         tokens = TokenShard(self.cp, cp_rank, self.interleave) if self.cp > 1 else TokenShard()
         return ShardPosition(self.tp, tp_rank, tokens)
 
     def blocks_of(self, group: str) -> int:
-        """Return how many ids a group has; raises ValueError for one whose number is not given."""
+        """Return how many ids a group has; raises ValueError for a group that `num_blocks` does not name."""
         if not isinstance(self.num_blocks, Mapping):
             return self.num_blocks
         _require(group in self.num_blocks, f"num_blocks {dict(self.num_blocks)}: it lacks group {group!r}")

@@ -1,4 +1,4 @@
-"""What a layout preset needs to know of a model: what each layer caches, in which dtype, divided by what."""
+"""The facts of a model that a layout depends on: what each layer caches, its dtype, and what divides it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class LayerKind(StrEnum):
-    """What a layer caches."""
+    """The kind of cache that a layer has."""
 
     FULL = "full"  # every token
     SLIDING = "sliding"  # tokens inside the window; earlier ones are not needed again
@@ -17,7 +17,7 @@ class LayerKind(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TokenComponent:
-    """Cached for every token: a key, a value, a latent, an indexer's key, a scale."""
+    """A component cached for every token: a key, a value, a latent, an indexer's key, a scale."""
 
     name: str
     num_heads: int
@@ -30,10 +30,10 @@ class TokenComponent:
 
 @dataclasses.dataclass(frozen=True)
 class StateComponent:
-    """Cached once per request: a convolution's last inputs, a recurrent state.
+    """A component cached once per request: a convolution's last inputs, a recurrent state.
 
-    A unit's content is `rows` rows of `row_bytes` each. Where a convolution state is kept row by
-    row over all channels (SD), the rows of a unit are chunks; else (DS) they lie together.
+    A unit's content is `rows` rows of `row_bytes` each. Where a convolution state is stored row by
+    row over all channels (SD), the rows of a unit are chunks; else (DS) they are contiguous.
     """
 
     name: str
@@ -46,26 +46,26 @@ class StateComponent:
 
     @property
     def unit_bytes(self) -> int:
-        """One unit's content."""
+        """Return the bytes of one unit's content."""
         return self.rows * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """A model as far as its cache goes."""
+    """The facts of a model that its cache depends on."""
 
     name: str
     num_kv_heads: int  # 0 where nothing is divided by heads
     kinds: tuple[LayerKind, ...]  # layer by layer
-    # Components of one tuple share an array: of one size K beside V, of unlike sizes one behind the
-    # other in each block.
+    # Components of one tuple share an array. Those of equal size are an axis of it (K and V); those of
+    # unequal sizes lie one behind the other in each block.
     token_arrays: tuple[tuple[TokenComponent, ...], ...] = ()
     states: tuple[StateComponent, ...] = ()  # in the order in which they lie in a page
     sliding_window: int | None = None
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model, those that cache nothing included."""
+        """Return the layers of the whole model, with those that cache nothing."""
         return len(self.kinds)
 
 

@@ -1,4 +1,4 @@
-"""Models by name, as their published configurations have them."""
+"""Models by name. The numbers are those of their published configurations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALL = (
     ModelFacts("deepseek-v3", 0, (_FULL,) * 61, ((_MLA_LATENT,),)),
     # In each block of the indexer's cache all keys, then all scales (as vLLM and SGLang keep them).
     ModelFacts("deepseek-v3.2", 0, (_FULL,) * 61, ((_MLA_LATENT,), (_INDEXER_KEY, _INDEXER_SCALE))),
-    # sliding_window_pattern 6: five layers of 1,024 tokens, then one of all.
+    # sliding_window_pattern 6: five layers with a window of 1,024 tokens, then one without.
     ModelFacts(
         "gemma-3-27b",
         16,
@@ -41,7 +41,7 @@ _ALL = (
         key_and_value(16, 128),
         sliding_window=1024,
     ),
-    # layer_types alternate, beginning with sliding_attention of 128 tokens.
+    # layer_types alternate, beginning with sliding_attention of a 128-token window.
     ModelFacts(
         "gpt-oss-20b",
         8,
@@ -107,7 +107,7 @@ _TINY = (
 
 MODELS: dict[str, ModelFacts] = {model.name: model for model in (*_ALL, *_TINY)}
 
-# Families by the member that is meant where none is named.
+# The default member of each family.
 MODEL_SYNONYMS: dict[str, str] = {
     "qwen3-next": "qwen3-next-80b",
     "gemma-3": "gemma-3-27b",
@@ -117,7 +117,7 @@ MODEL_SYNONYMS: dict[str, str] = {
 
 
 def find_model(name: str) -> ModelFacts:
-    """Return a model by its name or its family's, in any case; raises ValueError with the names there are."""
+    """Return a model by its name or its family's, in any case; raises ValueError listing the known names."""
     wanted = name.lower()
     found = MODELS.get(MODEL_SYNONYMS.get(wanted, wanted))
     if found is None:

@@ -1,4 +1,4 @@
-"""How engines divide heads over tensor-parallel ranks and layers over pipeline stages."""
+"""Division of heads over tensor-parallel ranks and of layers over pipeline stages, as engines do it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvxferd.layout.tensors import UnitRange
 
 
 def balanced_share(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the half-open range of part `index` of `total` things in `parts`; larger parts come first."""
+    """Return the half-open range of part `index` of `total` items in `parts`; larger parts come first."""
     share, rest = divmod(total, parts)
     start = index * share + min(index, rest)
     return start, start + share + (1 if index < rest else 0)
@@ -16,7 +16,7 @@ def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[UnitRange, 
     """Return the units that a tensor-parallel rank holds of a global axis of `num_units`.
 
     Shards are balanced, larger ones first. With more ranks than units each rank holds one,
-    ``tp_rank * num_units // tp_size``, so neighbours hold copies. No units: ``()``.
+    ``tp_rank * num_units // tp_size``, so neighbours hold copies. Returns ``()`` for no units.
     """
     if num_units == 0:
         return ()

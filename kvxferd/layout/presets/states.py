@@ -1,4 +1,4 @@
-"""States: what a layer caches once per request, and where its parts lie in a page."""
+"""Cache tensors of states: what a layer caches once per request, and where its parts lie in a page."""
 
 from __future__ import annotations
 

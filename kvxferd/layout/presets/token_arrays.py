@@ -1,4 +1,4 @@
-"""Caches of tokens: where the components of an array lie, in any arrangement."""
+"""Cache tensors of tokens: where the components of an array lie, in any arrangement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvxferd.layout.tensors import CacheTensor, Group, UnitRange
 
 
 def num_units(units: tuple[UnitRange, ...]) -> int:
-    """Return how many units some ranges have."""
+    """Return how many units the ranges have together."""
     return sum(held.stop - held.start for held in units)
 
 
@@ -30,7 +30,7 @@ def held_units(component: TokenComponent, share: ShardPosition) -> tuple[UnitRan
 
 
 class TokenArray:
-    """Components of one array in one group: where each layer's tensors lie from the array's start on."""
+    """The components of one array in one group: the offsets and strides of each layer's tensors."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class TokenArray:
             "b": group.num_blocks * group.physical_blocks_per_logical,
         }
         alike = {(c.head_bytes, c.granule_tokens, c.num_heads, c.is_replicated) for c in components}
-        place = self._uniform_strides if len(alike) == 1 else self._concatenated_strides
-        self._strides, self._starts = place("HND" if self._is_vectorised else choices.arrangement, choices)
+        arrange = self._uniform_strides if len(alike) == 1 else self._concatenated_strides
+        self._strides, self._starts = arrange("HND" if self._is_vectorised else choices.arrangement, choices)
         first = self._strides[components[0].name]
         self.block_bytes = first.block
         self.total_bytes = first.total
@@ -60,7 +60,7 @@ class TokenArray:
     def _uniform_strides(
         self, arrangement: str, choices: DeploymentOptions
     ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
-        """Components of one size: an axis of the array like any other."""
+        """Return strides and starts for components of one size, which are an axis of the array."""
         first = self._components[0]
         extents = self._axis_lengths | self._inner_axis_lengths(first)
         strides = axis_strides(arrangement, extents, first.head_bytes, choices.page_bytes)
@@ -70,7 +70,7 @@ class TokenArray:
     def _concatenated_strides(
         self, arrangement: str, choices: DeploymentOptions
     ) -> tuple[Mapping[str, AxisStrides], Mapping[str, int]]:
-        """Components of unlike sizes: one behind the other in each block, as keys and then their scales."""
+        """Return strides and starts for components of unequal sizes, one behind the other in each block."""
         order = arrangement.partition("-")[0]
         starts: dict[str, int] = {}
         inner: dict[str, AxisStrides] = {}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.plan.boundaries import split_at_boundaries
-from kvxferd.plan.distinct import distinct
+from kvxferd.plan.run_shapes import distinct
 from kvxferd.wire.common import RegionAddress
 
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
