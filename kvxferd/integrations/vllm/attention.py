@@ -1,7 +1,7 @@
-"""Attention caches: from the tensor that vLLM made to where keys and values lie.
+"""Attention caches: cache tensors from the tensor that vLLM makes for a layer.
 
 vLLM 0.29 and later make one tensor [blocks, heads, tokens, content] a layer, whatever the order in
-memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC: its strides), and leave it to the attention backend what the
+memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC: its strides). The attention backend decides what the
 content is. Before, tensors had five axes, [2, blocks, tokens, heads, head_size] or
 [blocks, 2, tokens, heads, head_size].
 """
@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from kvxferd.ids import GroupName
 from kvxferd.integrations.vllm.cpu_attention import HalfPacking, key_packing, value_packing
-from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts
+from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts, layer_error
 from kvxferd.integrations.vllm.layer_names import LayerKey
-from kvxferd.integrations.vllm.refusal import layer_error
 from kvxferd.integrations.vllm.tensor_views import TensorView
 from kvxferd.layout import CacheTensor, UnitRange
 
@@ -74,9 +73,9 @@ def attention_tensors(
     group: GroupName,
     heads: UnitRange,
 ) -> list[CacheTensor]:
-    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood.
+    """Return one layer's cache tensors, for a view that has passed `check_shape`.
 
-    The view has passed `check_shape`.
+    Raises LayoutError, naming the layer, for a backend, dtype or shape that is not supported.
     """
     if cache.is_indexer:
         return _indexer_tensors(layer, cache, key, view, group)
@@ -113,7 +112,7 @@ def attention_tensors(
 
 
 def check_shape(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> None:
-    """Check that a tensor has the axes, heads and content that its spec tells of. Raises LayoutError."""
+    """Check that a tensor has the axes, heads and content of its spec. Raises LayoutError."""
     content = (cache.head_size + cache.head_size_v) * cache.itemsize
     if len(view.shape) == 4:
         found = (view.shape[1], view.content_bytes)
@@ -144,7 +143,7 @@ def num_kernel_blocks(view: TensorView) -> int:
 
 
 def _kv_strides(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> _KvStrides:
-    """Return the strides of a cache whose tokens' content lies by itself."""
+    """Return the strides of a cache in which each token's content is contiguous."""
     if len(view.shape) == 4:
         block, head, token, _ = view.strides
         return _KvStrides(block, head, token, 0, cache.head_size * cache.itemsize)
@@ -160,7 +159,7 @@ def _kv_strides(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> _
 def _latent_tensors(
     layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: GroupName
 ) -> list[CacheTensor]:
-    """A latent: one row a token, the same on every rank."""
+    """Return the tensors of a latent cache: one row a token, the same on every rank."""
     if layer.backend not in _MLA_BACKENDS or len(view.shape) != 4:
         raise layer_error(
             layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
@@ -187,7 +186,7 @@ def _latent_tensors(
 def _indexer_tensors(
     layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: GroupName
 ) -> list[CacheTensor]:
-    """The keys of sparse attention's indexer: in each block all keys, then all scales."""
+    """Return the tensors of sparse attention's indexer: in each block all keys, then all scales."""
     row = _INDEXER_KEY_BYTES + _INDEXER_SCALE_BYTES
     is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
     if layer.backend != _INDEXER_BACKEND or not is_dense or view.content_bytes != row:
@@ -226,7 +225,7 @@ def _cpu_tensors(
     group: GroupName,
     heads: UnitRange,
 ) -> list[CacheTensor]:
-    """CPU attention: in a head's page of a block first all keys, then all values, each packed in its way."""
+    """Return the tensors of CPU attention: a head's page of a block has all keys, then all values, packed."""
     tokens = kernel_block_tokens(view)
     is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
     if not is_dense or cache.head_size != cache.head_size_v:
@@ -263,7 +262,7 @@ def _cpu_tensor(
     offset: int,
     packing: HalfPacking,
 ) -> CacheTensor:
-    """Return keys or values of CPU attention."""
+    """Return the tensor of CPU attention's keys, or of its values."""
     return CacheTensor(
         layer=layer,
         component=component,

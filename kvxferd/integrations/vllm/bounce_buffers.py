@@ -1,4 +1,4 @@
-"""Copies between vLLM's tensors and the shared buffers that stand for them, where adoption failed."""
+"""Copies between vLLM's tensors and shared buffers, for memory that the daemon cannot map in place."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
 
 
 class _Pair(NamedTuple):
-    """One of vLLM's tensors, as bytes, and its image in a shared buffer."""
+    """One of vLLM's tensors, as bytes, and its copy in a shared buffer."""
 
     tensor: torch.Tensor
     buffer: torch.Tensor
     block_axis: int
-    per_id: int  # kernel blocks in an id
+    per_id: int  # kernel blocks of an id
 
 
 class BounceBuffers:
-    """The mirrored part of a rank's cache: whole blocks are copied, of every layer of a group."""
+    """The part of a rank's cache that is copied: whole blocks, of every layer of a group."""
 
     def __init__(self, derived: DerivedCaches, buffers: Mapping[RegionId, SealedMemory]) -> None:
-        """`buffers` has one for each region that is mirrored, of the region's size."""
+        """Pair each tensor with its buffer. `buffers` has one of the region's size for each copied region."""
         images = {region: memory.torch() for region, memory in buffers.items()}
-        places = {s.owner.data_ptr(): s for s in derived.storages if s.region in buffers}
+        by_address = {s.owner.data_ptr(): s for s in derived.storages if s.region in buffers}
         self._pairs: dict[GroupName, list[_Pair]] = {}
         for group in derived.layout.groups:
             seen: set[tuple[int, tuple[int, ...]]] = set()
             pairs = self._pairs.setdefault(group.name, [])
             for tensor in derived.tensors[group.name]:
-                storage = places.get(tensor.untyped_storage().data_ptr())
+                storage = by_address.get(tensor.untyped_storage().data_ptr())
                 key = (tensor.data_ptr(), tuple(tensor.shape))
                 if storage is not None and key not in seen:
                     seen.add(key)
                     pairs.append(_pair(tensor, storage, images[storage.region], group.num_blocks))
 
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
-        """Copy blocks from vLLM's tensors, before they are read. Whoever writes them has finished."""
-        for pair, places in self._selected(blocks):
+        """Copy blocks from vLLM's tensors, before they are read. The caller has waited for their writers."""
+        for pair, indexes in self._selected(blocks):
             pair.buffer.index_copy_(
-                pair.block_axis, places, pair.tensor.index_select(pair.block_axis, places)
+                pair.block_axis, indexes, pair.tensor.index_select(pair.block_axis, indexes)
             )
 
     def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
-        """Copy blocks to vLLM's tensors, after they have arrived. Nobody else writes them."""
-        for pair, places in self._selected(blocks):
+        """Copy blocks to vLLM's tensors, after they have arrived. No other code may write them meanwhile."""
+        for pair, indexes in self._selected(blocks):
             pair.tensor.index_copy_(
-                pair.block_axis, places, pair.buffer.index_select(pair.block_axis, places)
+                pair.block_axis, indexes, pair.buffer.index_select(pair.block_axis, indexes)
             )
 
     def _selected(self, blocks: Mapping[str, BlockList]) -> Sequence[tuple[_Pair, torch.Tensor]]:
-        """Return every pair with the kernel blocks that the lists name in it."""
+        """Return every pair with the kernel blocks that the lists name."""
         import torch
 
         touched = []
@@ -71,7 +71,7 @@ class BounceBuffers:
 
 
 def _pair(tensor: torch.Tensor, storage: CacheStorage, image: torch.Tensor, num_blocks: int) -> _Pair:
-    """Return a tensor with its image: the same bytes at the same place of the buffer."""
+    """Return a tensor with its copy: the same bytes at the same offset of the buffer."""
     import torch
 
     own = tensor.detach().view(torch.uint8)  # some dtypes cannot be indexed

@@ -1,7 +1,7 @@
-"""The connector that vLLM loads: a thin front of the scheduler's side and the worker's side.
+"""The connector that vLLM loads. It passes vLLM's calls to `ConnectorScheduler` and `ConnectorWorker`.
 
-Loads start when a step's metadata arrives, before its forward pass: the blocks were never read or
-zeroed for the request, and nothing of the step writes them.
+Loads start when a step's metadata arrives, before its forward pass: vLLM has not read or zeroed the
+blocks for the request, and nothing in the step writes them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.caches import derive_caches
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.memory_sharing import share_memory
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
 from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
-from kvxferd.integrations.vllm.registration import register_caches
+from kvxferd.integrations.vllm.registration import derive_caches, register_caches
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine, StepMetadata
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
@@ -40,31 +39,36 @@ _LOG = init_logger("vllm.kvxferd")
 
 @dataclass
 class KvxferdMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's orders, from the scheduler to the workers."""
+    """One step's metadata, from the scheduler to the workers."""
 
     step: StepMetadata
 
 
 @dataclass
 class KvxferdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker is, said once at start."""
+    """The engine that a worker has registered, sent once at start."""
 
     engine: RegisteredEngine
 
 
 @dataclass
 class KvxferdWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The same, said with the first step: inside MultiConnector the handshake may be another child's."""
+    """The same, sent with the first step: inside MultiConnector the handshake may be another child's."""
 
     engine: RegisteredEngine
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """All ranks say the same."""
+        """Return this one: all ranks send the same."""
         return self
 
 
 class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's cache moved by the kvxferd daemon of this node."""
+    """vLLM's KV connector over the kvxferd daemon of this node.
+
+    vLLM's scheduler and each worker make one, and call it in one thread. Settings are the keys of
+    ``kv_connector_extra_config`` (`options.Options`). Construction raises EngineError (config-invalid)
+    for a wrong one. A transfer that fails raises nothing: vLLM recomputes the request.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -88,7 +92,11 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register this rank's caches with the daemon. Blocks, at engine start."""
+        """Register this rank's caches, tensors by layer name, with the daemon. Blocks, at engine start.
+
+        Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
+        daemon does not accept the rank within ``connect_timeout_s``.
+        """
         derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
@@ -101,38 +109,41 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sleep.add_worker(self._worker, shared.export_again)
 
     def unregister_kv_caches(self) -> None:
-        """Return once no other process maps this rank's caches. vLLM 0.33 asks for it before it sleeps."""
+        """Return once no other process maps this rank's caches. vLLM 0.33 calls it before it sleeps.
+
+        Raises KvxferdError (deadline) if that takes longer than 60 s.
+        """
         sleep.suspend_workers()
 
     def restore_kv_caches(self) -> None:
-        """Register them again. vLLM 0.33 asks for it after it woke."""
+        """Register the caches again. vLLM 0.33 calls it after it wakes."""
         sleep.resume_workers(None)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler's side must know of the engine."""
+        """Return the registered engine, for the scheduler."""
         return None if self._registered_engine is None else KvxferdHandshake(self._registered_engine)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Carry out a step's orders, before its forward pass."""
+        """Start what the scheduler decided for a step, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KvxferdMetadata)
         if self._worker is not None and self._registered_engine is not None:
             self._worker.start_step(connector_metadata.step, needs_ready=self._registered_engine.needs_ready)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: loads began when the metadata was bound."""
+        """Do nothing: loads began when the metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is not scheduled before all its layers are here."""
+        """Do nothing: a request is not scheduled before all its layers have arrived."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: the cache itself is what others read."""
+        """Do nothing: others read the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Nothing: the cache itself is what others read."""
+        """Do nothing: others read the cache itself."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what ended since the last step, the failed among the received."""
+        """Return the requests whose transfers ended since the last step. Failed ones are also received."""
         self._step_results = self._worker.collect_results() if self._worker is not None else Results()
         return KVConnectorTransferResults(
             finished_sending=self._step_results.sent,
@@ -141,16 +152,16 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same for engines that ask in two parts."""
+        """Return (sent, received) request ids since the last step, for a vLLM that gets failures apart."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed pulls where a block id alone names a block."""
+        """Return the block ids of failed pulls, for engines with one cache group."""
         return self._step_results.failed_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Say once more what this engine is."""
+        """Return the registered engine once more, with the first step."""
         if self._has_reported_engine or self._registered_engine is None:
             return None
         self._has_reported_engine = True
@@ -161,17 +172,17 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what every worker, of every pipeline stage, has said. Raises ValueError."""
-        enrolled = {said.engine for said in metadata.values() if isinstance(said, KvxferdHandshake)}
-        if len(enrolled) > 1:
-            raise ValueError(f"the workers of one engine are of several: {sorted(map(str, enrolled))}")
-        for told in enrolled if self._needs_publisher else ():
+        """Become the publisher of the engine that all workers report. Raises ValueError if they differ."""
+        engines = {sent.engine for sent in metadata.values() if isinstance(sent, KvxferdHandshake)}
+        if len(engines) > 1:
+            raise ValueError(f"the workers of one engine are of several: {sorted(map(str, engines))}")
+        for engine in engines if self._needs_publisher else ():
             assert self._scheduler is not None
-            self._scheduler.attach(open_publisher(self._options, told), told.needs_ready)
+            self._scheduler.attach(open_publisher(self._options, engine), engine.needs_ready)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same where nobody says pipeline ranks."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): said for rank, said in metadata.items()})
+        """Do the same for a vLLM that passes no pipeline ranks."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): sent for rank, sent in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
         """Prepare the request's pull."""
@@ -179,62 +190,69 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.request_added(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Every group that takes part in transfers is loaded: a request's own blocks travel."""
+        """Return every group that takes part in transfers: all of a request's blocks are pulled."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A pull restores recurrent state along with deeper attention, but nothing before its first token."""
+        """Whether groups may have local hits of unequal length.
+
+        A pull restores recurrent state along with deeper attention, but nothing before its first token.
+        """
         return not self._groups.has_window
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens are pulled, and that it happens beside the engine."""
+        """Return how many tokens are pulled beyond those computed, and whether that is asynchronous."""
         assert self._scheduler is not None
         count = self._scheduler.num_tokens_to_pull(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Order the pull into the request's blocks."""
+        """Start the pull into the request's blocks with the next step."""
         assert self._scheduler is not None
         self._scheduler.blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return the step's orders."""
+        """Return the step's metadata."""
         assert self._scheduler is not None
         return KvxferdMetadata(self._scheduler.build_step_metadata())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take note of what ended on all workers."""
+        """Record the transfers that ended on all workers."""
         assert self._scheduler is not None
-        said = connector_output.kv_connector_worker_meta
-        if isinstance(said, KvxferdWorkerMetadata) and self._needs_publisher:
-            arriving = open_publisher_in_thread(self._options, said.engine)
-            self._scheduler.attach_later(arriving, said.engine.needs_ready)
+        sent = connector_output.kv_connector_worker_meta
+        if isinstance(sent, KvxferdWorkerMetadata) and self._needs_publisher:
+            pending = open_publisher_in_thread(self._options, sent.engine)
+            self._scheduler.attach_later(pending, sent.engine.needs_ready)
         self._scheduler.pulls_ended(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Publish a prefilled request, of an engine with one cache group."""
+        """Do the same for an engine with one cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish a prefilled request; let go of one that was to be pulled."""
+        """Publish a prefilled request, or abandon the transfer of one that was not pulled.
+
+        Returns whether vLLM keeps the blocks until `get_transfer_results` reports the request as sent,
+        and the parameters that the router passes to the decode engine.
+        """
         assert self._scheduler is not None
         return self._scheduler.request_ended(request, block_ids)
 
     # --- both
 
     def get_kv_connector_stats(self) -> KvxferdStats | None:
-        """Return what was counted since the last look."""
+        """Return what was counted since the last call; None where nothing was."""
         side = self._worker or self._scheduler
         counted = None if side is None else side.stats.collect()
         return None if counted is None else KvxferdStats(counted)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferdStats:
-        """Return figures that travelled as plain data."""
-        return KvxferdStats(copy.deepcopy(data))  # vLLM adds to what it gets, and shows the same to others
+        """Return stats from the plain data that another process sent."""
+        return KvxferdStats(copy.deepcopy(data))  # vLLM adds to the object, and passes `data` to others too
 
     @classmethod
     def build_prom_metrics(
@@ -261,8 +279,8 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._kv_transfer_config.is_kv_producer and not self._scheduler.is_attached
 
 
-# MultiConnector reads what its children counted in the server's process, and finds their classes there by
-# name alone: a connector that is known by its module only ends the server with its first figures.
+# MultiConnector reads its children's stats in the server's process, and looks their classes up by name
+# alone: a connector that is registered by its module only crashes the server with its first stats.
 if KvxferdConnector.__name__ not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(
         KvxferdConnector.__name__, "kvxferd.integrations.vllm", KvxferdConnector.__name__

@@ -1,4 +1,4 @@
-"""How vLLM's CPU attention packs a block: by instruction set, although the tensor's shape does not say so.
+"""How vLLM's CPU attention packs a block. It depends on the instruction set, and the tensor's shape hides it.
 
 A head's page in a block is two halves, keys and then values, each of block_tokens x head_size
 elements (csrc/cpu/cpu_attn_*.hpp of vLLM 0.32, `reshape_and_cache`):
@@ -9,9 +9,9 @@ elements (csrc/cpu/cpu_attn_*.hpp of vLLM 0.32, `reshape_and_cache`):
 | amx | [16 tokens][head_size / 2][token][2 elements] | [head_size / 16][token pair][16 elements][2 tokens] |
 
 Both hold for fp8 as for wider elements. The first is plain content in an unusual order, and can be read
-from any other cache; a value in the second lies among those of its neighbours, so that pairs of
-tokens, and groups of sixteen, move as one. Other instruction sets' packings are not known here: a
-half moves as a whole, and only to the same instruction set and block size.
+from any other cache. In the second, neighbouring tokens' values are interleaved, so pairs of tokens, and
+groups of sixteen, move together. The packings of other instruction sets are not supported: a half
+moves as a whole, and only to the same instruction set and block size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AMX_PAIR = 2
 
 
 class HalfPacking(NamedTuple):
-    """Where the content of one head lies in its half of a block's page."""
+    """The strides and chunks of one head's content in its half of a block's page."""
 
     granule_tokens: int
     item_stride: int  # bytes from one granule to the next
@@ -36,7 +36,7 @@ class HalfPacking(NamedTuple):
 
 
 def key_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
-    """Return how the keys of one head lie. Raises ValueError for a size that the packing cannot have."""
+    """Return the packing of one head's keys. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
         return HalfPacking(1, itemsize, itemsize, head_size, block_tokens * itemsize, "")
     if isa == "amx":
@@ -47,7 +47,7 @@ def key_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> H
 
 
 def value_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
-    """Return how the values of one head lie. Raises ValueError for a size that the packing cannot have."""
+    """Return the packing of one head's values. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
         return HalfPacking(1, head_size * itemsize, head_size * itemsize, 1, 0, "")
     if isa == "amx":

@@ -1,6 +1,6 @@
-"""What the derivation of a layout needs to know of vLLM, as plain values.
+"""The facts of vLLM that the derivation of a layout needs, as plain values.
 
-`reading` takes them from vLLM's objects; everything else here computes with them alone, and so runs
+`vllm_specs` reads them from vLLM's objects. The other modules compute with them alone, and so run
 where vLLM is not installed.
 """
 
@@ -9,43 +9,45 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from kvxferd.errors import LayoutError
+
 
 class CacheKind(StrEnum):
     """How the blocks of a vLLM cache group are used. The values are parts of group names."""
 
-    FULL = "full"  # a block for every stretch of tokens
-    SLIDING = "sliding"  # blocks before the window are given back
+    FULL = "full"  # a block for every block_tokens tokens
+    SLIDING = "sliding"  # blocks before the window are freed
     STATE = "state"  # a request's running state
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """One of vLLM's cache groups, as scheduler and workers both see it.
+    """One of vLLM's cache groups, the same in the scheduler and in the workers.
 
     `kept_tokens` are the newest tokens of a sliding window that the next token still needs: the
-    window without the token that looks through it, and what speculation retains behind it.
+    window less the next token itself, and the tokens that speculation retains behind it.
     """
 
-    index: int  # among all groups of the KVCacheConfig: where its list is among the block lists
+    index: int  # among all groups of the KVCacheConfig, and of its list among the block lists
     kind: CacheKind
     block_tokens: int  # of one id on one rank
     kept_tokens: int | None = None
-    shard_count: int = 1  # ranks over which decode context parallelism deals out the tokens
+    shard_count: int = 1  # ranks over which decode context parallelism divides the tokens
     speculative_blocks: int = 0  # scratch slots behind a running state
-    state_by_position: bool = False  # a state's list has a place for every block of tokens
+    state_by_position: bool = False  # a state's list has an entry for every block of tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFacts:
-    """One attention layer's cache, keys and values or a latent."""
+    """One attention layer's cache: keys and values, or a latent."""
 
     num_heads: int  # on this rank
     head_size: int
     head_size_v: int  # 0: a latent, without values
-    dtype: str  # what the bytes are: "bfloat16", "float8_e4m3fn", ...
+    dtype: str  # "bfloat16", "float8_e4m3fn", ...
     itemsize: int
     is_indexer: bool = False  # the key cache of a sparse attention's indexer
-    encoding: str = ""  # where a token's content is a packing of its own
+    encoding: str = ""  # set where a token's content has a packing of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +70,12 @@ class LayerFacts:
     group: int  # index of its CacheGroup
     cache: AttentionFacts | StateFacts
     backend: str = ""  # class name of its attention backend
-    isa: str = ""  # the instruction set for which vLLM's CPU attention packs the block
+    isa: str = ""  # the instruction set that vLLM's CPU attention packs blocks for
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerFacts:
-    """This worker's place in its engine."""
+    """This worker's position in its engine."""
 
     start_layer: int  # the pipeline stage's layers of the model, without its draft
     end_layer: int
@@ -91,16 +93,21 @@ class WorkerFacts:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole engine; a draft model's are counted behind the model's own."""
+        """Return the layers of the whole engine; a draft model's are numbered after the model's own."""
         return self.num_model_layers + self.num_draft_layers
 
     @property
     def stage(self) -> range:
-        """Layers of this rank; the draft model runs on the last stage."""
+        """Return the layers of this rank; the draft model runs on the last stage."""
         is_last = self.pp_rank == self.pp_size - 1
         return range(self.start_layer, self.end_layer + (self.num_draft_layers if is_last else 0))
 
     @property
     def dcp_rank(self) -> int:
-        """Which turn of the tokens this rank has where context parallelism shards them."""
+        """Return this rank's token shard under decode context parallelism."""
         return self.tp_rank % self.dcp_size
+
+
+def layer_error(layer: str, why: str) -> LayoutError:
+    """Return the error for a layer whose cache cannot be described."""
+    return LayoutError(f"cannot describe the cache of layer {layer!r}: {why}")

@@ -1,4 +1,4 @@
-"""What the workers of one engine settle among themselves before they register."""
+"""The agreement of one engine's workers before they register: its generation, and whether it needs ready."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvxferd.ids import Generation
 
 
 def agree_on_generation(needs_ready: bool) -> tuple[Generation, bool]:
-    """Return the engine's generation, which its first rank chose, and whether any rank needs ready.
+    """Return the engine's generation, which its first rank chooses, and whether any rank needs ready.
 
-    Every worker of the engine calls this once; it blocks until all have. A stage of the pipeline
-    settles first, then the stages do: the first rank of each hears of the first stage's.
+    Every worker of the engine calls this once; it blocks until all have. The values are gathered
+    within each pipeline stage first, then across the stages.
     """
-    said = [(secrets.token_hex(8), needs_ready)]
+    gathered = [(secrets.token_hex(8), needs_ready)]
     for group in (get_tp_group(), get_pp_group()):
-        said = _all_gather(group, said)
-    return Generation(said[0][0]), any(needs for _, needs in said)
+        gathered = _all_gather(group, gathered)
+    return Generation(gathered[0][0]), any(needs for _, needs in gathered)
 
 
-def _all_gather(group: Any, said: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+def _all_gather(group: Any, own: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     if group.world_size == 1:
-        return said
+        return own
     gathered: list[list[tuple[str, bool]]] = [[] for _ in range(group.world_size)]
-    torch.distributed.all_gather_object(gathered, said, group=group.cpu_group)
+    torch.distributed.all_gather_object(gathered, own, group=group.cpu_group)
     return [one for part in gathered for one in part]

@@ -1,9 +1,9 @@
-"""vLLM's cache groups and block lists in our words.
+"""Groups and block lists of a transfer, from vLLM's cache groups and block lists.
 
-Scheduler and workers of an engine name a group alike, from its position and kind, and both turn the
-block lists that vLLM has for a request into block lists of a transfer. A vLLM list has a place for
-every block of tokens from the first on; places whose block was given back, or never was, hold the
-null block, id 0.
+The scheduler and the workers of an engine give a group the same name, from its position and kind, and
+both make a transfer's block lists from vLLM's lists for the request. A vLLM list has an entry for every
+block of tokens from the first on. An entry whose block was freed, or never allocated, holds the null
+block, id 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NULL_BLOCK = 0
 
 
 def group_name(index: int, group: CacheGroup) -> str:
-    """Return a group's name: its place among the KVCacheConfig's groups, and its kind."""
+    """Return a group's name: its index among the KVCacheConfig's groups, and its kind."""
     return f"{index}.{group.kind.value}"
 
 
@@ -32,14 +32,14 @@ class CacheGroups:
     """The groups of an engine's cache that take part in transfers."""
 
     groups: tuple[CacheGroup, ...]
-    num_listed: int  # block lists that vLLM has for a request, those that take no part included
+    num_listed: int  # block lists that vLLM has for a request, with those that take no part
     lookahead_tokens: int = (
         0  # last tokens of a prompt that a draft of several modules must not see prefilled
     )
 
     @classmethod
     def from_vllm(cls, vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
-        """Read them, on either side. Raises LayoutError for a kind of group that is not known here."""
+        """Return the groups, in the scheduler or in a worker. Raises LayoutError for an unsupported kind."""
         return cls(
             read_groups(kv_cache_config, vllm_config),
             len(kv_cache_config.kv_cache_groups),
@@ -48,42 +48,42 @@ class CacheGroups:
 
     @property
     def names(self) -> tuple[GroupName, ...]:
-        """Their names, in order."""
+        """Return the groups' names, in order."""
         return tuple(GroupName(group_name(group.index, group)) for group in self.groups)
 
     @property
     def has_state(self) -> bool:
-        """Whether a request has a running state, which stands at one token alone."""
+        """Whether a request has a running state, which is valid at one token only."""
         return any(group.kind is CacheKind.STATE for group in self.groups)
 
     @property
     def has_window(self) -> bool:
-        """Whether some layers give back blocks before their window."""
+        """Whether some layers free the blocks before their window."""
         return any(group.kind is CacheKind.SLIDING for group in self.groups)
 
     @property
     def can_report_failed_blocks(self) -> bool:
-        """Whether vLLM may be told of a failed load by its block ids, and keep the blocks before them.
+        """Whether a failed load is reported to vLLM by its block ids, so that it keeps the blocks before.
 
-        An id names a block only where there is one group, and the blocks before it hold the tokens
-        before only if all of them are kept: not those of a state, nor of a sliding window, whose places
-        hold the null block.
+        An id identifies a block only where there is one group, and the blocks before it hold the tokens
+        before only if all of them are kept. A state or a sliding window does not keep them: its earlier
+        entries hold the null block.
         """
         return self.num_listed == 1 and all(group.kind is CacheKind.FULL for group in self.groups)
 
     @property
     def num_tokens_left_to_decode(self) -> int:
-        """How many of a prompt's last tokens the prefill engine must leave to the decode engine.
+        """Return how many of a prompt's last tokens the prefill engine leaves to the decode engine.
 
-        A decode engine computes at least the last token by itself, and a state cannot go back by one: so it
-        must stand before that token. Nor can a window: given all tokens, vLLM keeps no block that
-        only the last token looks at, and then computes that token. A draft of several modules needs its
+        A decode engine computes at least the last token by itself. A state cannot go back by one token, so
+        it must be the one before that token. Nor can a window: given all tokens, vLLM keeps no block that
+        only the last token reads, and then computes that token. A draft of several modules needs its
         whole lookahead left.
         """
         return max(1 if self.has_state or self.has_window else 0, self.lookahead_tokens)
 
     def prefill_tokens(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt are computed, published and pulled; the rest is decode's."""
+        """Return how many tokens of a prompt are published and pulled. Decode computes the rest."""
         left = self.num_tokens_left_to_decode
         return num_prompt_tokens - left if num_prompt_tokens > left else num_prompt_tokens
 
@@ -109,7 +109,7 @@ class CacheGroups:
         }
 
     def block_ids(self, lists: Mapping[str, BlockList]) -> set[int]:
-        """Return every block id in some lists: what vLLM is told of a failed load."""
+        """Return every block id in some lists, to report a failed load to vLLM."""
         return {int(block) for listed in lists.values() for block in listed.ids}  # type: ignore[union-attr]
 
 
@@ -138,14 +138,14 @@ def _select_group_blocks(
 
 
 def _state_block(name: str, group: CacheGroup, ids: Sequence[int], num_tokens: int) -> int:
-    """Return the block in which a request's state at `num_tokens` stands.
+    """Return the block that holds a request's state at `num_tokens`.
 
-    Where a list has a place for every block of tokens, the state is at the place of the last token;
-    else in the first. Behind it are only scratch slots of speculation.
+    Where a list has an entry for every block of tokens, the state is in the last token's; else it is in
+    the first. Only scratch slots of speculation are behind it.
     """
-    place = -(-num_tokens // group.block_tokens) - 1 if group.state_by_position else 0
-    behind = len(ids) - 1 - place
-    if behind < 0 or ids[place] == NULL_BLOCK:
+    index = -(-num_tokens // group.block_tokens) - 1 if group.state_by_position else 0
+    behind = len(ids) - 1 - index
+    if behind < 0 or ids[index] == NULL_BLOCK:
         raise _blocks_invalid(
             f"cannot use the state of group {name!r}: there is no block for it at token {num_tokens}"
         )
@@ -154,7 +154,7 @@ def _state_block(name: str, group: CacheGroup, ids: Sequence[int], num_tokens: i
             f"cannot use the state of group {name!r}: {behind} blocks follow the one of token {num_tokens}, "
             f"and {group.speculative_blocks} are scratch: it has moved on"
         )
-    return ids[place]
+    return ids[index]
 
 
 def _blocks_invalid(message: str) -> EngineError:

@@ -1,4 +1,4 @@
-"""Who a vLLM engine is to the daemon, and which model it runs, in words that two engines can compare."""
+"""A vLLM engine's spec, and a fingerprint of its model that two engines can compare."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def engine_spec(
     fingerprint: str = "",
     publish_implies_ready: bool = True,
 ) -> EngineSpec:
-    """Return this worker's statement of its engine and of its place in it. Asks vLLM for the place.
+    """Return this worker's spec. Its position in the engine is read from vLLM.
 
     A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
-    `fingerprint` stands for the derived one where an operator knows better.
+    `fingerprint` replaces the derived one where an operator sets it.
     """
     tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
     return spec_of_rank(
@@ -45,7 +45,7 @@ def spec_of_rank(
     fingerprint: str,
     publish_implies_ready: bool,
 ) -> EngineSpec:
-    """Return the statement of the rank in this place."""
+    """Return the spec of the rank `(pp_rank, tp_rank)`."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     draft = vllm_specs.draft_model(vllm_config)
     draft_layers = 0 if draft is None else draft.get_total_num_hidden_layers()
@@ -65,11 +65,11 @@ def spec_of_rank(
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """Return what two engines must have in common for their caches to mean the same.
+    """Return a text that is equal for two engines whose caches hold the same values.
 
-    Architecture, dtype, quantisation and a digest of configuration and weights; the same again of a draft
-    model. How the engine is parallelised or laid out is no part of it, nor under which name or path it
-    found the model.
+    It has architecture, dtype, quantisation and a digest of configuration and weights, and the same of a
+    draft model. It does not depend on the engine's parallel sizes or layout, nor on the name or path by
+    which it found the model.
     """
     parts = [_model_part(vllm_config.model_config)]
     draft = vllm_specs.draft_model(vllm_config)
@@ -79,9 +79,9 @@ def model_fingerprint(vllm_config: Any) -> str:
 
 
 def _model_part(model: Any) -> str:
-    """Return one model's part."""
+    """Return one model's part of the fingerprint."""
     architecture = (getattr(model, "architectures", None) or ["unnamed"])[0]
     dtype = str(model.dtype).removeprefix("torch.")
-    # The kernel that runs a quantisation is chosen by the device.
+    # The suffix names the kernel that runs a quantisation, which depends on the device.
     quantisation = str(model.quantization or "plain").removesuffix("_marlin")
     return f"{architecture}/{dtype}/{quantisation}/{digest_of_model(model)}"

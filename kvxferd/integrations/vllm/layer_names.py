@@ -1,30 +1,29 @@
-"""Which layer of the whole model a name of vLLM's means."""
+"""The layer of the whole model that one of vLLM's layer names stands for."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvxferd.integrations.vllm.facts import WorkerFacts
-from kvxferd.integrations.vllm.refusal import layer_error
+from kvxferd.integrations.vllm.facts import WorkerFacts, layer_error
 
 # A draft that is a model of its own numbers its layers from 0, and so do some models' own drafts (the
-# MTP of Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H). All others go on where the model ends.
+# MTP of Qwen3-Next, Qwen3.5, EXAONE, Nemotron-H). All others continue after the model's last layer.
 _DRAFTS_FROM_ZERO = ("draft_model.", "mtp.")
 
 
 class LayerKey(NamedTuple):
-    """A cache's layer, and what tells it from other caches of the same kind in that layer."""
+    """A cache's layer, and a suffix that distinguishes caches of the same kind in one layer."""
 
     layer: int
     suffix: str
 
     def component(self, name: str) -> str:
-        """Return the component's name in this place."""
+        """Return the component's name with this key's suffix."""
         return name + self.suffix
 
 
 def layer_key_of(name: str, worker: WorkerFacts) -> LayerKey:
-    """Return where a layer's cache stands in the whole model. Raises LayoutError.
+    """Return the layer and suffix of a cache. Raises LayoutError for a name without a layer's number.
 
     The first number in a name is the layer, counted over all pipeline stages; layers of a draft
     follow the model's. A second number (two attentions in one layer) becomes a suffix.

@@ -1,4 +1,4 @@
-"""From the tensors that vLLM registers to the layout of a rank: derived, never guessed."""
+"""Derive a rank's layout from the tensors that vLLM registers. An unknown cache is refused, not guessed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from kvxferd.integrations.vllm.attention import (
     kernel_block_tokens,
     num_kernel_blocks,
 )
-from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
+from kvxferd.integrations.vllm.facts import (
+    AttentionFacts,
+    CacheGroup,
+    CacheKind,
+    LayerFacts,
+    WorkerFacts,
+    layer_error,
+)
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.layer_names import is_draft, layer_key_of
-from kvxferd.integrations.vllm.refusal import layer_error
 from kvxferd.integrations.vllm.states import state_tensors
 from kvxferd.integrations.vllm.tensor_views import TensorView, tensor_view
 from kvxferd.integrations.vllm.units import unit_range_of_rank
@@ -39,17 +45,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CacheStorage:
-    """One allocation of vLLM's: a region to export.
+    """One of vLLM's allocations, which becomes a region.
 
-    On the host the region is whole pages, from the one that holds the first byte on: that is what
-    another process can map.
+    On the host the region is whole pages, from the page of the first byte on, because another process
+    can map only whole pages.
     """
 
     region: RegionId
     address: int
     size_bytes: int
     device: str  # torch's type of device, "cpu" or "cuda"
-    owner: torch.UntypedStorage  # keeps it alive
+    owner: torch.UntypedStorage  # keeps the allocation alive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,7 @@ class DerivedCaches:
 
     @property
     def regions(self) -> dict[RegionId, tuple[int, int, torch.UntypedStorage]]:
-        """Address, size in bytes and owner of each region."""
+        """Return the address, size in bytes and owner of each region."""
         return {s.region: (s.address, s.size_bytes, s.owner) for s in self.storages}
 
 
@@ -72,16 +78,16 @@ def derive_layout(
     groups: CacheGroups,
     worker: WorkerFacts,
 ) -> DerivedCaches:
-    """Return what a rank's cache is. Raises LayoutError, naming the layer, for what is not understood.
+    """Return a rank's layout with its allocations. Raises LayoutError, naming the layer it cannot describe.
 
-    `kv_caches` is what vLLM gives to `register_kv_caches`. Layers that use another layer's tensor
-    have no facts of their own: the tensor is described once, by its owner.
+    `kv_caches` is the argument of vLLM's `register_kv_caches`. A layer that uses another layer's tensor
+    has no facts of its own: the tensor is described once, for its owner.
     """
     return _Derivation(kv_caches, layers, groups, worker).result()
 
 
 class _Derivation:
-    """One rank's derivation, as far as it has come."""
+    """Derives one rank's layout, layer by layer."""
 
     def __init__(
         self,
@@ -123,15 +129,15 @@ class _Derivation:
     def _add_layer(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
         """Describe one layer's cache."""
         group, name = self._groups[layer.group], self._names[layer.group]
-        place = layer_key_of(layer.name, self._worker)
+        key = layer_key_of(layer.name, self._worker)
         views = tuple(self._view_of(tensor) for tensor in tensors)
         if isinstance(layer.cache, AttentionFacts):
             if group.kind is CacheKind.STATE or len(views) != 1:
                 raise layer_error(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
             check_shape(layer, layer.cache, views[0])
             self._check_blocks(layer, group, views[0])
-            heads = self._held_heads(layer, layer.cache, place.layer)
-            self._tensors += attention_tensors(layer, layer.cache, place, views[0], name, heads)
+            heads = self._held_heads(layer, layer.cache, key.layer)
+            self._tensors += attention_tensors(layer, layer.cache, key, views[0], name, heads)
         else:
             if group.kind is not CacheKind.STATE:
                 raise layer_error(layer.name, f"a state in a group of kind {group.kind}")
@@ -140,11 +146,11 @@ class _Derivation:
                     layer.name,
                     f"its tensor has {views[0].shape[0]} blocks, its group {self._worker.num_blocks}",
                 )
-            self._tensors += state_tensors(layer, layer.cache, place, views, name, self._worker)
+            self._tensors += state_tensors(layer, layer.cache, key, views, name, self._worker)
         self._tensors_by_group[name].extend(tensors)
 
     def _view_of(self, tensor: torch.Tensor) -> TensorView:
-        """Return a tensor's view; notes its storage."""
+        """Return a tensor's view, and add its storage to the regions."""
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if start not in self._storages:
@@ -158,7 +164,7 @@ class _Derivation:
         return tensor_view(tensor, found.region, found.address)
 
     def _check_blocks(self, layer: LayerFacts, group: CacheGroup, view: TensorView) -> None:
-        """Check that kernel blocks are whole parts of ids, the same in all layers of the group."""
+        """Check that an id has a whole number of kernel blocks, the same in all layers of the group."""
         ratio, rest = divmod(num_kernel_blocks(view), max(1, self._worker.num_blocks))
         if rest or ratio < 1 or kernel_block_tokens(view) * ratio != group.block_tokens:
             raise layer_error(
@@ -181,7 +187,7 @@ class _Derivation:
         if cache.head_size_v == 0:
             return UnitRange(0, 1)
         if total // worker.tp_size != cache.num_heads and cache.num_heads > 1:
-            # A layer with heads of a number of its own: divided all the same, as more than one is left.
+            # This layer has a number of heads of its own. More than one is left, so they were divided.
             total = cache.num_heads * worker.tp_size
         try:
             return unit_range_of_rank(cache.num_heads, total, worker.tp_size, worker.tp_rank)
@@ -189,7 +195,7 @@ class _Derivation:
             raise layer_error(layer.name, f"its KV heads: {error}") from error
 
     def _layout_group(self, index: int) -> Group:
-        """Return a group of the layout. Every stage has every group, as block lists are the engine's."""
+        """Return a group of the layout. Every stage has every group, because block lists are the engine's."""
         group = self._groups[index]
         if group.kind is CacheKind.STATE:
             return Group(self._names[index], self._worker.num_blocks, kind=GroupKind.STATE)
@@ -213,5 +219,5 @@ def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """What two views of the same cache have in common."""
+    """Return a key that is equal for two views of the same cache."""
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())

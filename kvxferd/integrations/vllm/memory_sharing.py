@@ -1,4 +1,4 @@
-"""How the daemon gets at a rank's memory: adopted in place, or copied through a shared buffer."""
+"""Make a rank's memory readable for the daemon: adopted in place, or copied through a shared buffer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvxferd.memory.driver_registry import open_driver
 
 @dataclasses.dataclass(frozen=True)
 class SharedCaches:
-    """A rank's memory as the daemon's mover can map it. Keep it while the rank is registered."""
+    """A rank's regions, as a mover can map them. Keep it while the rank is registered."""
 
     regions: tuple[Region, ...]
-    report: tuple[str, ...]  # one sentence for each allocation: which way, and why not the better one
-    bounce_buffers: BounceBuffers | None = None  # for what is not adopted; None: there is nothing to copy
-    storages: tuple[CacheStorage, ...] = ()  # what the regions are, in their order
+    report: tuple[str, ...]  # one sentence for each allocation: how it is shared, and why not adopted
+    bounce_buffers: BounceBuffers | None = None  # for memory that is not adopted; None: all of it is
+    storages: tuple[CacheStorage, ...] = ()  # the regions' allocations, in the same order
 
     @property
     def is_resident(self) -> bool:
-        """Whether the mover has to be a thread of this process."""
+        """Whether the mover must be a thread of this process."""
         return any(isinstance(region.memory, ResidentMemory) for region in self.regions)
 
     def export_again(self) -> tuple[Region, ...]:
-        """Return the regions after memory of devices was freed and allocated again at the same addresses.
+        """Return the regions after device memory was freed and allocated again at the same addresses.
 
-        Host memory is what it was. Raises DeviceError as `share` does.
+        Host memory is unchanged. Raises DeviceError as `share_memory` does.
         """
         return tuple(
             region if storage.device == "cpu" else device_region(storage)[0]
@@ -41,17 +41,17 @@ class SharedCaches:
         )
 
     def close(self) -> None:
-        """Close the descriptors. Adopted memory stays what it is."""
+        """Close the file descriptors. Adopted memory is unchanged."""
         for memory in {id(region.memory): region.memory for region in self.regions}.values():
             if isinstance(memory, SealedMemory):
                 memory.close()
 
 
 def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
-    """Make a rank's memory mappable. Call it before the engine's first forward pass, or while it rests.
+    """Make a rank's memory mappable. Call it before the engine's first forward pass, or between steps.
 
     Without `adopt`, host memory is always copied through a shared buffer. Raises DeviceError for
-    device memory that no driver knows.
+    device memory that no driver supports.
     """
     regions: list[Region] = []
     report: list[str] = []
@@ -82,10 +82,10 @@ def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
 
 
 def device_region(storage: CacheStorage) -> tuple[Region, str]:
-    """Return the region of memory on a device, and how it is reached. Raises DeviceError.
+    """Return the region of device memory, and a sentence on how it is shared. Raises DeviceError.
 
-    Memory that was allocated to be shared (CUDA VMM, as torch's expandable segments make it) is mapped by
-    the daemon's mover; any other by a mover that is a thread of this process.
+    The daemon's mover maps memory that was allocated to be shared (CUDA VMM, as torch's expandable
+    segments make it). All other memory needs a mover that is a thread of this process.
     """
     driver = open_driver()
     try:
@@ -102,13 +102,13 @@ def device_region(storage: CacheStorage) -> tuple[Region, str]:
 def register_rank(
     connection: Client, spec: EngineSpec, layout: RankLayout, shared: SharedCaches, timeout_s: float
 ) -> RankHandle:
-    """Register a rank with its memory, and start its mover here if nobody else reaches the memory.
+    """Register a rank with its memory, and start its mover here if no other process can map the memory.
 
     Blocks and raises as `Client.register` does.
     """
     if not shared.is_resident:
         return connection.register(spec, layout, shared.regions, timeout_s)
-    # NIXL is imported in the worker for this alone.
+    # The worker imports NIXL only for this.
     from kvxferd import resident
 
     memories = {r.region: r.memory for r in shared.regions if isinstance(r.memory, ResidentMemory)}
@@ -116,7 +116,7 @@ def register_rank(
 
 
 def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
-    """Return a host allocation's region with its own memory under it, or None and why not."""
+    """Return the region of a host allocation shared in place, or None and the reason."""
     try:
         found = adopt_pages(storage.address, storage.size_bytes, allocated_at=storage.owner.data_ptr())
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""The connector's figures in vLLM's own log line and ``/metrics``."""
+"""The connector's stats in vLLM's log line and in its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COUNTERS = (
 
 
 class KvxferdStats(KVConnectorStats):  # type: ignore[misc]
-    """One interval of one engine: `stats.empty()` in vLLM's clothes."""
+    """One interval of one engine: `stats.empty()` as a KVConnectorStats."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or stats.empty())
@@ -45,7 +45,7 @@ class KvxferdStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs of the interval."""
+        """Return the figures that vLLM logs for the interval."""
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
@@ -57,7 +57,7 @@ class KvxferdStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvxferdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as Prometheus metrics, with vLLM's labels."""
+    """The stats as Prometheus metrics, with vLLM's labels."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Which model this is, whatever it is called: a digest of its configuration and of samples of its weights.
+"""A digest of a model's configuration and of samples of its weights, independent of its name.
 
-One engine may have been given a name, another a path, a third a path in another place; fine-tuned
-models share every configuration. So a few bytes of every weight decide, read from the files' own tables.
+One engine may be given a name, another a path, a third a path elsewhere; fine-tuned models have equal
+configurations. So the digest has a few bytes of every weight, found by the files' own tables.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Any
 _SAMPLE_BYTES = 64
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _INDEX = "model.safetensors.index.json"
-# What a configuration says of its file, not of its model.
+# Keys that describe the configuration's file, not the model.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
 def digest_of_model(model_config: Any) -> str:
     """Return 16 hex digits: equal for equal configuration and weights.
 
-    Where no weights are found as safetensors on this machine, the model's name and revision stand for them.
+    Where this machine has no weights as safetensors, the model's name and revision replace them.
     """
     digest = hashlib.blake2b(digest_size=8)
     folder = _folder(str(model_config.model), model_config.revision)
     digest.update(json.dumps(_configuration(folder, model_config), sort_keys=True, default=str).encode())
     files = _weight_files(folder) if folder is not None and loads_weight_files(model_config) else []
     if not files:
-        # Weights that are streamed from a store are named there; the model is a folder of this machine then.
+        # `model_weights` names weights that are streamed from a store; `model` is then a local folder.
         name = getattr(model_config, "model_weights", "") or model_config.model
         digest.update(f"{name}@{model_config.revision}".encode())
     for file in files:
-        for piece in _samples(file):
-            digest.update(piece)
+        for sample in _samples(file):
+            digest.update(sample)
     return digest.hexdigest()
 
 
 def loads_weight_files(model_config: Any) -> bool:
-    """Whether the weights come from the model's files at all."""
+    """Whether the weights are loaded from the model's files."""
     return str(getattr(model_config, "load_format", "auto")) != "dummy"
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
-    """Return where a model's files are on this machine: its path, or its snapshot in the hub's cache."""
+    """Return the folder of a model's files on this machine: its path, or its snapshot in the hub's cache."""
     if os.path.isdir(model):
         return Path(model)
     try:
@@ -62,7 +62,7 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
 
 def _configuration(folder: Path | None, model_config: Any) -> Mapping[str, Any]:
-    """Return the model's configuration as its file has it, and what the operator overrode."""
+    """Return the configuration in the model's file, with the operator's overrides."""
     content: Mapping[str, Any]
     if folder is not None and (folder / "config.json").is_file():
         content = json.loads((folder / "config.json").read_text())
@@ -74,7 +74,7 @@ def _configuration(folder: Path | None, model_config: Any) -> Mapping[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the weights that a loader takes, in order: those of the index, else all."""
+    """Return the files that a loader reads, in order: those of the index, else all."""
     index = folder / _INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -85,7 +85,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Yield the table of a safetensors file without its places, and a few bytes of every tensor."""
+    """Yield the table of a safetensors file without its offsets, and a few bytes of every tensor."""
     with file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
         if header_bytes > _MAX_HEADER_BYTES:

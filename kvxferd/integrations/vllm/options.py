@@ -1,4 +1,4 @@
-"""What an operator may say in ``kv_connector_extra_config``."""
+"""The keys of ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     socket: str = "/run/kvxferd/worker/worker.sock"
     connect_timeout_s: float = 60.0  # at start: the daemon may be starting too
-    pull_deadline_s: float = 60.0  # a pull ends in Delivered or Failed within it, whatever dies
+    pull_deadline_s: float = 60.0  # every pull ends in Delivered or Failed within it
     lease_s: float | None = None  # how long published blocks wait for a first reader; None: the daemon's
     num_readers: int = 1  # decode engines that read each request
     home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
@@ -50,5 +50,5 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 def home_of(options: Options) -> Endpoint:
-    """The endpoint of the engine's home daemon; empty for the local one."""
+    """Return the endpoint of the engine's home daemon; empty for the local one."""
     return Endpoint(options.home)

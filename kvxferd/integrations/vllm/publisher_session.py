@@ -1,4 +1,4 @@
-"""How an engine reaches the daemon of its node, and its scheduler becomes a publisher there."""
+"""Connect an engine to the daemon of its node, and open its scheduler's session as a publisher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_publisher(options: Options, engine: RegisteredEngine) -> Publisher:
 
 
 def open_publisher_in_thread(options: Options, engine: RegisteredEngine) -> Future[Publisher]:
-    """The same beside an engine that runs already, and must neither wait nor end for it."""
+    """Open the publisher in a thread, for an engine that runs already. Errors are the future's."""
     arriving: Future[Publisher] = Future()
 
     def work() -> None:
@@ -34,13 +34,13 @@ def open_publisher_in_thread(options: Options, engine: RegisteredEngine) -> Futu
         except Exception as error:
             arriving.set_exception(error)
 
-    # A daemon thread: an engine that ends does not wait for a daemon that is away.
+    # A daemon thread: an engine that exits does not wait for a daemon that is not running.
     threading.Thread(target=work, name="kvxferd-attach", daemon=True).start()
     return arriving
 
 
 def connect_to_daemon(options: Options, name: str, deadline: float) -> client.Client:
-    """Return a connection to the node's daemon. Raises KvxferdError saying what to start."""
+    """Return a connection to the node's daemon. Raises KvxferdError; its message has the command to start."""
     try:
         return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
     except KvxferdError as error:

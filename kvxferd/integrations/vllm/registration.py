@@ -1,32 +1,52 @@
-"""How a worker's cache becomes a rank of the daemon on its node."""
+"""Describe a worker's cache and register it as a rank with the daemon of its node."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvxferd import client
 from kvxferd.client.gpu_events import Completion
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm.caches import DerivedCaches
+from kvxferd.integrations.vllm import vllm_specs
 from kvxferd.integrations.vllm.generation import agree_on_generation
+from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.identity import engine_spec
+from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.memory_sharing import SharedCaches, register_rank
 from kvxferd.integrations.vllm.options import Options, home_of
 from kvxferd.integrations.vllm.publisher_session import connect_to_daemon
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
-from kvxferd.integrations.vllm.vllm_specs import draft_model
 from kvxferd.integrations.vllm.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
 
 
 class Registration(NamedTuple):
-    """A registered rank, and what the scheduler's side is told of it."""
+    """A registered rank, and the engine as the scheduler needs it."""
 
     worker: ConnectorWorker
     engine: RegisteredEngine
+
+
+def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
+    """Return the layout of this worker's rank, with its allocations. `kv_caches` is by layer name.
+
+    Raises LayoutError, naming the layer or group that it cannot describe, and why.
+    """
+    tp_rank, pp_rank, stage = vllm_specs.read_position(vllm_config)
+    layers = vllm_specs.read_layers(
+        kv_cache_config,
+        vllm_config,
+        is_conv_dim_first=vllm_specs.conv_state_is_dim_first(),
+        fp8_dtype=vllm_specs.platform_fp8_dtype(),
+    )
+    worker = vllm_specs.read_worker(
+        vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage
+    )
+    return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
 
 
 def register_caches(
@@ -34,10 +54,12 @@ def register_caches(
 ) -> Registration:
     """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
 
-    Every worker of the engine has to come here: they settle the generation together.
+    Every worker of the engine must call this, because they agree on the generation together.
     """
-    # vLLM hands out a step's tokens while the draft of that step still writes its own layers.
-    is_ahead = draft_model(vllm_config) is not None and any(s.device != "cpu" for s in derived.storages)
+    # vLLM returns a step's tokens while the draft of that step still writes its own layers.
+    is_ahead = vllm_specs.draft_model(vllm_config) is not None and any(
+        s.device != "cpu" for s in derived.storages
+    )
     generation, needs_ready = agree_on_generation(shared.bounce_buffers is not None or is_ahead)
     spec = engine_spec(
         vllm_config,
@@ -70,7 +92,7 @@ def register_caches(
 
 
 def _record_event() -> Completion:
-    """Return an event behind all that this thread has launched on its stream."""
+    """Return an event that completes after all work that this thread has launched on its stream."""
     import torch
 
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

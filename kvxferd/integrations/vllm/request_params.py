@@ -1,8 +1,8 @@
-"""The few facts of vLLM's request that the connector uses, and the router's parameters.
+"""The fields of vLLM's request that the connector uses, and the router's parameters.
 
-The router's contract is the in-engine NIXL connector's: a prefill request carries
-``do_remote_decode``, its answer is handed unchanged to the decode engine, where it says
-``do_remote_prefill``. The reference travels in the key ``kvxferd``.
+The router's contract is the in-engine NIXL connector's: a prefill request has ``do_remote_decode``, and
+the router passes the parameters of its response, which have ``do_remote_prefill``, unchanged to the
+decode engine. The key ``kvxferd`` has the transfer's reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class Request(Protocol):
-    """Of ``vllm.v1.request.Request``."""
+    """The fields of ``vllm.v1.request.Request`` that the connector reads."""
 
     request_id: str
     kv_transfer_params: dict[str, Any] | None
@@ -30,26 +30,26 @@ class Request(Protocol):
 
 
 class AllocatedBlocks(Protocol):
-    """Of ``vllm.v1.core.kv_cache_manager.KVCacheBlocks``."""
+    """The method of ``vllm.v1.core.kv_cache_manager.KVCacheBlocks`` that the connector calls."""
 
     def get_block_ids(self) -> tuple[Sequence[int], ...]:
-        """The request's block ids, a list for each of vLLM's cache groups."""
+        """Return the request's block ids, a list for each of vLLM's cache groups."""
 
 
 def wants_pull(request: Request) -> bool:
-    """Whether the router sent the request to decode what another engine has prefilled."""
+    """Whether another engine has prefilled the request and this one is to decode it."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))
 
 
 def wants_publish(request: Request) -> bool:
-    """Whether another engine will decode the request."""
+    """Whether this engine is to prefill the request and another will decode it."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode"))
 
 
 def is_prompt_computed(request: Request) -> bool:
-    """Whether all its prompt was computed: not aborted, not failed."""
+    """Whether the whole prompt was computed: the request was neither aborted nor failed before that."""
     return request.status.name in _FINISHED
 
 
@@ -59,7 +59,7 @@ def ref_from_params(params: Mapping[str, Any]) -> common.TransferRef:
 
 
 def params_for_decode(ref: TransferRef) -> dict[str, Any]:
-    """Return the parameters that the router hands to the decode engine."""
+    """Return the parameters that the router passes to the decode engine."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

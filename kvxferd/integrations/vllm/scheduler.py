@@ -1,7 +1,7 @@
-"""The scheduler's side: which requests are published, which are pulled, what the workers are told.
+"""The connector in vLLM's scheduler: decides which requests are published and which are pulled.
 
-Nothing here waits: publishing puts a message in the client's outbox. Every decision leaves with the
-next step's `Orders`.
+Nothing here waits: publishing puts a message in the client's outbox. Every decision goes to the
+workers in the next step's `StepMetadata`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 
 
 class ConnectorScheduler:
-    """One engine's transfers as its scheduler sees them. One thread."""
+    """One engine's transfers in its scheduler. It is used by one thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ConnectorScheduler:
         *,
         may_pull: bool = True,
     ) -> None:
-        """`may_pull`: whether vLLM was told that others write this engine's blocks, and waits for its own."""
+        """`may_pull`: whether vLLM expects others to write this engine's blocks, and waits for its own."""
         self.stats = ConnectorStats()
         self._may_pull = may_pull
         self._groups = groups
@@ -59,37 +59,37 @@ class ConnectorScheduler:
         self._published: dict[str, str] = {}  # transfer id -> request id
 
     def attach(self, publisher: Publisher, needs_ready: bool) -> None:
-        """From here on requests can be published."""
+        """Publish requests with `publisher` from now on."""
         self._publisher = publisher
         self._needs_ready = needs_ready
 
     def attach_later(self, pending: Future[Publisher], needs_ready: bool) -> None:
-        """The same once the publisher has arrived; requests that end before are not published."""
+        """Do the same once the publisher is open; requests that end before are not published."""
         self._pending_publisher = pending
         self._needs_ready = needs_ready
 
     @property
     def is_attached(self) -> bool:
-        """Whether requests can be published, or it is known that they will be."""
+        """Whether there is a publisher, or one is being opened."""
         return self._publisher is not None or self._pending_publisher is not None
 
     # --- the decode engine
 
     def request_added(self, request: Request) -> None:
-        """A request is known, long before it is scheduled: the daemon shakes hands and plans meanwhile."""
+        """Handle a new request, long before it is scheduled: the daemon can fetch the manifest and plan."""
         if wants_publish(request):
             self._trim_prompt(request)
         elif wants_pull(request) and (ref := self._usable_ref(request)) is not None:
             self._step.prepares.append(ref)
 
     def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens come from the prefill engine, beyond those that are cached here."""
+        """Return how many tokens come from the prefill engine, beyond those that are cached here."""
         if not wants_pull(request) or self._usable_ref(request) is None:
             return 0
         return max(0, self._groups.prefill_tokens(request.num_prompt_tokens) - num_computed_tokens)
 
     def blocks_allocated(self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
-        """The request has blocks: pull into them, or let go of the transfer if all is cached here."""
+        """Pull into the blocks that a request was given, or abandon the transfer if all is cached here."""
         params = request.kv_transfer_params
         if params is None or not wants_pull(request):
             return
@@ -108,7 +108,7 @@ class ConnectorScheduler:
                 blocks.get_block_ids(), num_tokens, num_tokens - num_external_tokens
             )
         except EngineError as error:
-            refusal = error.message  # vLLM waits for the load by now: its workers say that it failed
+            refusal = error.message  # vLLM already waits for the load: the workers report that it failed
         block_ids = self._groups.block_ids(clipped) if self._groups.can_report_failed_blocks else set()
         self._step.pulls.append(
             PullSpec(request.request_id, ref, clipped, num_tokens, frozenset(block_ids), refusal)
@@ -116,7 +116,7 @@ class ConnectorScheduler:
         self._pulling[request.request_id] = ref
 
     def pulls_ended(self, request_ids: Sequence[str] | set[str]) -> None:
-        """Every worker has said that the requests' pulls are over."""
+        """Handle requests whose pulls have ended on every worker."""
         for request_id in request_ids:
             self._pulling.pop(request_id, None)
 
@@ -125,10 +125,10 @@ class ConnectorScheduler:
     def request_ended(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over, however it ended.
+        """Handle the end of a request, whatever its outcome.
 
-        Returns whether its blocks are kept until the workers report it sent, and what the router
-        hands to the decode engine.
+        Returns whether its blocks are kept until the workers report it as sent, and the parameters
+        that the router passes to the decode engine.
         """
         if (ref := self._pulling.pop(request.request_id, None)) is not None:
             self._step.cancels.append(request.request_id)
@@ -150,7 +150,7 @@ class ConnectorScheduler:
             self.stats.record_failed_publish(Code.ENGINE_UNKNOWN)
             return None
         if not self._publisher.is_connected:
-            # The client would tell the next daemon; until there is one, the reader would wait for nothing.
+            # The client would publish it to the next daemon; until then the reader would wait in vain.
             _LOG.warning("request %s is not published, its reader will have to compute it: "
                          "the daemon is away", request.request_id)  # fmt: skip
             self.stats.record_failed_publish(Code.DAEMON_LOST)
@@ -181,17 +181,17 @@ class ConnectorScheduler:
     # --- with every step
 
     def build_step_metadata(self) -> StepMetadata:
-        """Return what the workers are to do with this step."""
+        """Return what the workers do in this step."""
         self._check_pending_publisher()
         for event in self._publisher.poll() if self._publisher is not None else ():
             self._handle(event)
-        orders, self._step = self._step, StepMetadata()
-        pulled = {order.ref for order in orders.pulls} | set(orders.abandons)
-        orders.prepares = [ref for ref in orders.prepares if ref not in pulled]
-        return orders
+        step, self._step = self._step, StepMetadata()
+        pulled = {spec.ref for spec in step.pulls} | set(step.abandons)
+        step.prepares = [ref for ref in step.prepares if ref not in pulled]
+        return step
 
     def close(self) -> None:
-        """The engine stops: what is published is taken back."""
+        """Close the publisher, which releases what is published."""
         if self._publisher is not None:
             self._publisher.close()
         if self._pending_publisher is not None:
@@ -247,10 +247,10 @@ class ConnectorScheduler:
             return None
 
     def _trim_prompt(self, request: Request) -> None:
-        """Have the prefill engine stop before the tokens that the decode engine computes itself."""
-        backoff = self._groups.num_tokens_left_to_decode
-        if backoff and request.num_prompt_tokens > backoff:
-            drop_last_tokens(request, backoff)
+        """Remove the tokens from the prompt that the decode engine computes itself."""
+        count = self._groups.num_tokens_left_to_decode
+        if count and request.num_prompt_tokens > count:
+            drop_last_tokens(request, count)
 
 
 def _close_when_open(pending: Future[Publisher]) -> None:
@@ -259,10 +259,10 @@ def _close_when_open(pending: Future[Publisher]) -> None:
 
 
 def drop_last_tokens(request: Any, count: int) -> None:
-    """Take the last `count` prompt tokens from a request that is not scheduled yet, once.
+    """Remove the last `count` prompt tokens from a request that is not scheduled yet, once.
 
-    A state stands at one token alone: the decode engine, which has to compute the last prompt
-    token to have something to sample from, needs the state before it.
+    A state is valid at one token only. The decode engine must compute the last prompt token to have
+    logits to sample from, and needs the state before it.
     """
     params: Mapping[str, Any] = request.kv_transfer_params
     if params.get("_kvxferd_shortened"):

@@ -1,8 +1,8 @@
-"""Sleep mode: the daemon lets go of a worker's memory before vLLM frees it, and maps it again after.
+"""Sleep mode: the daemon unmaps a worker's memory before vLLM frees it, and maps it again after.
 
-vLLM takes sleep-mode backends by name: ``--enable-sleep-mode --sleep-mode-backend kvxferd`` is the
-usual one with kvxferd told first. The plugin entry point of this package registers it. From 0.33 on vLLM
-tells the connector itself, whatever the backend.
+vLLM selects sleep-mode backends by name: ``--enable-sleep-mode --sleep-mode-backend kvxferd`` is vLLM's
+default backend, but suspends the ranks first. The plugin entry point of this package registers it. From
+0.33 on vLLM calls the connector itself, whatever the backend.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _suspended: set[ConnectorWorker] = set()
 
 
 def check_backend(model_config: Any, devices: Iterable[str], connector: type) -> None:
-    """Refuse an engine that would free memory behind the daemon's back. Raises EngineError(config-invalid).
+    """Raise EngineError (config-invalid) for an engine whose sleep would free memory that the daemon maps.
 
-    `devices` are torch's types of the devices that its cache is on; sleep leaves the host's alone.
-    `connector` is vLLM's base class of connectors, by which it shows whether it tells them.
+    `devices` are torch's types of the devices of its cache; sleep does not free host memory.
+    `connector` is vLLM's base class of connectors; its methods show whether vLLM calls them around sleep.
     """
     if not getattr(model_config, "enable_sleep_mode", False) or set(devices) <= {"cpu"}:
         return
@@ -41,12 +41,12 @@ def check_backend(model_config: Any, devices: Iterable[str], connector: type) ->
 
 
 def add_worker(worker: ConnectorWorker, export_again: Callable[[], Sequence[Region]]) -> None:
-    """From here on the rank follows this process's sleep mode."""
+    """Suspend and resume the worker's rank with this process's sleep mode from now on."""
     _workers[worker] = export_again
 
 
 def remove_worker(worker: ConnectorWorker) -> None:
-    """The rank is gone."""
+    """Remove a worker whose rank is gone."""
     _workers.pop(worker, None)
     _suspended.discard(worker)
 
@@ -59,7 +59,7 @@ def suspend_workers() -> None:
 
 
 def resume_workers(tags: Sequence[str] | None) -> None:
-    """Register the caches again, if they are among what has woken."""
+    """Register the caches again, if `tags` include them."""
     if tags is not None and CACHE_TAG not in tags:
         return
     for side in list(_suspended):
@@ -68,10 +68,10 @@ def resume_workers(tags: Sequence[str] | None) -> None:
 
 
 def register_backend() -> None:
-    """Make the backend known to vLLM: the entry point ``vllm.general_plugins``."""
+    """Register the backend with vLLM, as an entry point of ``vllm.general_plugins``."""
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-    if BACKEND not in SleepModeBackendFactory._registry:  # plugins are loaded in every process, some twice
+    if BACKEND not in SleepModeBackendFactory._registry:  # every process loads plugins, some twice
         SleepModeBackendFactory.register_backend(
             BACKEND, "kvxferd.integrations.vllm.sleep_backend", "KvxferdSleepBackend"
         )

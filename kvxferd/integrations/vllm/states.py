@@ -1,9 +1,9 @@
-"""Recurrent states: from the page that vLLM made for a layer to where their parts lie.
+"""Recurrent states: cache tensors from the page that vLLM makes for a layer.
 
 A page holds the parts one behind the other: the convolution's last inputs, then the recurrent
 state. vLLM reports the convolution's shape as (columns, rows), DS, or (rows, columns), SD. Its columns are
 x alone (Mamba1, short convolutions), x, B and C (Mamba2) or Q, K and V (gated delta nets), and
-each of them is divided over the ranks by itself.
+each of these parts is divided over the ranks by itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from kvxferd.ids import GroupName, RegionId
-from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts
+from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts, layer_error
 from kvxferd.integrations.vllm.layer_names import LayerKey
-from kvxferd.integrations.vllm.refusal import layer_error
 from kvxferd.integrations.vllm.tensor_views import TensorView
 from kvxferd.integrations.vllm.units import unit_range_of_rank
 from kvxferd.layout import CacheTensor, UnitRange
@@ -48,7 +47,7 @@ def state_tensors(
     group: GroupName,
     worker: WorkerFacts,
 ) -> list[CacheTensor]:
-    """Return one layer's cache tensors. Raises LayoutError, naming the layer, for what is not understood.
+    """Return one layer's cache tensors. Raises LayoutError, naming the layer it cannot describe.
 
     `views` is the layer's page, [blocks, ..., bytes], or one tensor [blocks, *shape] for each part.
     """
@@ -67,7 +66,7 @@ def state_tensors(
 
 
 def _page_parts(layer: LayerFacts, state: StateFacts, views: tuple[TensorView, ...]) -> list[_PagePart]:
-    """Return where each part lies; checks sizes and density."""
+    """Return each part's offset and strides, after checks of sizes and contiguity. Raises LayoutError."""
     sizes = [prod(shape) * itemsize for shape, (_, itemsize) in zip(state.shapes, state.dtypes, strict=True)]
     if len(views) == 1 and views[0].shape[1:] != state.shapes[0]:
         (view,) = views
@@ -96,7 +95,7 @@ def _page_parts(layer: LayerFacts, state: StateFacts, views: tuple[TensorView, .
 
 
 def _is_contiguous(view: TensorView) -> bool:
-    """Whether everything behind the block axis is contiguous."""
+    """Whether all axes but the block axis are contiguous."""
     step = view.itemsize
     for size, stride in zip(reversed(view.shape[1:]), reversed(view.strides[1:]), strict=True):
         if size != 1 and stride != step:
@@ -108,7 +107,7 @@ def _is_contiguous(view: TensorView) -> bool:
 def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_ConvPart], UnitRange | None]:
     """Return the parts of the convolution's columns, and the units of the recurrent state if there is one.
 
-    Raises ValueError for a mixer or shapes that are not known here.
+    Raises ValueError for a mixer or shapes that are not supported.
     """
     shapes = state.shapes
     heads = shapes[-1][0]
@@ -173,7 +172,7 @@ def _convolution_tensors(
 ) -> Iterator[CacheTensor]:
     """Yield the parts of the convolution's columns, with a column as the unit.
 
-    A column's rows lie together (DS) or a whole row apart (SD): so either is read from the other.
+    A column's rows are contiguous (DS) or a whole row apart (SD), so either can be read from the other.
     """
     first, second = page.shape
     rows = second if is_conv_dim_first else first
@@ -201,7 +200,7 @@ def _convolution_tensors(
 
 
 def _recurrent_tensor(key: LayerKey, page: _PagePart, units: UnitRange, group: GroupName) -> CacheTensor:
-    """Return the recurrent state: one contiguous piece for each head or channel."""
+    """Return the tensor of the recurrent state: one contiguous chunk for each head or channel."""
     content = prod(page.shape[1:]) * page.itemsize
     return CacheTensor(
         layer=key.layer,

@@ -1,4 +1,4 @@
-"""What the connector counts between two looks of vLLM's metrics: plain data that travels and adds up."""
+"""The connector's counters of one interval of vLLM's metrics: plain data, which is sent and added up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _COUNTS = ("pulls_failed", "publishes_failed", "released_unread")
 
 
 def empty() -> dict[str, Any]:
-    """An interval in which nothing happened: observations of each pull, counts by code."""
+    """Return an empty interval: observations of each pull, counts by code."""
     return {**{name: [] for name in _LISTS}, **{name: {} for name in _COUNTS}}
 
 
 def is_empty(counted: dict[str, Any]) -> bool:
-    """Whether nothing happened."""
+    """Whether nothing was counted."""
     return not any(counted.values())
 
 
@@ -30,48 +30,48 @@ def add(total: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def summary(counted: dict[str, Any]) -> dict[str, int | float]:
-    """One line for vLLM's log: milliseconds, MiB, and failures."""
+    """Return the figures of vLLM's log line: milliseconds, MiB, and failures."""
     pulls, megabytes = len(counted["pull_s"]), sum(counted["bytes"]) / 2**20
     durations = sorted(counted["pull_s"])
-    said: dict[str, int | float] = {"Num pulls": pulls}
+    figures: dict[str, int | float] = {"Num pulls": pulls}
     if pulls:
-        said["Median pull (ms)"] = round(durations[pulls // 2] * 1e3, 3)
-        said["Slowest pull (ms)"] = round(durations[-1] * 1e3, 3)
-        said["MiB per pull"] = round(megabytes / pulls, 3)
+        figures["Median pull (ms)"] = round(durations[pulls // 2] * 1e3, 3)
+        figures["Slowest pull (ms)"] = round(durations[-1] * 1e3, 3)
+        figures["MiB per pull"] = round(megabytes / pulls, 3)
     for name, words in (
         ("pulls_failed", "Num failed pulls"),
         ("publishes_failed", "Num failed publishes"),
         ("released_unread", "Num released unread"),
     ):
-        said[words] = sum(counted[name].values())
-    return said
+        figures[words] = sum(counted[name].values())
+    return figures
 
 
 class ConnectorStats:
-    """One interval being counted. One thread."""
+    """Counts one interval. It is used by one thread."""
 
     def __init__(self) -> None:
         self._interval = empty()
 
     def record_pull(self, pull_s: float, wire_s: float, num_bytes: int, num_runs: int) -> None:
-        """A pull was delivered; `pull_s` is from the order until the worker heard of it."""
+        """Count a delivered pull; `pull_s` is from its start until the worker received `Delivered`."""
         for name, value in zip(_LISTS, (pull_s, wire_s, num_bytes, num_runs), strict=True):
             self._interval[name].append(value)
 
     def record_failed_pull(self, code: Code) -> None:
-        """A pull failed, or could not be asked for."""
+        """Count a pull that failed or could not be started."""
         self._count("pulls_failed", code)
 
     def record_failed_publish(self, code: Code) -> None:
-        """A request could not be published: its reader computes it."""
+        """Count a request that could not be published: its reader computes it."""
         self._count("publishes_failed", code)
 
     def record_unread_release(self, code: Code) -> None:
-        """A published request was released before its readers had it."""
+        """Count a published request that was released before its readers had it."""
         self._count("released_unread", code)
 
     def collect(self) -> dict[str, Any] | None:
-        """Return the interval and begin the next; None where nothing happened."""
+        """Return the interval and begin the next; None where nothing was counted."""
         if is_empty(self._interval):
             return None
         counted, self._interval = self._interval, empty()

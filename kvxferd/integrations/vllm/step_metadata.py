@@ -1,6 +1,6 @@
-"""What the scheduler's side of the connector tells its workers with a step, and they tell it at start.
+"""What the connector's scheduler sends to its workers with a step, and what they send to it at start.
 
-Plain picklable data, without vLLM's types: `connector` wraps them.
+It is plain picklable data, without vLLM's types: `connector` wraps it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class PullSpec:
     ref: TransferRef
     blocks: Mapping[str, BlockList]  # by group, from the first token that is not cached here
     num_tokens: int
-    block_ids: frozenset[int] = frozenset()  # what vLLM is told on failure; empty: the request
-    refusal: str = ""  # why it cannot even be tried: the workers report it as failed
+    block_ids: frozenset[int] = frozenset()  # reported to vLLM on failure; empty: the request is reported
+    refusal: str = ""  # not empty: why the pull is not tried; the workers report it as failed
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """A request was published: ranks copy its blocks out or wait for what they launched, then say ready."""
+    """A published request: ranks copy its blocks out, or wait for work they launched, then report ready."""
 
     request_id: str
     transfer_id: str
@@ -37,18 +37,18 @@ class PublishSpec:
 
 @dataclass(slots=True)
 class StepMetadata:
-    """One step's orders, in the order in which a worker carries them out."""
+    """What the workers do in one step, in this order."""
 
     prepares: list[TransferRef] = field(default_factory=list)
     pulls: list[PullSpec] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)  # request ids whose pull is not wanted any more
-    abandons: list[TransferRef] = field(default_factory=list)  # nobody here will read these
+    cancels: list[str] = field(default_factory=list)  # request ids whose pull is cancelled
+    abandons: list[TransferRef] = field(default_factory=list)  # transfers that this engine will not read
     publishes: list[PublishSpec] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # request ids whose published blocks are free
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to do."""
+        """Whether the workers have nothing to do."""
         return not (
             self.prepares or self.pulls or self.cancels or self.abandons or self.publishes or self.released
         )
@@ -56,7 +56,7 @@ class StepMetadata:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredEngine:
-    """What a worker says once its rank is registered."""
+    """The engine that a worker reports once its rank is registered."""
 
     engine_id: str
     generation: Generation

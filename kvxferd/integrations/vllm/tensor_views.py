@@ -1,4 +1,4 @@
-"""A torch tensor as far as a layout goes: sizes, byte strides, and where it begins in its region."""
+"""What a layout needs of a torch tensor: sizes, byte strides, and its offset in its region."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TensorView:
-    """One cache tensor that vLLM handed over. Strides and offset are bytes."""
+    """One of vLLM's cache tensors. Strides and offset are bytes."""
 
     region: RegionId
     offset: int
@@ -23,12 +23,12 @@ class TensorView:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes along the last axis. Only where `is_dense_inside`."""
+        """Return the bytes along the last axis, if `is_last_axis_contiguous`."""
         return self.shape[-1] * self.itemsize
 
     @property
     def is_last_axis_contiguous(self) -> bool:
-        """Whether the last axis' elements lie side by side."""
+        """Whether the elements along the last axis are contiguous."""
         return self.shape[-1] == 1 or self.strides[-1] == self.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Which heads, groups or channels of the whole model a rank holds, by vLLM's rules of division."""
+"""The heads, groups or channels of the whole model that a rank holds, by vLLM's rules of division."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kvxferd.layout import UnitRange
 
 
 def unit_range_of_rank(local: int, total: int, tp_size: int, tp_rank: int) -> UnitRange:
-    """Return the units that a rank with `local` of `total` holds. Raises ValueError where none fits.
+    """Return the units that a rank with `local` of `total` units holds.
 
     vLLM divides evenly, and gives neighbours a copy of one unit each where there are more ranks
-    than units.
+    than units. Raises ValueError where `local` fits neither rule.
     """
     if local == total:
         return UnitRange(0, total)

@@ -1,8 +1,8 @@
-"""What vLLM's objects say of an engine's cache, taken as plain values: the one place that reads them.
+"""Read the facts of an engine's cache from vLLM's objects, as plain values. No other module reads them.
 
-Specs are told apart by the exact names of their classes: a subclass may mean something else.
+Specs are distinguished by the exact names of their classes: a subclass may mean something else.
 Attributes are those of vLLM 0.32 and 0.33 (vllm/v1/kv_cache_interface.py, vllm/config). vLLM itself is
-imported only where it must be asked, so that this can be tested without it.
+imported only in the functions that call it, so that this can be tested without it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from kvxferd.integrations.vllm.facts import (
     LayerFacts,
     StateFacts,
     WorkerFacts,
+    layer_error,
 )
-from kvxferd.integrations.vllm.refusal import layer_error
 
 _SLIDING_WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _MLA_SPECS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 _ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", *_SLIDING_WINDOW_SPECS)
 _STATE_SPEC = "MambaSpec"
 _UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
-# How a configuration calls the number of groups of B and C of Mamba2.
+# The attributes by which configurations name the number of Mamba2's groups of B and C.
 _GROUP_COUNTS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-# Ways of speculative decoding that keep nothing in the cache.
+# Methods of speculative decoding that keep nothing in the cache.
 _METHODS_WITHOUT_DRAFT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
-# One opaque row per token, contents and scales together: sizes as MLAAttention's spec has them.
+# One opaque row per token, with contents and scales; its size is that of MLAAttention's spec.
 _OPAQUE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 
 def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...]:
-    """Return the groups that take part in transfers. Raises LayoutError for one of a kind not known here.
+    """Return the groups that take part in transfers. Raises LayoutError for an unsupported kind.
 
-    Scheduler and workers of an engine get the same.
+    The scheduler and the workers of an engine get the same groups.
     """
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -56,7 +56,7 @@ def read_layers(
 ) -> list[LayerFacts]:
     """Return the facts of every layer with a cache of its own on this rank. Raises LayoutError.
 
-    `fp8_dtype` is what this platform means by fp8; `is_conv_dim_first` how convolution states lie.
+    `fp8_dtype` is this platform's fp8 dtype; `is_conv_dim_first` whether convolution states are DS.
     """
     modules = vllm_config.compilation_config.static_forward_context
     layers = []
@@ -78,7 +78,7 @@ def read_layers(
 def read_worker(
     vllm_config: Any, kv_cache_config: Any, *, tp_rank: int, pp_rank: int, stage: tuple[int, int]
 ) -> WorkerFacts:
-    """Return this worker's place in its engine."""
+    """Return this worker's position in its engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     draft = draft_model(vllm_config)
     return WorkerFacts(
@@ -99,16 +99,16 @@ def read_worker(
 
 
 def total_kv_heads(model_config: Any) -> int:
-    """Return a model's KV heads over all ranks; 0 where it has none, or latents in their place."""
+    """Return a model's KV heads over all ranks; 0 where it has none, or has latents instead."""
     if model_config.use_mla or model_config.is_attention_free:
         return 0
     return int(model_config.get_total_num_kv_heads())
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """Return the configuration of the model that drafts, if its layers have caches of their own."""
+    """Return the configuration of the draft model, if its layers have caches of their own."""
     speculative = vllm_config.speculative_config
-    # For these vLLM names a model all the same, the model itself where there is no other.
+    # For these methods vLLM sets a draft model too: the model itself where there is no other.
     return (
         None
         if speculative is None or speculative.method in _METHODS_WITHOUT_DRAFT_CACHE
@@ -117,7 +117,7 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def read_position(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
-    """Return this worker's tensor-parallel rank, its pipeline stage, and that stage's layers. Asks vLLM."""
+    """Return this worker's tensor-parallel rank, its pipeline stage, and that stage's layers, from vLLM."""
     from vllm.distributed import parallel_state
     from vllm.distributed.utils import get_pp_indices
 
@@ -178,12 +178,14 @@ def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
 def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
     """Return the facts of an attention layer. Raises LayoutError."""
     cache_config = vllm_config.cache_config
-    asked = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
+    wanted = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
     opaque = getattr(spec, "cache_dtype_str", None)
     is_opaque = opaque in _OPAQUE_DTYPES
     mode = spec.kv_quant_mode.name
     if mode not in ("NONE", "FP8_PER_TENSOR") and not is_opaque:
-        raise layer_error(name, f"a cache of dtype {asked!r} ({mode}) is not known here; use bfloat16 or fp8")
+        raise layer_error(
+            name, f"a cache of dtype {wanted!r} ({mode}) is not known here; use bfloat16 or fp8"
+        )
     if mode == "FP8_PER_TENSOR" and getattr(cache_config, "calculate_kv_scales", False):
         raise layer_error(name, "its fp8 scales are calculated at run time and differ from engine to engine")
     if spec.tokens_per_state != 1:
@@ -201,7 +203,7 @@ def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dty
         size = spec.state_content_bytes if is_opaque else spec.head_size
     dtype, itemsize = _dtype_name_and_size(spec.dtype)
     if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_opaque:
-        dtype = "float8_e5m2" if "e5m2" in asked else fp8_dtype
+        dtype = "float8_e5m2" if "e5m2" in wanted else fp8_dtype
     role = getattr(spec, "cache_role", None)
     return AttentionFacts(
         num_heads=heads,
@@ -227,7 +229,7 @@ def _read_state(spec: Any, vllm_config: Any, is_conv_dim_first: bool) -> StateFa
 
 
 def _num_groups(config: Any) -> int | None:
-    """Return how many groups of B and C a model says that it has."""
+    """Return how many groups of B and C a model's configuration has."""
     for name in _GROUP_COUNTS:
         value = getattr(config, name, None)
         if isinstance(value, int):
@@ -241,21 +243,21 @@ def _dtype_name_and_size(dtype: Any) -> tuple[str, int]:
 
 
 def _backend_name(module: Any) -> str:
-    """Return the class name of a layer's attention backend, "" if the layer tells none."""
+    """Return the class name of a layer's attention backend, "" if the layer has none."""
     if module is None or not hasattr(module, "get_attn_backend"):
         return ""
     return str(module.get_attn_backend().__name__)
 
 
 def conv_state_is_dim_first() -> bool:
-    """Return how convolution states lie in this process. Asks vLLM."""
+    """Return whether vLLM keeps convolution states as DS in this process."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return bool(is_conv_state_dim_first())
 
 
 def platform_fp8_dtype() -> str:
-    """Return what this platform's vLLM means by fp8. Asks vLLM."""
+    """Return the dtype that vLLM uses for fp8 on this platform."""
     from vllm.platforms import current_platform
 
     return _dtype_name_and_size(current_platform.fp8_dtype())[0]

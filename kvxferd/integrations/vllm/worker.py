@@ -1,6 +1,6 @@
-"""A worker's side: carries out the scheduler's orders on one rank, and says what ended.
+"""The connector in a worker: does what the scheduler decided on one rank, and reports what ended.
 
-Nothing here waits but `suspend` and `resume`, which vLLM calls between requests.
+Only `suspend` and `resume` wait; vLLM calls them between requests.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepM
 
 _LOG = logging.getLogger("vllm.kvxferd.worker")
 
-# How long a pull may wait for a daemon that is not there: a restarted one is found within 2 s. Whoever
-# would wait longer is better off with what the engine does without the cache.
+# How long a pull may wait for a daemon that is not running: a restarted one is found within 2 s. A
+# longer wait costs more than what the engine does without the cache.
 MAX_DAEMON_WAIT_S = 5.0
 
 
 class BlockCopier(Protocol):
-    """Copies between vLLM's tensors and the shared buffers that stand for them."""
+    """Copies between vLLM's tensors and their shared buffers."""
 
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
-        """From the tensors, before the blocks are read."""
+        """Copy from the tensors, before the blocks are read."""
 
     def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
-        """To the tensors, after the blocks have arrived."""
+        """Copy to the tensors, after the blocks have arrived."""
 
 
 @dataclass(slots=True)
 class Results:
-    """What ended since the last look, by vLLM's request ids. A failed request is also received."""
+    """What ended since the last call, by vLLM's request ids. A failed request is also received."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -64,11 +64,11 @@ class _PullState:
     spec: PullSpec
     started_at: float
     ticket: PullTicket | None = None
-    failure: Failed | None = None  # it failed, and its blocks are not quiet yet
+    failure: Failed | None = None  # the pull failed, and its blocks are not quiesced yet
 
 
 class ConnectorWorker:
-    """One rank's transfers. One thread, the engine's."""
+    """One rank's transfers. It is used by the engine's thread alone."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class ConnectorWorker:
         bounce_buffers: BlockCopier | None = None,
         record_launched: Callable[[], Completion] | None = None,
     ) -> None:
-        """`speaks_for_engine`: of an engine's ranks, the one that says what need be said once.
+        """`is_lead_rank`: whether this is the rank that sends what an engine sends once.
 
-        `launched` returns what ends with all the work that was launched before: where vLLM does not wait
-        for all of a step before the next, transfers do.
+        `record_launched` returns a completion that follows all work launched before. Transfers wait for it
+        where vLLM does not wait for all of a step before the next.
         """
         self.stats = ConnectorStats()
         self._rank = rank
@@ -100,7 +100,7 @@ class ConnectorWorker:
         self._is_suspended = False
 
     def start_step(self, step: StepMetadata, *, needs_ready: bool) -> None:
-        """Do what the scheduler has decided with this step."""
+        """Do what the scheduler has decided for this step."""
         for ref in step.prepares:
             self._send_best_effort(self._rank.prepare, ref)
         after = (
@@ -108,10 +108,10 @@ class ConnectorWorker:
             if self._record_launched is not None and (step.publishes or step.pulls)
             else None
         )
-        for send in step.publishes if needs_ready else ():
-            self._report_ready(send, after)
-        for order in step.pulls:
-            self._pull(order, after)
+        for published in step.publishes if needs_ready else ():
+            self._report_ready(published, after)
+        for pulled in step.pulls:
+            self._pull(pulled, after)
         for request_id in step.cancels:
             pull = self._pulls.get(request_id)
             if pull is not None and pull.ticket is not None:
@@ -133,9 +133,9 @@ class ConnectorWorker:
         return results
 
     def suspend(self, timeout_s: float = 60.0) -> None:
-        """Have the daemon let go of the rank's memory. Blocks until it has. Raises KvxferdError(deadline).
+        """Block until the daemon has unmapped the rank's memory. Raises KvxferdError (deadline).
 
-        It may be asked again after that: what was let go of meanwhile is not asked for twice.
+        It may be called again after that: a rank that was suspended meanwhile is not suspended twice.
         """
         self._rank.suspend()
         deadline = time.monotonic() + timeout_s
@@ -157,22 +157,22 @@ class ConnectorWorker:
         try:
             self._rank.resume(regions)
         except EngineError:
-            raise  # refused: nobody has mapped it
+            raise  # refused: no process has mapped it
         except KvxferdError:
-            self._is_suspended = False  # not answered: the client goes on trying
+            self._is_suspended = False  # no reply yet: the client goes on trying
             raise
         self._is_suspended = False
 
     def close(self) -> None:
-        """The engine stops."""
+        """Close the rank's session and finish its copies."""
         if self._copier is not None:
             self._copier.shutdown(wait=True, cancel_futures=True)
         self._rank.close()
 
-    # --- orders
+    # --- what the scheduler decided
 
     def _send_best_effort(self, send: Callable[..., None], what: object) -> None:
-        """Say something that may be lost: if the session is over, so is what it is about."""
+        """Send a message that may be lost: if the session has ended, the transfer has too."""
         try:
             send(what)
         except KvxferdError as error:
@@ -206,10 +206,10 @@ class ConnectorWorker:
         copied.add_done_callback(_log_copy_error)
 
     def _release(self, request_id: str) -> None:
-        """Report a request's blocks as free, once nothing copies them.
+        """Report a request's blocks as free, once no copy of them is under way.
 
-        A transfer may end before its copy has begun. Done later, the copy would overwrite what the next
-        request has pulled into the same blocks, before that is copied in.
+        A transfer may end before its copy has begun. A later copy would overwrite what the next request
+        has pulled into the same blocks, before that is copied in.
         """
         copied = self._copies_out.get(request_id)
         if copied is not None and not (copied.cancel() or copied.done()):
@@ -235,7 +235,7 @@ class ConnectorWorker:
                     self._failed(pull, event.code, event.message)
             case Failed(ticket=ticket):
                 self._by_ticket[ticket].failure = event
-                # vLLM would give the blocks to another request at once: it hears when they are quiet.
+                # vLLM would give the blocks to another request at once, so it is informed after Quiesced.
                 _LOG.warning("%s (%s); its blocks stay out of use until nothing can write them",
                              event.message, event.code)  # fmt: skip
             case Quiesced(ticket=ticket):
@@ -268,18 +268,18 @@ class ConnectorWorker:
         self._results.received.add(pull.spec.request_id)
 
     def _failed(self, pull: _PullState, code: Code, message: str) -> None:
-        order = pull.spec
-        self._pulls.pop(order.request_id, None)
+        spec = pull.spec
+        self._pulls.pop(spec.request_id, None)
         if code is not Code.CANCELLED:
-            _LOG.warning("request %s: %s (%s)", order.request_id, message, code)
+            _LOG.warning("request %s: %s (%s)", spec.request_id, message, code)
             self.stats.record_failed_pull(code)
-        # The others need not go on, and the prefill engine need not keep the blocks any longer.
-        self._send_best_effort(self._rank.abandon, order.ref)
-        self._results.received.add(order.request_id)
-        if order.block_ids:
-            self._results.failed_block_ids.update(order.block_ids)
+        # The other ranks need not continue, and the prefill engine need not keep the blocks.
+        self._send_best_effort(self._rank.abandon, spec.ref)
+        self._results.received.add(spec.request_id)
+        if spec.block_ids:
+            self._results.failed_block_ids.update(spec.block_ids)
         else:
-            self._results.failed.add(order.request_id)
+            self._results.failed.add(spec.request_id)
 
 
 def _log_copy_error(copied: Future[None]) -> None:
