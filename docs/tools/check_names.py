@@ -37,8 +37,8 @@ class Definition(NamedTuple):
 
 
 def package_of(path: Path) -> str:
-    """Return the room of `path`, which is relative to the root: `core` of kvxferd/core/node.py."""
-    return path.parts[1] if len(path.parts) > 2 else PACKAGE
+    """Return the package of a file: `core` of kvxferd/core/node.py, `root` of kvxferd/daemon.py."""
+    return path.parts[1] if len(path.parts) > 2 else "root"
 
 
 def modules_of(path: Path) -> Iterator[Definition]:

@@ -26,7 +26,7 @@ take = "acquire"
 [core.constants]
 LOOK_S = "POLL_S"
 
-[kvxferd.modules]
+[root.modules]
 link = "frame_socket"
 """
 
@@ -59,7 +59,7 @@ def test_todays_tree_has_none() -> None:
     [
         ("core/moment.py", "", "core/moment.py:1: `moment` is a former name in core: call it `context`"),
         ("core/moment/__init__.py", "", "core/moment/__init__.py:1: `moment` is a former name in core"),
-        ("link.py", "", "link.py:1: `link` is a former name in kvxferd: call it `frame_socket`"),
+        ("link.py", "", "link.py:1: `link` is a former name in root: call it `frame_socket`"),
         (
             "core/a.py",
             "\nclass Desk: ...\n",
