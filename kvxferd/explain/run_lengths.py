@@ -88,22 +88,22 @@ def _describe_run(length: int, contents: Sequence[_PatternContent], is_state: bo
 
 def _why_runs_are_short(group_reads: Sequence[GroupRead]) -> str:
     """Return the reason for short runs inside a block: the order of axes, or chunks."""
-    strips = [(group_read, pattern) for group_read in group_reads for pattern in group_read.patterns]
+    patterns = [(group_read, pattern) for group_read in group_reads for pattern in group_read.patterns]
     sides = [
         side
         for side, at in (("prefill", 1), ("decode", 0))
-        if any(_has_gaps_between_tokens(group_read, pattern, at) for group_read, pattern in strips)
+        if any(_has_gaps_between_tokens(group_read, pattern, at) for group_read, pattern in patterns)
     ]
     reasons = [
         f"tokens are dealt out {turn} at a time"
         for turn in sorted({_common_interleave(group_read) for group_read in group_reads})
         if turn and turn < min(group_reads[0].local.block_tokens, group_reads[0].remote.block_tokens)
     ]
-    if any(_is_transposed(group_read, pattern) for group_read, pattern in strips):
+    if any(_is_transposed(group_read, pattern) for group_read, pattern in patterns):
         reasons.append("heads and tokens lie in a different order on the two sides")
     elif sides:
         reasons.append(f"between two tokens of a head lie other bytes at {' and at '.join(sides)}")
-    if any(_is_chunked(pattern) for _, pattern in strips):
+    if any(_is_chunked(pattern) for _, pattern in patterns):
         reasons.append("a head's content lies in chunks")
     return f" ({', and '.join(reasons)})" if reasons else ""
 

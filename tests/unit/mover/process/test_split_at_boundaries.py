@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxferd.mover.process.region_map import split_at_boundaries
 from kvxferd.plan import Runs
-from kvxferd.plan.boundaries import split_at_boundaries
 
 Triple = tuple[int, int, int]
 
