@@ -11,12 +11,12 @@ from kvxferd.client.refs import MAX_INT, check_name
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, lend_ids, pack_ids, unpack_ids
+from kvxferd.wire.block_id_parts import BlocksByGroup, num_id_bytes
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-PackedGroups = dict[GroupName, PackedBlocks]
 
 MAX_GROUPS = 256  # today's hybrid models have fewer than ten; a name of each still fits a frame
 
@@ -58,13 +58,13 @@ class BlockList:
 
 def pack_blocks(
     blocks: Mapping[str, BlockList], known_groups: Collection[str] | None, what: str
-) -> PackedGroups:
+) -> BlocksByGroup:
     """Return `blocks` ready for the wire, copied unless they are borrowed.
 
     `known_groups` are the groups of the rank's layout, None where there is no layout (a scheduler).
     Raises EngineError(blocks-invalid).
     """
-    packed: PackedGroups = {}
+    packed: BlocksByGroup = {}
     if len(blocks) > MAX_GROUPS:
         raise EngineError(f"cannot {what}: {len(blocks)} groups, at most {MAX_GROUPS} go")
     for name, listed in blocks.items():
@@ -75,7 +75,7 @@ def pack_blocks(
             )
         plain = check_name(name, "a group name", Code.BLOCKS_INVALID)
         packed[GroupName(plain)] = _pack_one(plain, listed, what)
-    if (total := sum(len(one.ids) for one in packed.values())) > MAX_REQUEST_IDS_BYTES:
+    if (total := num_id_bytes(packed)) > MAX_REQUEST_IDS_BYTES:
         raise EngineError(f"cannot {what}: {total} bytes of block ids, at most {MAX_REQUEST_IDS_BYTES} go")
     return packed
 
@@ -97,7 +97,7 @@ def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
         raise EngineError(f"cannot {what}: blocks of group {name!r}: {error}", Code.BLOCKS_INVALID) from error
 
 
-def unpack_blocks(packed: PackedGroups) -> dict[str, BlockList]:
+def unpack_blocks(packed: BlocksByGroup) -> dict[str, BlockList]:
     """Return the lists as the engine's type; `ids` is an int32 memoryview of the packed bytes."""
     return {
         str(name): BlockList(ids=unpack_ids(one.ids), first_token=one.first_token, state_at=one.state_at)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxferd.client.publishes import ClientPublishes
-from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.publishes import ClientPublish, ClientPublishes
+from kvxferd.client.pulls import ClientPull, ClientPulls
 from kvxferd.errors import BusyError
-from kvxferd.ids import Ticket, TransferId
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import split_block_ids
+from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
@@ -29,23 +28,11 @@ class Outgoing:
     fds: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SendPull:
-    """A pull that is sent when its turn comes, unless it has ended by then."""
-
-    number: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class SendPublish:
-    """A publish that is sent when its turn comes, unless it is released by then."""
-
-    transfer_id: TransferId
-
-
-QueuedItem = Message | SendPull | SendPublish
+# The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
+# one that has ended meanwhile is skipped.
+QueuedItem = Message | ClientPull | ClientPublish
 # Items that the next daemon must receive; all other messages follow from the session's state.
-_SENT_AFTER_RECONNECT = (SendPull, worker.Prepare, worker.Abandon)
+_SENT_AFTER_RECONNECT = (ClientPull, worker.Prepare, worker.Abandon)
 
 
 class Outbox:
@@ -76,13 +63,8 @@ class Outbox:
         """Return whether exactly one item waits, with at most `most_bytes` of block ids."""
         if self._first or len(self._queue) != 1:
             return False
-        match self._queue[0]:
-            case SendPull(number):
-                return self._pulls.num_id_bytes(number) <= most_bytes
-            case SendPublish(transfer_id):
-                return self._publishes.num_id_bytes(transfer_id) <= most_bytes
-            case _:
-                return True
+        item = self._queue[0]
+        return not isinstance(item, ClientPull | ClientPublish) or num_id_bytes(item.blocks) <= most_bytes
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
         """Send these before the queued items."""
@@ -106,10 +88,10 @@ class Outbox:
 
     def _build_messages(self, item: QueuedItem, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
         match item:
-            case SendPull(number):
-                request: worker.Pull | worker.Publish | None = self._pulls.build_message(number, epoch, now)
-            case SendPublish(transfer_id):
-                request = self._publishes.build_message(transfer_id, now, version)
+            case ClientPull():
+                request: worker.Pull | worker.Publish | None = self._pulls.build_message(item, epoch, now)
+            case ClientPublish():
+                request = self._publishes.build_message(item, now, version)
             case _:
                 return [Outgoing(item)]
         return [] if request is None else self._split(request)

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvxferd.client.blocks import PackedGroups
 from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
 from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 
@@ -37,7 +37,7 @@ class ClientPublish:
     transfer_id: TransferId
     nonce: str
     slot: int
-    blocks: PackedGroups
+    blocks: BlocksByGroup
     num_tokens: int
     num_readers: int
     expires_at: float  # of its lease, as long as no reader has renewed it
@@ -74,7 +74,7 @@ class ClientPublishes:
     def add(
         self,
         transfer_id: TransferId,
-        blocks: PackedGroups,
+        blocks: BlocksByGroup,
         num_tokens: int,
         num_readers: int,
         expires_at: float,
@@ -101,16 +101,15 @@ class ClientPublishes:
         self._live[transfer_id] = publish
         return publish
 
-    def build_message(self, transfer_id: TransferId, now: float, version: int) -> worker.Publish | None:
+    def build_message(self, publish: ClientPublish, now: float, version: int) -> worker.Publish | None:
         """Return the message to send, with the remaining lease; None if the transfer is over."""
-        publish = self._live.get(transfer_id)
-        if publish is None:
+        if self._live.get(publish.transfer_id) is not publish:
             return None
         if now >= publish.expires_at:
-            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
+            self.release_locally(publish.transfer_id, Code.LEASE_EXPIRED)
             return None
         return worker.Publish(
-            transfer_id=transfer_id,
+            transfer_id=publish.transfer_id,
             nonce=publish.nonce,
             blocks=publish.blocks,
             num_tokens=publish.num_tokens,
@@ -131,11 +130,6 @@ class ClientPublishes:
             self._forget(publish.transfer_id)
             message = f"cannot publish {publish.transfer_id}: {why}"
             self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
-
-    def num_id_bytes(self, transfer_id: TransferId) -> int:
-        """Bytes of block ids of a transfer; 0 once it is released."""
-        publish = self._live.get(transfer_id)
-        return sum(len(one.ids) for one in publish.blocks.values()) if publish is not None else 0
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
@@ -173,7 +167,7 @@ class ClientPublishes:
 
     def replay(
         self, now: float, lease_s: float
-    ) -> tuple[list[TransferId], list[tuple[TransferId, Incarnation]]]:
+    ) -> tuple[list[ClientPublish], list[tuple[TransferId, Incarnation]]]:
         """Return the transfers to publish again, and those to send `ready` for again with their incarnation.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
@@ -189,7 +183,7 @@ class ClientPublishes:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
         readies = [(t, record.incarnation) for t, record in self._ready.items()]
-        return [t for t, p in self._live.items() if not p.awaits_gpu], readies
+        return [publish for publish in self._live.values() if not publish.awaits_gpu], readies
 
     def handle_released(self, transfer_id: TransferId, why: Code) -> None:
         """Handle the daemon's Released, also of a transfer that another session of this engine published."""
@@ -207,12 +201,12 @@ class ClientPublishes:
         self._forget(message.transfer_id)
         self._emit(PublishRefused(message.transfer_id, message.code, message.message, message.retry_after_s))
 
-    def pop_due_retries(self, now: float) -> list[TransferId]:
+    def pop_due_retries(self, now: float) -> list[ClientPublish]:
         """Return and remove the transfers to send again now."""
         due = [transfer_id for transfer_id, when in self._retry_at.items() if now >= when]
         for transfer_id in due:
             del self._retry_at[transfer_id]
-        return due
+        return [self._live[transfer_id] for transfer_id in due]
 
     def next_retry(self) -> float | None:
         """Return when `pop_due_retries` is due next, None while nothing is retried."""
@@ -252,3 +246,4 @@ class ClientPublishes:
         self._retry_at.pop(transfer_id, None)
         if publish := self._live.pop(transfer_id, None):
             self._fence.release(publish.slot)
+            publish.blocks = {}  # the outbox may still hold the publish, and must not keep its ids alive

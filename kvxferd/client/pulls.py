@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvxferd.client.blocks import PackedGroups, unpack_blocks
+from kvxferd.client.blocks import unpack_blocks
 from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.wire import common, worker
+from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.limits import MAX_NOTICED
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
@@ -102,7 +103,7 @@ class ClientPull:
 
     ticket: PullTicket
     ref: common.TransferRef
-    blocks: PackedGroups
+    blocks: BlocksByGroup
     num_tokens: int
     deadline: float
     phase: ClientPullPhase = ClientPullPhase.QUEUED
@@ -129,11 +130,11 @@ class ClientPulls:
     def add(
         self,
         ref: common.TransferRef,
-        blocks: PackedGroups,
+        blocks: BlocksByGroup,
         num_tokens: int,
         deadline: float,
         cancel: Callable[[Ticket], None],
-    ) -> PullTicket:
+    ) -> ClientPull:
         """Add a pull, which the outbox sends. Raises BusyError where a limit is reached."""
         if len(self._live) >= MAX_LIVE_PULLS:
             raise BusyError(f"cannot pull {ref.transfer_id}: {MAX_LIVE_PULLS} pulls have not ended", 1.0)
@@ -143,12 +144,11 @@ class ClientPulls:
         pull = ClientPull(ticket, ref, blocks, num_tokens, deadline, message=message)
         self._live[ticket.number] = pull
         self._set_timer(pull, deadline)
-        return ticket
+        return pull
 
-    def build_message(self, number: Ticket, epoch: int, now: float) -> worker.Pull | None:
+    def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.Pull | None:
         """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
-        pull = self._live.get(number)
-        if pull is None or pull.phase is not ClientPullPhase.QUEUED:
+        if pull.phase is not ClientPullPhase.QUEUED:
             return None
         if now >= pull.deadline:
             self._move(pull, ClientPullSignal.TIMER)
@@ -158,17 +158,12 @@ class ClientPulls:
         self._move(pull, ClientPullSignal.SENT)
         self._set_timer(pull, pull.deadline + DEADLINE_GRACE_S)
         return worker.Pull(
-            ticket=number,
+            ticket=pull.ticket.number,
             ref=pull.ref,
             blocks=pull.blocks,
             num_tokens=pull.num_tokens,
             deadline_s=pull.deadline - now,
         )
-
-    def num_id_bytes(self, number: Ticket) -> int:
-        """Bytes of block ids of a pull; 0 once it has ended."""
-        pull = self._live.get(number)
-        return sum(len(one.ids) for one in pull.blocks.values()) if pull is not None else 0
 
     def cancel(self, number: Ticket) -> bool:
         """Return whether `Cancel` must be sent; a pull that was never sent fails at once."""
@@ -248,10 +243,9 @@ class ClientPulls:
         ]:
             self._move(pull, ClientPullSignal.MOVERS_EXITED)
 
-    def gpu_failed(self, number: Ticket, why: str) -> None:
+    def gpu_failed(self, pull: ClientPull, why: str) -> None:
         """Fail a pull that was never sent, if it has not ended."""
-        pull = self._live.get(number)
-        if pull is not None and pull.phase is ClientPullPhase.QUEUED:
+        if pull.phase is ClientPullPhase.QUEUED:
             pull.code, pull.message = Code.DEVICE_ERROR, f"cannot pull {pull.ref.transfer_id}: {why}"
             self._move(pull, ClientPullSignal.DROPPED)
 
@@ -312,6 +306,8 @@ class ClientPulls:
         if pull.phase is ClientPullPhase.ENDED:
             del self._live[pull.ticket.number]
         self._emit_event(pull, event, delivered)
+        if pull.phase is ClientPullPhase.ENDED:
+            pull.blocks = {}  # the outbox may still hold the pull, and must not keep its ids alive
 
     def _emit_event(self, pull: ClientPull, event: EngineEvent, delivered: worker.Delivered | None) -> None:
         match event:

@@ -11,9 +11,8 @@ import msgspec
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
 from kvxferd.wire import common
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REF_BYTES
+from kvxferd.wire.limits import MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_REF_BYTES
 
-_MAX_ENDPOINT_CHARS = 2 * MAX_NAME_CHARS  # it has a scheme, a port and a key beside its name
 MAX_INT = (1 << 63) - 1  # the largest integer that every reader of msgpack takes
 
 
@@ -51,7 +50,7 @@ def read_ref(ref: RefLike) -> common.TransferRef:
     try:
         given = _fields_of(ref)
         return TransferRef(
-            endpoint=Endpoint(_text_field(given, "endpoint", _MAX_ENDPOINT_CHARS)),
+            endpoint=Endpoint(_text_field(given, "endpoint", MAX_ENDPOINT_CHARS)),
             engine_id=EngineId(_text_field(given, "engine_id")),
             generation=Generation(_text_field(given, "generation")),
             transfer_id=TransferId(_text_field(given, "transfer_id")),

@@ -16,7 +16,8 @@ from kvxferd.ids import BootId, EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import FdBatch, Refusal
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.fd_batches import split_fds
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 
 T = TypeVar("T")
@@ -162,12 +163,8 @@ class Registration:
             return []
         assert isinstance(self.role, RankRole)
         assert self.role.exports is not None
-        before = len(self.role.exports.fds) - len(unsent)
-        starts = range(0, len(unsent), MAX_FDS_PER_FRAME)
-        return [
-            Outgoing(FdBatch(first=before + start), unsent[start : start + MAX_FDS_PER_FRAME])
-            for start in starts
-        ]
+        num_before = len(self.role.exports.fds) - len(unsent)
+        return [Outgoing(batch, fds) for batch, fds in split_fds(unsent, num_before)]
 
     def _fds_to_offer(self, exports: MemoryExport) -> tuple[int, ...]:
         """Return the descriptors that are sent with the memory's description."""

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import NoReturn
 
-from kvxferd.client.blocks import PackedGroups
 from kvxferd.client.events import Disconnected, Emit, PullTicket, Suspended
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.client.gpu_events import Completion, PendingCompletions
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover
-from kvxferd.client.outbox import Outbox, Outgoing, QueuedItem, SendPublish, SendPull
+from kvxferd.client.outbox import Outbox, Outgoing
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
@@ -25,6 +24,7 @@ from kvxferd.client.registration import MemoryState, RankRole, Registration, Ses
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.wire import common, worker
+from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import Message, Refusal
 
 CancelPull = Callable[[Ticket], None]
@@ -160,8 +160,8 @@ class ClientSession:
         for ticket in self._pulls.expire(now):
             if self.state is SessionState.READY:
                 self._outbox.queue(worker.Cancel(ticket=ticket))
-        for transfer_id in self._publishes.pop_due_retries(now):
-            self._outbox.queue(SendPublish(transfer_id))
+        for publish in self._publishes.pop_due_retries(now):
+            self._outbox.queue(publish)
         if self.state is not SessionState.READY:
             self._publishes.expire(now)
         if self._reply_deadline is not None and now >= self._reply_deadline:
@@ -244,7 +244,7 @@ class ClientSession:
     def publish(
         self,
         transfer_id: TransferId,
-        blocks: PackedGroups,
+        blocks: BlocksByGroup,
         *,
         num_tokens: int,
         num_readers: int,
@@ -272,7 +272,7 @@ class ClientSession:
                 lambda w: self._publishes.gpu_failed(publish, w),
             )
         elif self.state is SessionState.READY:  # else it is sent with the replay
-            self._outbox.queue(SendPublish(transfer_id))
+            self._outbox.queue(publish)
         role = self.registration.role
         assert role is not None
         return TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
@@ -280,7 +280,7 @@ class ClientSession:
     def _publish_written(self, publish: ClientPublish) -> None:
         """Queue a publish whose blocks are now written."""
         if self._publishes.gpu_done(publish) and self._takes_requests:
-            self._outbox.queue(SendPublish(publish.transfer_id))
+            self._outbox.queue(publish)
 
     @property
     def _takes_requests(self) -> bool:
@@ -326,7 +326,7 @@ class ClientSession:
     def pull(
         self,
         ref: common.TransferRef,
-        blocks: PackedGroups,
+        blocks: BlocksByGroup,
         num_tokens: int,
         deadline: float,
         cancel: CancelPull,
@@ -334,16 +334,14 @@ class ClientSession:
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
-        ticket = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
-        send = SendPull(ticket.number)
+        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
         if after is None:
-            self._outbox.queue(send)
+            self._outbox.queue(pull)
         else:
-            fail = self._pulls.gpu_failed
             self._pending_completions.add(
-                after, lambda: self._outbox.queue(send), lambda why: fail(ticket.number, why)
+                after, lambda: self._outbox.queue(pull), lambda why: self._pulls.gpu_failed(pull, why)
             )
-        return ticket
+        return pull.ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a pull early."""
@@ -480,8 +478,7 @@ class ClientSession:
             # Version 1 cannot name the other ranks' memory, and one of them may have slept meanwhile.
             self._publishes.release_all_locally(Code.RANK_LOST)
         transfers, ready = self._publishes.replay(now, self._lease_s)
-        again: list[QueuedItem] = [SendPublish(one) for one in transfers]
-        self._outbox.replay([*again, *(self._ready_message(*one) for one in ready)])
+        self._outbox.replay([*transfers, *(self._ready_message(*one) for one in ready)])
 
     @property
     def _is_sole_writer(self) -> bool:

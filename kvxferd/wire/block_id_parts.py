@@ -22,6 +22,11 @@ BlocksByGroup = dict[GroupName, PackedBlocks]
 BUSY_RETRY_S = 1.0
 
 
+def num_id_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
+    """Return the bytes of the block ids of all groups."""
+    return sum(len(packed.ids) for packed in blocks.values())
+
+
 def split_block_ids(
     blocks: Mapping[GroupName, PackedBlocks], stream: int
 ) -> tuple[list[BlockIds], BlocksByGroup]:
@@ -29,7 +34,7 @@ def split_block_ids(
 
     Lists that fit in one part together are sent in the request: nearly always all of them.
     """
-    if sum(len(b.ids) for b in blocks.values()) <= IDS_PART_BYTES:
+    if num_id_bytes(blocks) <= IDS_PART_BYTES:
         return [], dict(blocks)
     parts = [part for name, packed in blocks.items() for part in _parts_of_group(name, packed.ids, stream)]
     return parts, {name: msgspec.structs.replace(packed, ids=b"") for name, packed in blocks.items()}

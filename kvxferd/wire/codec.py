@@ -92,7 +92,7 @@ def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRef
         negotiate_version(peer.PEER_VERSIONS, greet.versions)
     except ProtocolError as cause:
         error = cause if cause.code is Code.BAD_VERSION else error
-    return peer.PeerRefused(request=request, code=error.code, message=error.message)
+    return peer.refusal_of(request, error)
 
 
 def negotiate_version(ours: Versions, theirs: Versions) -> int:

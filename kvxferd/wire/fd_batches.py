@@ -10,9 +10,14 @@ from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 
 def leading_fd_batches(fds: Sequence[int]) -> Iterator[tuple[FdBatch, tuple[int, ...]]]:
-    """Yield the batches to send before the message that needs the descriptors; nearly always none."""
-    for first in range(0, start_of_last_batch(len(fds)), MAX_FDS_PER_FRAME):
-        yield FdBatch(first=first), tuple(fds[first : first + MAX_FDS_PER_FRAME])
+    """Return the batches to send before the message that needs the descriptors; nearly always none."""
+    return split_fds(fds[: start_of_last_batch(len(fds))])
+
+
+def split_fds(fds: Sequence[int], num_before: int = 0) -> Iterator[tuple[FdBatch, tuple[int, ...]]]:
+    """Yield all descriptors in batches, where `num_before` others were sent before them."""
+    for start in range(0, len(fds), MAX_FDS_PER_FRAME):
+        yield FdBatch(first=num_before + start), tuple(fds[start : start + MAX_FDS_PER_FRAME])
 
 
 def start_of_last_batch(num_fds: int) -> int:

@@ -241,27 +241,7 @@ RequestMessage = (
     | TransferReleased
 )
 ReplyMessage = PeerWelcome | EngineManifest | Granted | GrantsRenewed | Done | PeerRefused
-PeerMessage = (
-    PeerHello
-    | FetchEngine
-    | AskGrant
-    | RenewGrants
-    | ReturnGrant
-    | Acknowledge
-    | AbandonTransfer
-    | JoinRank
-    | LeaveRank
-    | RankReady
-    | SetRankPolling
-    | TransferReleased
-    | PeerWelcome
-    | EngineManifest
-    | Granted
-    | GrantsRenewed
-    | Done
-    | PeerRefused
-    | BlockIds
-)
+PeerMessage = RequestMessage | ReplyMessage | BlockIds
 
 
 def refusal_of(request: int, error: KvxferdError) -> PeerRefused:

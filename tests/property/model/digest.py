@@ -24,8 +24,17 @@ from kvxferd.plan import Expander, PlanCache, TransferTopology
 CLOCK_START = float(1 << 20)
 
 # Shown to people or kept for speed, or far from any limit; no decision reads them.
-SHOWN = {"now", "phases_s", "received", "started", "learnt", "posted", "published_at", "planned"}
-IGNORED = SHOWN | {"_learnt_bytes", "__weakref__"}
+SHOWN = {
+    "now",
+    "phases_s",
+    "received_at",
+    "started_at",
+    "learnt_at",
+    "posted_at",
+    "published_at",
+    "remote_plans",
+}
+IGNORED = SHOWN | {"_learnt_bytes_share", "__weakref__"}
 CACHES = (PlanCache, TransferTopology, Expander)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvxferd.client import BlockList, PublishRefused, Released
+from kvxferd.client.blocks import pack_blocks
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
@@ -242,3 +243,14 @@ def test_a_publisher_without_memory_publishes(stage: Stage) -> None:
         stage.side.say(worker.Released(transfer_id="req-1", why=Code.LEASE_EXPIRED))
         assert events_of(scheduler) == [Released("req-1", Code.LEASE_EXPIRED)]
     until(lambda: not scheduler.is_connected, "closed")
+
+
+def test_the_former_name_of_borrowed_is_equal() -> None:
+    ids = array("i", [1, 2, 3])
+    now, before, copied = BlockList(ids=ids, borrowed=True), BlockList(ids=ids, lent=True), BlockList(ids=ids)
+    assert now == before
+    assert (before.borrowed, before.lent, now.borrowed, now.lent) == (True, True, True, True)
+    assert (copied.borrowed, copied.lent) == (False, False)
+    packed = [pack_blocks({"full": one}, None, "publish")["full"].ids for one in (now, before, copied)]
+    ids[0] = 9
+    assert [unpack_ids(one)[0] for one in packed] == [9, 9, 1]

@@ -16,20 +16,20 @@ from kvxferd.client.pulls import (
     DEADLINE_GRACE_S,
     MOVER_DEATH_S,
     MOVES,
+    ClientPull,
     ClientPullPhase,
     ClientPulls,
     EngineEvent,
 )
 from kvxferd.errors import Code, ProtocolError
-from kvxferd.ids import Ticket
 from kvxferd.wire import worker
 from tests.support.client_harness import REF
 
 BLOCKS = pack_blocks({"full": BlockList(ids=array("i", [1, 2]))}, None, "pull")
 
 
-def ask(pulls: ClientPulls, deadline: float) -> Ticket:
-    return pulls.add(REF, BLOCKS, 32, deadline, lambda number: None).number
+def add(pulls: ClientPulls, deadline: float) -> ClientPull:
+    return pulls.add(REF, BLOCKS, 32, deadline, lambda number: None)
 
 
 def test_every_path_says_one_terminal_thing_and_quiesces_only_what_was_unsafe() -> None:
@@ -56,9 +56,9 @@ def test_every_path_says_one_terminal_thing_and_quiesces_only_what_was_unsafe() 
 def test_timers_follow_the_phase() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    number = ask(pulls, deadline=10.0)
+    pull = add(pulls, deadline=10.0)
     assert pulls.next_deadline() == 10.0
-    assert pulls.build_message(number, epoch=1, now=1.0).deadline_s == 9.0
+    assert pulls.build_message(pull, epoch=1, now=1.0).deadline_s == 9.0
     assert pulls.expire(10.0) == []  # the daemon may still say how it ended
     assert pulls.next_deadline() == 10.0 + DEADLINE_GRACE_S
     pulls.connection_lost(1, 10.1, Code.DAEMON_LOST, "gone")
@@ -74,7 +74,7 @@ def test_timers_follow_the_phase() -> None:
 def test_a_lost_pull_is_judged_within_a_second() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    pulls.build_message(ask(pulls, deadline=1000.0), epoch=1, now=0.0)
+    pulls.build_message(add(pulls, deadline=1000.0), epoch=1, now=0.0)
     pulls.connection_lost(1, 5.0, Code.DAEMON_LOST, "gone")
     assert pulls.next_deadline() == 5.0 + MOVER_DEATH_S
 
@@ -82,7 +82,7 @@ def test_a_lost_pull_is_judged_within_a_second() -> None:
 def test_a_pull_whose_deadline_passed_is_not_sent() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    assert pulls.build_message(ask(pulls, deadline=1.0), epoch=1, now=1.0) is None
+    assert pulls.build_message(add(pulls, deadline=1.0), epoch=1, now=1.0) is None
     (event,) = events
     assert isinstance(event, Failed)
     assert event.safe_to_reuse
@@ -91,8 +91,8 @@ def test_a_pull_whose_deadline_passed_is_not_sent() -> None:
 def test_other_epochs_are_left_alone() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    pulls.build_message(ask(pulls, deadline=9.0), epoch=1, now=0.0)
-    pulls.build_message(ask(pulls, deadline=9.0), epoch=2, now=0.0)
+    pulls.build_message(add(pulls, deadline=9.0), epoch=1, now=0.0)
+    pulls.build_message(add(pulls, deadline=9.0), epoch=2, now=0.0)
     pulls.connection_lost(1, 0.0, Code.DAEMON_LOST, "gone")
     pulls.movers_exited(1)
     assert [event.ticket.number for event in events] == [1]
@@ -103,7 +103,7 @@ def test_other_epochs_are_left_alone() -> None:
 @pytest.mark.parametrize("number", [0, -1, 2, 1 << 40])
 def test_a_ticket_that_was_never_given_out(number: int) -> None:
     pulls = ClientPulls(lambda event: None)
-    ask(pulls, deadline=1.0)
+    add(pulls, deadline=1.0)
     with pytest.raises(ProtocolError, match="never asked"):
         pulls.handle_quiesced(worker.Quiesced(ticket=number))
 
@@ -114,11 +114,12 @@ class Life:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.pulls = ClientPulls(self.events.append)
-        self.number = ask(self.pulls, deadline=5.0)
+        self.pull = add(self.pulls, deadline=5.0)
+        self.number = self.pull.ticket.number
         self.now = 0.0
 
     def send(self) -> None:
-        self.pulls.build_message(self.number, 1, self.now)
+        self.pulls.build_message(self.pull, 1, self.now)
 
     def cancel(self) -> None:
         self.pulls.cancel(self.number)

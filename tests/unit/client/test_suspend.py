@@ -171,3 +171,13 @@ def test_memory_that_an_unknown_mover_may_map_is_asked_back_from_the_next_daemon
     assert rank.poll() == []
     side.say(worker.Suspended())
     assert one_event(rank) == Suspended()
+
+
+def test_the_former_name_of_memory_in_use_is_equal(stage: Stage) -> None:
+    rank = stage.rank()
+    assert (rank.memory_in_use, rank.may_be_touched) == (True, True)
+    rank.suspend()
+    stage.side.expect(worker.Suspend)
+    stage.side.say(worker.Suspended())
+    assert one_event(rank) == Suspended()
+    assert (rank.memory_in_use, rank.may_be_touched) == (False, False)
