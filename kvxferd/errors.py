@@ -95,12 +95,12 @@ class KvxferdError(Exception):
     """
 
     default_code = Code.INTERNAL
-    retry_after_s: float = 0.0
 
-    def __init__(self, message: str, code: Code | None = None) -> None:
+    def __init__(self, message: str, code: Code | None = None, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.message = message
         self.code = self.default_code if code is None else code
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(KvxferdError):
@@ -157,5 +157,4 @@ class BusyError(KvxferdError):
     default_code = Code.BUSY
 
     def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, retry_after_s=retry_after_s)

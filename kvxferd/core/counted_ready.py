@@ -6,6 +6,7 @@ from collections import Counter, deque
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits import check_count, check_reserve
+from kvxferd.core.tables import decrease
 from kvxferd.ids import BootId
 
 # Requests that are kept for four minutes, of all daemons and of one: 32 ranks that each write 30 transfers a
@@ -59,9 +60,7 @@ class CountedReady:
                 break
             self._expiry.popleft()
             self._requests.discard(request)
-            self._num_of_peer[peer_id] -= 1
-            if not self._num_of_peer[peer_id]:
-                del self._num_of_peer[peer_id]
+            decrease(self._num_of_peer, peer_id)
         else:
             self._context.after("counted-ready", NEXT_TURN_S, self._forget_old)
             return

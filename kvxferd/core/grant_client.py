@@ -144,7 +144,7 @@ class GrantClient:
         try:
             hold.plan = self._remote_engines.plan(hold.rank, outcome)
         except KvxferdError as error:
-            self._settle(hold, Refusal(error.code, error.message))
+            self._settle(hold, Refusal.of(error))
             return
         hold.state = GrantState.REQUESTING
         self._request_grant(hold, outcome, hold.plan)
@@ -199,7 +199,7 @@ class GrantClient:
         try:
             self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         except BusyError as error:
-            self._settle(hold, Refusal(error.code, error.message, error.retry_after_s))
+            self._settle(hold, Refusal.of(error))
             self._send_return(hold)
             return
         self._block_id_memory.add(uid, size)
@@ -214,7 +214,7 @@ class GrantClient:
             self.preload(hold)
         except PeerError as error:
             self._forget(hold.ref.endpoint, hold.grant_id)
-            self._settle(hold, Refusal(error.code, error.message))
+            self._settle(hold, Refusal.of(error))
             self._send_return(hold)
             return
         self._settle(hold, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
@@ -14,6 +13,7 @@ from kvxferd.core.limits import check_count, check_waiting
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.tables import decrease, discard
 from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, GrantId
@@ -32,8 +32,6 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     refusal_of,
 )
-
-K = TypeVar("K")
 
 # 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 requests
 # that may wait (`limits.max_waiting`) 256 may be large, 64 of one peer: 32 MiB, and 256 MiB of the others.
@@ -197,12 +195,10 @@ class GrantServer:
     def _remove(self, pending: _PendingGrant) -> None:
         del self._pending[pending.grant]
         self._due.pop(pending.grant, None)
-        self._num_pending_of_peer[pending.peer_id] -= 1
-        if not self._num_pending_of_peer[pending.peer_id]:
-            del self._num_pending_of_peer[pending.peer_id]
+        decrease(self._num_pending_of_peer, pending.peer_id)
         self._unindex_message(pending)
         for agent in pending.agents:
-            self._unindex(self._pending_by_agent, agent, pending.grant)
+            discard(self._pending_by_agent, agent, pending.grant)
         self._context.timers.cancel(("ask", pending.grant))
         transfer = self._published.table.by_grant.get(pending.grant)
         kept = transfer.grants[pending.grant].agents if transfer else frozenset()
@@ -212,18 +208,9 @@ class GrantServer:
     def _unindex_message(self, pending: _PendingGrant) -> None:
         if pending.grant in self._large:
             del self._large[pending.grant]
-            self._num_large_of_peer[pending.peer_id] -= 1
-            if not self._num_large_of_peer[pending.peer_id]:
-                del self._num_large_of_peer[pending.peer_id]
-        self._unindex(self._pending_by_transfer, pending.transfer, pending.grant)
-        self._unindex(self._pending_by_engine, pending.message.ref.engine_id, pending.grant)
-
-    @staticmethod
-    def _unindex(index: dict[K, dict[GrantId, None]], key: K, grant: GrantId) -> None:
-        listed = index[key]
-        del listed[grant]
-        if not listed:
-            del index[key]
+            decrease(self._num_large_of_peer, pending.peer_id)
+        discard(self._pending_by_transfer, pending.transfer, pending.grant)
+        discard(self._pending_by_engine, pending.message.ref.engine_id, pending.grant)
 
     def _obstacle(self, pending: _PendingGrant, transfer: Transfer | None) -> _Obstacle | MappedFencePage:
         """Return why the request cannot be granted, or where its fence page lies if it can."""
@@ -325,7 +312,7 @@ class GrantServer:
             self._pending_by_agent.setdefault(agent, {})[pending.grant] = None
         for agent in pending.agents - agents:
             self._poll_requests.release(agent, pending.grant)
-            self._unindex(self._pending_by_agent, agent, pending.grant)
+            discard(self._pending_by_agent, agent, pending.grant)
         pending.agents = agents
         if not all(map(self._poll_requests.is_polling, agents)):
             return _Obstacle(

@@ -10,6 +10,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits import check_waiting
 from kvxferd.core.registry import LocalEngine, Registry
+from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, EngineKey
 from kvxferd.plan import require_pp_aware
@@ -83,13 +84,8 @@ class HandshakeServer:
     def _remove(self, name: FetchKey) -> None:
         fetch = self._pending.pop(name)
         self._due.pop(name, None)
-        of_engine = self._pending_by_engine[EngineId(fetch.message.engine_id)]
-        del of_engine[name]
-        if not of_engine:
-            del self._pending_by_engine[EngineId(fetch.message.engine_id)]
-        self._num_pending_of_peer[fetch.peer_id] -= 1
-        if not self._num_pending_of_peer[fetch.peer_id]:
-            del self._num_pending_of_peer[fetch.peer_id]
+        discard(self._pending_by_engine, EngineId(fetch.message.engine_id), name)
+        decrease(self._num_pending_of_peer, fetch.peer_id)
         self._context.timers.cancel(("fetch", *name))
 
     def _consider(self, fetch: _PendingFetch) -> None:

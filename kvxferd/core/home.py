@@ -16,6 +16,7 @@ from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.rank_holders import is_local_user
 from kvxferd.core.registry import LocalRank, MemberRank, Registry
+from kvxferd.core.tables import decrease
 from kvxferd.core.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
@@ -167,13 +168,12 @@ class Home:
             raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
         left_s = present.last_seen_at + self._silent_after_s() - self._context.now
         if left_s > 0:
-            error = EngineError(
+            raise EngineError(
                 f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
                 f"{left_s:.1f} s from now, if nothing is heard of that one until then",
                 Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED,
+                retry_after_s=left_s,
             )
-            error.retry_after_s = left_s
-            raise error
 
     def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
         """Raise EngineError where an absent rank is kept for its last holder, maybe from before a restart."""
@@ -186,13 +186,12 @@ class Home:
             if is_local_user(holder)
             else "the daemon that joined it, with another key"
         )
-        error = EngineError(
+        raise EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
             "more or until `kvxferd disown`",
             Code.NOT_ALLOWED,
+            retry_after_s=min(left_s, self._context.settings.member_heartbeat_s),
         )
-        error.retry_after_s = min(left_s, self._context.settings.member_heartbeat_s)
-        raise error
 
     def _silent_after_s(self) -> float:
         return self._context.settings.member_silent_after_s
@@ -206,13 +205,12 @@ class Home:
         """
         if not (why := self._why_not_started_by(spec, identity)):
             return
-        error = EngineError(
+        raise EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
             "wait until the former one has ended, or choose another engine id",
             Code.NOT_ALLOWED,
+            retry_after_s=self._context.settings.member_heartbeat_s,
         )
-        error.retry_after_s = self._context.settings.member_heartbeat_s
-        raise error
 
     def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
         """Return why this daemon may not start that generation; "" where it may."""
@@ -302,9 +300,7 @@ class Home:
 
     def _uncount(self, record: MemberRank) -> None:
         peer = _peer_id(record)
-        self._num_of_peer[peer] -= 1
-        if not self._num_of_peer[peer]:
-            del self._num_of_peer[peer]
+        decrease(self._num_of_peer, peer)
 
     def num_silent(self, engine_id: EngineId) -> int:
         """Return how many joined ranks of the engine are silent."""

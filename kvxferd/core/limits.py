@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvxferd.core.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
+from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError
 from kvxferd.ids import SessionId
 
@@ -102,9 +103,7 @@ class PullAdmission:
 
     def remove(self, session: SessionId, uid: int, size_bytes: int) -> None:
         """Stop counting a pull: nothing writes its blocks any more."""
-        self._num_pulls[session] -= 1
-        if not self._num_pulls[session]:
-            del self._num_pulls[session]
+        decrease(self._num_pulls, session)
         self._bytes.release(uid, size_bytes)
 
 

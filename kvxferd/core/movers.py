@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import KillMover, SendToMover
+from kvxferd.core.tables import decrease
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
@@ -207,9 +208,7 @@ class Movers:
         known = self._movers.get(mover)
         if known is not None and (loaded := known.remotes.pop(agent, None)) is not None:
             peer = known.learnt_from[agent]
-            known.loaded_bytes_of[peer] -= sum(map(_loaded_size, loaded))
-            if not known.loaded_bytes_of[peer]:
-                del known.loaded_bytes_of[peer]
+            decrease(known.loaded_bytes_of, peer, sum(map(_loaded_size, loaded)))
             self._context.emit(SendToMover(mover, DropRemote(agent=agent)))
 
 

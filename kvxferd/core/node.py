@@ -108,6 +108,7 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     SetRankPolling,
     TransferReleased,
+    refusal_of,
 )
 from kvxferd.wire.versions import for_version_1
 from kvxferd.wire.worker import (
@@ -606,8 +607,7 @@ class Node:
         try:
             version = negotiate_version(PEER_VERSIONS, message.versions)
         except ProtocolError as error:
-            refused = PeerRefused(request=message.request, code=error.code, message=error.message)
-            self.context.emit(ReplyToPeer(route, refused))
+            self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
         self.route_versions.set_version(route, version)
         self.context.emit(

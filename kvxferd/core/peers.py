@@ -19,6 +19,7 @@ from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.manifest_checks import check_manifests
 from kvxferd.core.peer_requests import CHECK_PEER, OnReply, PeerRequests
 from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
+from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec, RankLayout
@@ -160,9 +161,7 @@ class Peers:
 
         def answered(reply: ReplyMessage) -> None:
             self._open_request_share.release(uid)
-            peer.num_open_requests[uid] -= 1
-            if not peer.num_open_requests[uid]:
-                del peer.num_open_requests[uid]
+            decrease(peer.num_open_requests, uid)
             on_reply(reply)
             self._forget_if_unused(peer)
 
@@ -449,7 +448,7 @@ class Peers:
                 self._check_learning(key, uid)
             peer = self._admit(endpoint, uid)
         except KvxferdError as error:
-            on_learnt(Refusal(error.code, error.message, error.retry_after_s))
+            on_learnt(Refusal.of(error))
             return
         if key in peer.engines:
             on_learnt(peer.engines[key])
@@ -549,7 +548,7 @@ class Peers:
             if not self._context.settings.pp_aware:
                 require_pp_aware(ranks, "this node")
         except KvxferdError as error:
-            return Refusal(error.code, error.message)
+            return Refusal.of(error)
         return RemoteEngine(reply.ranks[0].spec, ranks)
 
     def _finish_learning(

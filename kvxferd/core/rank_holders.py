@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.identity import SECRET_HOLDER
+from kvxferd.core.tables import decrease
 from kvxferd.ids import EngineId, EngineKey, Generation, Rank
 
 # A home has 4,096 ranks of other nodes, 2,048 of one peer, and 128 of its own (`limits.max_ranks`). Twice the
@@ -193,9 +194,7 @@ class RankHolders:
         if not kept:
             del self._held[key.engine_id]
         self._num -= 1
-        self._num_by_holder[held.holder] -= 1
-        if not self._num_by_holder[held.holder]:
-            del self._num_by_holder[held.holder]
+        decrease(self._num_by_holder, held.holder)
         return True
 
     def _set_absent(self, key: EngineKey, rank: Rank, keep_s: float) -> None:
@@ -214,9 +213,7 @@ class RankHolders:
             self._context.emit(SaveOwnerships())
         if not held.is_present:
             counts, places = self._num_absent_by_engine[key.engine_id], self._absent_by_holder[held.holder]
-            counts[held.holder] -= 1
-            if not counts[held.holder]:
-                del counts[held.holder]
+            decrease(counts, held.holder)
             if not counts:
                 del self._num_absent_by_engine[key.engine_id]
             if not any(is_local_user(holder) for holder in counts):

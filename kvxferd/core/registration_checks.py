@@ -99,9 +99,7 @@ class RegistrationChecks:
 def check_problem(problem: Refusal | None) -> None:
     """Raise EngineError for the worker socket's refusal of the message's descriptors."""
     if problem is not None:
-        error = EngineError(problem.message, problem.code)
-        error.retry_after_s = problem.retry_after_s
-        raise error
+        raise EngineError(problem.message, problem.code, retry_after_s=problem.retry_after_s)
 
 
 def check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:

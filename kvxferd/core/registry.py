@@ -304,15 +304,14 @@ class Registry:
         holder = ranks.absent_holder(spec.key, spec.rank)
         if holder is None or is_local_user(holder) or not self.is_home(spec):
             return
-        error = EngineError(
+        raise EngineError(
             f"cannot register rank {spec.rank} of engine {spec.key}: it is another node's, and is kept for "
             f"its daemon for {ranks.remaining_s(spec.key, spec.rank):.0f} s; register it there, start this "
             "engine "
             "with a new generation, or have the operator disown it",
             Code.RANK_TAKEN,
+            retry_after_s=ranks.remaining_s(spec.key, spec.rank),
         )
-        error.retry_after_s = ranks.remaining_s(spec.key, spec.rank)
-        raise error
 
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
         """Whether the user may publish for the engine: the mover of a rank here serves its fence pages.

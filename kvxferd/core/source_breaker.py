@@ -55,10 +55,9 @@ class SourceBreaker:
         left_s = at[-1] + REFUSED_S - self._context.now
         if left_s <= 0:
             return
-        error = EngineError(
+        raise EngineError(
             f"{what}: {MAX_STALLS} reads from engine {ref.engine} at {ref.endpoint} did not end within "
             f"{WINDOW_S:g} s; look at that engine's node, and try again in {left_s:.0f} s",
             Code.SOURCE_STALLED,
+            retry_after_s=left_s,
         )
-        error.retry_after_s = left_s
-        raise error

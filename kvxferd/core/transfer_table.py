@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare, Owner
 from kvxferd.core.limits import MAX_TOMBSTONES
 from kvxferd.core.snapshot import TransferSnapshot
+from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks
@@ -145,7 +145,6 @@ MAX_EARLY_READY = 1 << 16
 # Ranks of readers that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of one reader have
 # read and others have not. A reader itself counts as eight ranks: its names take as much.
 MAX_ACKNOWLEDGED, READER_COST = 1 << 18, 8
-K = TypeVar("K")
 
 
 class TransferTable:
@@ -186,8 +185,8 @@ class TransferTable:
         del self.live[key]
         self.tombstones[key] = Tombstone(transfer.nonce, why)
         del self._by_slot[transfer.session, transfer.fence_slot]
-        _discard(self._by_session, transfer.session, key)
-        _discard(self._by_engine, transfer.engine, key)
+        discard(self._by_session, transfer.session, key)
+        discard(self._by_engine, transfer.engine, key)
         for peer_id, amount in transfer.reader_cost_of_peer.items():
             self._reader_share.release(peer_id, amount)
         if len(self.tombstones) <= MAX_TOMBSTONES:
@@ -226,7 +225,7 @@ class TransferTable:
         ranks = self.early_ready.pop(key, None)
         if ranks is None:
             return {}
-        _discard(self._early_by_engine, key[0], key)
+        discard(self._early_by_engine, key[0], key)
         self._early_share.release(self._early_owner.pop(key))
         return ranks
 
@@ -243,9 +242,7 @@ class TransferTable:
         if transfer is None:
             return None
         grant = transfer.grants.pop(grant_id)
-        transfer.num_grants_of_peer[grant.peer_id] -= 1
-        if not transfer.num_grants_of_peer[grant.peer_id]:
-            del transfer.num_grants_of_peer[grant.peer_id]
+        decrease(transfer.num_grants_of_peer, grant.peer_id)
         return grant
 
     def forget_tombstone(self, key: TransferKey) -> None:
@@ -274,10 +271,3 @@ class TransferTable:
     def of_engine(self, engine: EngineKey) -> list[Transfer]:
         """Return the live transfers of an engine."""
         return [self.live[key] for key in self._by_engine.get(engine, ())]
-
-
-def _discard(index: dict[K, dict[TransferKey, None]], key: K, value: TransferKey) -> None:
-    entries = index[key]
-    del entries[value]
-    if not entries:
-        del index[key]

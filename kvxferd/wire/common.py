@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -111,6 +111,11 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: Code
     message: str
     retry_after_s: float = 0.0  # with the code `busy`: when another attempt may succeed
+
+    @classmethod
+    def of(cls, error: KvxferdError) -> Refusal:
+        """Return the refusal that reports the error."""
+        return cls(error.code, error.message, error.retry_after_s)
 
 
 class FdBatch(Message, frozen=True, tag="descriptors"):
