@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.fence_pages import FencePages, MappedFencePage
-from kvxferd.core.limits import check_count, check_waiting
+from kvxferd.core.limits import check_count
+from kvxferd.core.parked_requests import ParkedRequests
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.registry import LocalEngine, Registry
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease, discard
 from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, EngineId, EngineKey, GrantId
+from kvxferd.ids import AgentName, EngineKey, GrantId
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
@@ -47,9 +47,6 @@ MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_P
 MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
 # Engines that acknowledge or abandon one transfer. A request is routed to a handful.
 MAX_READERS = 256
-# Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
-# turns: all 32,768 took 640 ms, each time that a rank came or went.
-REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
 
 
 @dataclass(slots=True)
@@ -74,7 +71,7 @@ class _Obstacle:
     wait_s: float = 0.0
 
 
-class GrantServer:
+class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
     """Replies to every request for a grant, at once or when what it waits for has happened."""
 
     def __init__(
@@ -85,21 +82,17 @@ class GrantServer:
         poll_requests: PollRequests,
         fence_pages: FencePages,
     ) -> None:
-        self._context = context
+        super().__init__(context, "asks-due")
         self._registry = registry
         self._published = published
         self._poll_requests = poll_requests
         self._fence_pages = fence_pages
-        self._pending: dict[GrantId, _PendingGrant] = {}
         # A publish concerns the requests for that transfer, a mover that polls the requests that read from
         # it, and no others: thousands may wait for transfers that are being computed.
         self._pending_by_transfer: dict[TransferKey, dict[GrantId, None]] = {}
         self._pending_by_agent: dict[AgentName, dict[GrantId, None]] = {}
-        self._pending_by_engine: dict[EngineId, dict[GrantId, None]] = {}
-        self._num_pending_of_peer: Counter[str] = Counter()
         self._large: dict[GrantId, None] = {}  # those that name many agents
         self._num_large_of_peer: Counter[str] = Counter()
-        self._due: dict[GrantId, None] = {}  # to be considered in the next turns
 
     # --- requests
 
@@ -113,16 +106,14 @@ class GrantServer:
             if is_large and grant not in self._large:
                 self._check_large(peer_id)  # a request that is sent again may have become a large one
             if pending is None:
-                of_peer = self._num_pending_of_peer[peer_id]
-                check_waiting(of_peer, len(self._pending), self._context.settings.limits)
+                self._check_waiting(peer_id)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
         if pending is None:
             key_of_transfer = (message.ref.engine, message.ref.transfer_id)
             pending = _PendingGrant(grant, peer_id, route, message, key_of_transfer, self._context.now)
-            self._pending[grant] = pending
-            self._num_pending_of_peer[peer_id] += 1
+            self._park(grant, pending, peer_id)
         else:
             self._unindex_message(pending)
             pending.route, pending.message = route, message  # sent again: the last route is the live one
@@ -141,10 +132,6 @@ class GrantServer:
             self._num_large_of_peer[peer_id], MAX_LARGE_REQUESTS_PER_PEER, what, "of one asker; not a setting"
         )
 
-    def reconsider(self, engine_id: EngineId) -> None:
-        """Consider the engine's requests again: a rank, a fence page or a mover has changed."""
-        self._reconsider_all(self._pending_by_engine.get(engine_id, {}))
-
     def reconsider_transfer(self, key: TransferKey) -> None:
         """Consider the transfer's requests again: it was published, or a rank is ready with it."""
         self._reconsider_all(self._pending_by_transfer.get(key, {}))
@@ -152,27 +139,6 @@ class GrantServer:
     def reconsider_agent(self, agent: AgentName) -> None:
         """Consider the requests that read from the agent again: its mover polls."""
         self._reconsider_all(self._pending_by_agent.get(agent, {}))
-
-    def _reconsider_all(self, concerned: dict[GrantId, None]) -> None:
-        """Consider the first requests now, and the others in later turns."""
-        first = list(islice(concerned, REQUESTS_PER_TURN))
-        if len(concerned) > len(first):
-            self._due.update(concerned)
-        for grant in first:
-            self._due.pop(grant, None)
-            self._consider(self._pending[grant])
-        self._schedule_rest()
-
-    def _schedule_rest(self) -> None:
-        # The timer is never moved: frequent changes would otherwise put off the rest for ever.
-        if self._due and "asks-due" not in self._context.timers:
-            self._context.after("asks-due", NEXT_TURN_S, self._reconsider_rest)
-
-    def _reconsider_rest(self) -> None:
-        for grant in list(islice(self._due, REQUESTS_PER_TURN)):
-            del self._due[grant]
-            self._consider(self._pending[grant])
-        self._schedule_rest()
 
     def _consider(self, pending: _PendingGrant) -> None:
         transfer = self._published.table.live.get(pending.transfer)
@@ -193,9 +159,7 @@ class GrantServer:
         self._context.emit(ReplyToPeer(pending.route, refused))
 
     def _remove(self, pending: _PendingGrant) -> None:
-        del self._pending[pending.grant]
-        self._due.pop(pending.grant, None)
-        decrease(self._num_pending_of_peer, pending.peer_id)
+        self._unpark(pending.grant, pending.peer_id)
         self._unindex_message(pending)
         for agent in pending.agents:
             discard(self._pending_by_agent, agent, pending.grant)

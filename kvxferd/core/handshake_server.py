@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits import check_waiting
+from kvxferd.core.parked_requests import ParkedRequests
 from kvxferd.core.registry import LocalEngine, Registry
-from kvxferd.core.tables import decrease, discard
+from kvxferd.core.tables import discard
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, EngineKey
 from kvxferd.plan import require_pp_aware
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
-
-# As in `grant_server`: the requests that one change considers in one turn of the loop.
-FETCHES_PER_TURN, NEXT_TURN_S = 256, 0.001
 
 FetchKey = tuple[bytes, int]  # route and number
 
@@ -33,16 +28,12 @@ class _PendingFetch:
     requested_at: float
 
 
-class HandshakeServer:
+class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
     """Replies to each fetch when its engine is complete, or when it has waited long enough."""
 
     def __init__(self, context: NodeContext, registry: Registry) -> None:
-        self._context = context
+        super().__init__(context, "fetches-due")
         self._registry = registry
-        self._pending: dict[FetchKey, _PendingFetch] = {}
-        self._pending_by_engine: dict[EngineId, dict[FetchKey, None]] = {}
-        self._num_pending_of_peer: Counter[str] = Counter()
-        self._due: dict[FetchKey, None] = {}  # to be considered in the next turns
 
     def fetch(self, route: bytes, message: FetchEngine, key: str = "") -> None:
         """Reply now or later. A repeated request changes nothing."""
@@ -50,42 +41,18 @@ class HandshakeServer:
         if name not in self._pending:
             try:
                 _check_names(message)
-                of_peer = self._num_pending_of_peer[peer_id]
-                check_waiting(of_peer, len(self._pending), self._context.settings.limits)
+                self._check_waiting(peer_id)
             except KvxferdError as error:
                 self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
                 return
-            self._pending[name] = _PendingFetch(peer_id, route, message, self._context.now)
+            self._park(name, _PendingFetch(peer_id, route, message, self._context.now), peer_id)
             self._pending_by_engine.setdefault(EngineId(message.engine_id), {})[name] = None
-            self._num_pending_of_peer[peer_id] += 1
         self._consider(self._pending[name])
 
-    def reconsider(self, engine_id: EngineId) -> None:
-        """Consider the engine's requests again: a rank of it has come."""
-        concerned = self._pending_by_engine.get(engine_id, {})
-        first = list(islice(concerned, FETCHES_PER_TURN))
-        if len(concerned) > len(first):
-            self._due.update(concerned)
-        for name in first:
-            self._due.pop(name, None)
-            self._consider(self._pending[name])
-        self._schedule_rest()
-
-    def _schedule_rest(self) -> None:
-        if self._due and "fetches-due" not in self._context.timers:
-            self._context.after("fetches-due", NEXT_TURN_S, self._reconsider_rest)
-
-    def _reconsider_rest(self) -> None:
-        for name in list(islice(self._due, FETCHES_PER_TURN)):
-            del self._due[name]
-            self._consider(self._pending[name])
-        self._schedule_rest()
-
     def _remove(self, name: FetchKey) -> None:
-        fetch = self._pending.pop(name)
-        self._due.pop(name, None)
+        fetch = self._pending[name]
+        self._unpark(name, fetch.peer_id)
         discard(self._pending_by_engine, EngineId(fetch.message.engine_id), name)
-        decrease(self._num_pending_of_peer, fetch.peer_id)
         self._context.timers.cancel(("fetch", *name))
 
     def _consider(self, fetch: _PendingFetch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import events as ev
-from kvxferd.core.grant_server import REQUESTS_PER_TURN, GrantServer
-from kvxferd.core.handshake_server import FETCHES_PER_TURN, HandshakeServer
+from kvxferd.core.grant_server import GrantServer
+from kvxferd.core.handshake_server import HandshakeServer
+from kvxferd.core.parked_requests import REQUESTS_PER_TURN
 from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -121,13 +122,13 @@ def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
     world = World()
     world.hold_network = True
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
-    node, num = source.host.node, 3 * FETCHES_PER_TURN
+    node, num = source.host.node, 3 * REQUESTS_PER_TURN
     for number in range(num):
         fetch = FetchEngine(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
         node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
     looked_at.clear()
     world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
-    assert len(looked_at) <= 2 * FETCHES_PER_TURN
+    assert len(looked_at) <= 2 * REQUESTS_PER_TURN
     world.advance(0.1)
     assert len([m for e in world.network if isinstance(m := decoded(e.payload), EngineManifest)]) == num
 
