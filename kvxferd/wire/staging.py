@@ -6,9 +6,8 @@ releases it. Any agent may send such a message with any content, so it is checke
 
 from __future__ import annotations
 
-import msgspec
-
 from kvxferd.errors import ProtocolError
+from kvxferd.wire.codec import Decoder
 from kvxferd.wire.common import Message
 
 # 512 address ranges of 12 bytes each, and the reader's metadata.
@@ -50,16 +49,13 @@ class ChunkRelease(Message, frozen=True, tag="returned"):
 
 StagingMessage = ChunkRequest | ChunkReady | ChunkRefused | ChunkRelease
 
-_DECODER: msgspec.msgpack.Decoder[StagingMessage] = msgspec.msgpack.Decoder(StagingMessage)
+_DECODER: Decoder[StagingMessage] = Decoder(StagingMessage)
 
 
 def decode_staging_message(payload: bytes) -> StagingMessage:
     """Return the message. Raises ProtocolError."""
     if len(payload) > MAX_STAGING_MESSAGE_BYTES:
         raise ProtocolError(
-            f"cannot take a note of {len(payload)} bytes: the limit is {MAX_STAGING_MESSAGE_BYTES}"
+            f"cannot take a staging message of {len(payload)} bytes: the limit is {MAX_STAGING_MESSAGE_BYTES}"
         )
-    try:
-        return _DECODER.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"cannot take a note: {error}") from error
+    return _DECODER.decode(payload)
