@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: its credentials from the kernel, and its exit."""
+"""The process at the other end of a Unix socket: its credentials, its exit, and whether it listens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python does not define it
@@ -26,6 +27,30 @@ def credentials_of(accepted: socket.socket) -> Credentials:
     return Credentials(
         *_CREDENTIALS.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     )
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process listens at the path. A dead daemon leaves its file, which refuses connections."""
+    try:
+        return listening_pid(path) is not None
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno is None:
+            return False  # longer than any socket's path
+        raise
+
+
+def listening_pid(path: Path) -> int | None:
+    """Return the pid of the process that listens at the path; None if none does, 0 if the pid is unknown."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # its backlog is full
+            return 0
+        return credentials_of(probe).pid
 
 
 def open_exit_fds(accepted: socket.socket, pid: int) -> tuple[int, int]:

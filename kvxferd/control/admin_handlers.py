@@ -7,7 +7,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from kvxferd.control.node_api import NODE_API, error_response, json_response
+from kvxferd.control.node_api import NODE_API
+from kvxferd.control.responses import error_response, json_response
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, PullId, TransferId
 

@@ -10,8 +10,9 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_api import METRICS, NODE_API, error_response, json_response
+from kvxferd.control.node_api import METRICS, NODE_API
 from kvxferd.control.response_cache import snapshot_for
+from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import render_status_page
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId

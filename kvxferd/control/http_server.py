@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -19,12 +18,15 @@ from aiohttp import web
 
 from kvxferd.config import Config, split_host_port
 from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
-from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners, RateLimiter
+from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners
+from kvxferd.control.http_rate_limit import RateLimiter
 from kvxferd.control.http_routes import ROUTES, Access, Route
-from kvxferd.control.node_api import METRICS, NODE_API, NodeApi, error_response
+from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
+from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.unix_socket import credentials_of, listening_pid
 
 __all__ = ["HttpServer"]
 
@@ -33,7 +35,6 @@ CONTROL_SOCKET_MODE = 0o660
 MAX_BODY_BYTES = 16 << 10
 # Responses are small and local: do not wait longer for clients to read them.
 SHUTDOWN_S = 1.0
-_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 RATE_LIMITER: web.AppKey[RateLimiter] = web.AppKey("pace", RateLimiter)
 
@@ -90,23 +91,7 @@ def uid_of(request: web.Request) -> int | None:
     connection = None if transport is None else transport.get_extra_info("socket")
     if connection is None or connection.family != socket.AF_UNIX:
         return None
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
-    return uid
-
-
-def _listening_pid(path: Path) -> int | None:
-    """Return the pid of the process that listens there; None if there is none."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return None
-        except BlockingIOError:  # its backlog is full: a process listens, but its pid is unknown
-            return 0
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    pid: int = _PEER_CREDENTIALS.unpack(credentials)[0]
-    return pid
+    return credentials_of(connection).uid
 
 
 def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
@@ -204,7 +189,7 @@ def _listen_unix(path: Path) -> socket.socket:
     before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
     try:
         if path.is_socket():
-            if (holder := _listening_pid(path)) is not None:
+            if (holder := listening_pid(path)) is not None:
                 raise ConfigError(
                     f"cannot listen on control.socket = {str(path)!r}: process {holder} does",
                     Code.ALREADY_RUNNING,

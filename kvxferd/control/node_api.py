@@ -1,9 +1,9 @@
-"""What HTTP knows of the node that it serves, and the form of its answers."""
+"""The interface of the node that HTTP serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -82,13 +82,3 @@ class NodeApi(Protocol):
 
 NODE_API: web.AppKey[NodeApi] = web.AppKey("view")
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
-
-
-def json_response(value: Any, status: int = 200) -> web.Response:
-    """Return the value, structs included, as a JSON response."""
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
-
-
-def error_response(status: int, code: str, message: str) -> web.Response:
-    """Return an error response: a code for machines, a sentence for people."""
-    return json_response({"error": {"code": code, "message": message}}, status)

@@ -33,8 +33,7 @@ from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, Protoco
 from kvxferd.frame_socket import FrameSocket, close_fds, new_read_buffer
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
-from kvxferd.old_places import is_listening
-from kvxferd.unix_socket import Credentials, credentials_of, open_exit_fds
+from kvxferd.unix_socket import Credentials, credentials_of, is_listening, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message, Refusal
 from kvxferd.wire.fd_batches import FdBatchAssembly

@@ -16,7 +16,7 @@ import pytest
 from kvxferd.config import Config, LimitsConfig
 from kvxferd.control import fd_budget, http_connections, response_cache
 from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
-from kvxferd.control.http_connections import RateLimiter
+from kvxferd.control.http_rate_limit import RateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
