@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from kvxferd.errors import Code, ConfigError
-from kvxferd.unix_socket import is_listening
+from kvxferd.unix_socket import is_listening, is_own_uid
 
 log = structlog.get_logger()
 
@@ -254,7 +254,7 @@ def try_lock(fd: int) -> bool:
 
 def _holds_lock(process: Path, file: os.stat_result) -> bool:
     with suppress(OSError):
-        if not _uids_of(process) <= {0, os.geteuid()}:
+        if not all(map(is_own_uid, _uids_of(process))):
             return False
         for fd in (process / "fd").iterdir():
             with suppress(OSError):
@@ -298,13 +298,12 @@ def _describe_os_error(path: Path, error: OSError) -> str:
 def _check_owner(path: Path, setting: str) -> None:
     """Raise ConfigError if another user could replace what is in the directory."""
     what = f"cannot use {setting} = {path}"
-    own = (0, os.geteuid())
-    if path.is_symlink() and path.lstat().st_uid not in own:
+    if path.is_symlink() and not is_own_uid(path.lstat().st_uid):
         raise ConfigError(f"{what}: it is a symbolic link of uid {path.lstat().st_uid}; remove it")
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{what}: it is no directory; remove it, or name another")
-    if status.st_uid not in own:
+    if not is_own_uid(status.st_uid):
         raise ConfigError(
             f"{what}: it belongs to uid {status.st_uid}; remove it, or run the daemon as that user"
         )
@@ -321,7 +320,7 @@ def _make_directory(path: Path, mode: int) -> None:
     """Create a directory of this user with that mode, whatever the umask. Raises ConfigError, OSError."""
     path.mkdir(mode=mode, exist_ok=True)
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+    if not stat.S_ISDIR(status.st_mode) or not is_own_uid(status.st_uid):
         raise ConfigError(f"cannot use {path}: it is no directory of uid {os.geteuid()}; remove it")
     if status.st_uid == os.geteuid():
         path.chmod(mode)

@@ -22,6 +22,11 @@ class Credentials(NamedTuple):
     gid: int
 
 
+def is_own_uid(uid: int | None) -> bool:
+    """Whether the uid is root's or that of this process: operators, whose files the daemon trusts too."""
+    return uid in (0, os.geteuid())
+
+
 def credentials_of(accepted: socket.socket) -> Credentials:
     """Return the credentials of the process that connected (SO_PEERCRED)."""
     return Credentials(

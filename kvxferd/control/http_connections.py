@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from kvxferd.unix_socket import credentials_of
+from kvxferd.unix_socket import credentials_of, is_own_uid
 
 log = structlog.get_logger()
 
@@ -267,7 +267,7 @@ class HttpListeners:
         any(share.close_idle() for share in strangers)
 
     def _is_operator(self, accepted: socket.socket) -> bool:
-        return accepted.family == socket.AF_UNIX and credentials_of(accepted).uid in (0, os.geteuid())
+        return accepted.family == socket.AF_UNIX and is_own_uid(credentials_of(accepted).uid)
 
     def _add_connection(self, accepted: socket.socket, address: Any) -> None:
         share, source = self._tcp, ""

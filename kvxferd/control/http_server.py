@@ -26,7 +26,7 @@ from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_ope
 from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.unix_socket import credentials_of, listening_pid
+from kvxferd.unix_socket import credentials_of, is_own_uid, listening_pid
 
 __all__ = ["HttpServer"]
 
@@ -113,7 +113,7 @@ def _admin_only(route: Route) -> Handler:
             return error_response(
                 403, Code.NOT_ALLOWED, f"cannot {route.method} {route.path} over TCP: use control.sock"
             )
-        if uid not in (0, os.geteuid()):
+        if not is_own_uid(uid):
             return error_response(
                 403,
                 Code.NOT_ALLOWED,

@@ -33,7 +33,7 @@ from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, Protoco
 from kvxferd.frame_socket import FrameSocket, close_fds, new_read_buffer
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
-from kvxferd.unix_socket import Credentials, credentials_of, is_listening, open_exit_fds
+from kvxferd.unix_socket import Credentials, credentials_of, is_listening, is_own_uid, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message, Refusal
 from kvxferd.wire.fd_batches import FdBatchAssembly
@@ -264,7 +264,7 @@ class WorkerSocket:
         uids, gids = self._config.allowed_uids, self._config.allowed_gids
         if not uids and not gids:
             return True  # the file's mode has decided
-        return credentials.uid in (0, os.geteuid(), *uids) or credentials.gid in gids
+        return is_own_uid(credentials.uid) or credentials.uid in uids or credentials.gid in gids
 
     def _rejection(self, credentials: Credentials) -> Farewell | None:
         """Return the message to a process that may not register; None if it may."""
