@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_transfers import FACTS, TOKENS, ids_for, publish, pull_and_check, spec_of
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.rank_process import RankError
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 
 def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):

@@ -7,23 +7,16 @@ import signal
 
 import pytest
 
-from tests.integration.test_transfers import publish, pull_and_check, spec_of
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import DRIVERS, driver_or_skip
-
-BIG = {"head_dim": 64, "num_blocks": 128}  # 8 MiB a rank of one: several allocations
+from tests.support.rank_requests import publish, pull_and_check, spec_of
 
 
 @pytest.fixture(params=DRIVERS)
 def driver(request: pytest.FixtureRequest) -> str:
     driver_or_skip(request.param)
     return request.param
-
-
-def daemon(fleet: Fleet, name: str, driver: str, placement: str = "auto") -> DaemonUnderTest:
-    return fleet.daemon(
-        name, KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver}", KVXFERD_MOVER_PLACEMENT=placement
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
-from kvxferd.layout import EngineSpec
 from tests.support.daemon_fleet import FACTS, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankError, RankProcess
+from tests.support.rank_process import RankError
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
-TOKENS = 500
 TRANSPORTS = [
     pytest.param({}, id="default"),  # CMA where both movers may read each other
     pytest.param({"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}, id="tcp"),
 ]
-
-
-def spec_of(name: str, **facts) -> EngineSpec:
-    return EngineSpec(name, "g1", num_layers=4, num_kv_heads=8, **facts)
-
-
-def ids_for(seed: int, block_tokens: int, num_blocks: int = 64) -> list[int]:
-    return random.Random(seed).sample(range(num_blocks), -(-TOKENS // block_tokens))
-
-
-def publish(sources: list[RankProcess], request: int, block_tokens: int = 16) -> dict:
-    ids = ids_for(request, block_tokens)
-    for source in sources:
-        source.write(request, ids, TOKENS)
-    ref = sources[0].publish(f"req-{request}", ids, TOKENS)
-    for source in sources[1:]:
-        source.ready(f"req-{request}")
-    return ref
-
-
-def pull_and_check(sinks: list[RankProcess], ref: dict, request: int, block_tokens: int = 16) -> None:
-    ids = ids_for(1000 + request, block_tokens)
-    tickets = [sink.pull(ref, ids, TOKENS) for sink in sinks]
-    for sink, ticket in zip(sinks, tickets, strict=True):
-        name, fields = sink.end_of(ticket)
-        assert name == "Delivered", fields
-        assert fields["bytes"] > 0
-        assert sink.num_wrong(request, ids, TOKENS) == 0
-        assert sink.num_spilled(ids) == 0
 
 
 @pytest.mark.parametrize("environ", TRANSPORTS)

@@ -20,8 +20,8 @@ def ids_for(seed: int, block_tokens: int = 16, tokens: int = TOKENS, num_blocks:
     return random.Random(seed).sample(range(num_blocks), -(-tokens // block_tokens))
 
 
-def publish(sources: list[RankProcess], request: int) -> dict[str, Any]:
-    ids = ids_for(request)
+def publish(sources: list[RankProcess], request: int, block_tokens: int = 16) -> dict[str, Any]:
+    ids = ids_for(request, block_tokens)
     for source in sources:
         source.write(request, ids, TOKENS)
     ref = sources[0].publish(f"req-{request}", ids, TOKENS)

@@ -16,7 +16,7 @@ from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import DisconnectSeen
 from tests.support.mover_harness import Node, Worker, serve, sink
-from tests.unit.mover.process.test_pull_engine import Bench, scattered
+from tests.support.pull_engine_harness import Bench, scattered
 
 WORD = bytes(range(16))
 LINE = "a %s cfg#1 %s"

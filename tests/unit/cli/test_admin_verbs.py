@@ -14,7 +14,7 @@ from kvxferd.control.curve_keys import read_key
 from kvxferd.errors import ConfigError
 from tests.support.node_samples import PEER, StillNode
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
-from tests.unit.cli.test_query_verbs import daemon, run
+from tests.support.verb_harness import daemon, run
 
 
 @pytest.mark.parametrize(

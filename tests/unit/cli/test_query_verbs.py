@@ -3,38 +3,14 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from kvxferd.cli.root import root
-from kvxferd.config import Config, load_config
-from kvxferd.control.http_server import HttpServer
-from kvxferd.telemetry.metrics import Metrics
 from tests.support.node_samples import StillNode
+from tests.support.verb_harness import daemon, run
 
 TABLES = ["status", "engines", "peers", "transfers"]
-
-
-@asynccontextmanager
-async def daemon(run_dir: Path, node: StillNode | None = None) -> AsyncIterator[Config]:
-    """What the verbs know of a daemon: its control socket."""
-    config = load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": ""})
-    node = node or StillNode()
-    server = HttpServer(config, node, Metrics(node.snapshot))
-    await server.start()
-    try:
-        yield config
-    finally:
-        await server.stop()
-
-
-async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Result:
-    """Run a verb in a thread, while the server is served in this one."""
-    return await asyncio.to_thread(CliRunner().invoke, root, list(arguments), env=environ or {})
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvxferd.control.http_routes import ROUTES, Access
+from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import PEER, StillNode
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
-from tests.unit.control.test_http_server import config_in, over_tcp, over_unix, serving
 
 ADMIN_ROUTES = [route for route in ROUTES if route.access is Access.ADMIN]
 

@@ -20,7 +20,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch, Message
 from tests.support.other_user import open_directory
-from tests.unit.control.test_session_admission import LAYOUT, Listening, open_fds, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, open_fds, register
 
 NUM_OTHERS = 32
 

@@ -20,9 +20,9 @@ from kvxferd.control.http_rate_limit import RateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
+from tests.support.http_harness import config_in, over_tcp, over_unix
 from tests.support.node_samples import StillNode
 from tests.support.other_user import NOBODY, needs_root, open_directory
-from tests.unit.control.test_http_server import config_in, over_tcp, over_unix
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: kvxferd\r\n\r\n"
 UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: "

@@ -5,11 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.core import events as ev
 from kvxferd.errors import Code
-from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
 from tests.support.simulation import World, spec_of
+from tests.support.user_sessions import connect_as, register_as
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -81,25 +80,6 @@ def test_a_reference_without_its_nonce_reads_and_ends_nothing(world):
 
 
 # --- users
-
-
-def connect_as(world: World, host, uid: int):
-    worker = world.connect(host)
-    worker.close()
-    again = SessionId(worker.session + 1000)
-    host.workers[again] = worker
-    worker.session, worker.connected = again, True
-    world.feed(host, ev.WorkerConnected(again, 1, uid))
-    worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
-    return worker
-
-
-def register_as(world: World, host, uid: int, spec):
-    model = world.register(world.host("elsewhere"), spec)
-    worker = connect_as(world, host, uid)
-    worker.spec, worker.layout, worker.memory = spec, model.layout, model.memory
-    world.register_again(worker)
-    return worker
 
 
 @pytest.mark.parametrize("generation", ["g1", "g2"])

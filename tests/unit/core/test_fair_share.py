@@ -9,12 +9,10 @@ from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import Limits, PullAdmission
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
-from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
-
-FIRST, SECOND = 1000, 2000
+from tests.support.fair_share_users import FIRST, SECOND, register
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
@@ -29,20 +27,6 @@ def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
 def test_a_small_limit_is_nobodys_reserve() -> None:
     shares = FairShare(2)
     assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
-
-
-def register(world: World, host: Host, name: str, uid: int) -> Worker:
-    worker = world.connect(host)
-    host.node.sessions[worker.session].uid = uid
-    worker.spec, worker.layout = spec_of(name), LAYOUT
-    worker.memory = bytearray(LAYOUT.regions[0].size_bytes)
-    world.register_again(worker)
-    return worker
-
-
-LAYOUT = attention_layout(
-    spec=spec_of("any"), layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
-)
 
 
 def test_ranks_have_a_share_of_each_user() -> None:

@@ -9,7 +9,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Versions
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of, spec_of
-from tests.unit.core.test_authorization import connect_as, register_as
+from tests.support.user_sessions import connect_as, register_as
 
 
 @pytest.fixture

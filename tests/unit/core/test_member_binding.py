@@ -10,14 +10,12 @@ from kvxferd.core import counted_ready
 from kvxferd.core import events as ev
 from kvxferd.core.registry import MemberRank
 from kvxferd.errors import Code
-from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank
+from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
 from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady, SetRankPolling
+from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
-
-MEMBER_KEY, STRANGER_KEY = "0a" * 32, "0b" * 32
-KEY, SECOND = EngineKey(EngineId("prefill"), Generation("g1")), Rank(1, 0)
 
 
 @pytest.fixture(params=["keys", "secrets"])
@@ -44,10 +42,6 @@ def sink(world: World) -> Worker:
     return world.engine(world.host("d"), "decode", layers=4)[0]
 
 
-def second(spec):
-    return msgspec.structs.replace(spec, pp_rank=1)
-
-
 def record_of(home: Host) -> MemberRank:
     engine = home.node.registry.get(KEY)
     assert engine is not None
@@ -63,10 +57,6 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
     home.node.check_integrity()
     (answer,) = [effect.message for effect in effects if getattr(effect, "route", None) == b"evil"]
     return answer
-
-
-def is_not_allowed(answer: Message) -> bool:
-    return isinstance(answer, PeerRefused) and answer.code is Code.NOT_ALLOWED
 
 
 @pytest.mark.parametrize("secret", ["", "guessed"])

@@ -14,7 +14,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.wire import worker as wk
 from tests.support.simulation import World, spec_of
-from tests.unit.core.test_authorization import connect_as, register_as
+from tests.support.user_sessions import connect_as, register_as
 
 
 @pytest.fixture

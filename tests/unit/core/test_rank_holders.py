@@ -23,9 +23,9 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady
+from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
-from tests.unit.core.test_authorization import register_as
-from tests.unit.core.test_member_binding import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
+from tests.support.user_sessions import register_as
 
 
 @pytest.fixture(params=["keys", "secrets"])

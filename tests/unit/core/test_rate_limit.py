@@ -6,8 +6,8 @@ from kvxferd.core.rate_limit import RateLimiter
 from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
+from tests.support.fair_share_users import FIRST, SECOND, register
 from tests.support.simulation import World
-from tests.unit.core.test_fair_share import FIRST, SECOND, register
 
 
 def test_a_burst_then_so_many_a_second_of_each_user() -> None:

@@ -2,150 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import random
 
 import numpy as np
 import pytest
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.layout.presets import attention_layout
-from kvxferd.mover.disconnects import DisconnectRequests
+from kvxferd.ids import Digest, PullId, RegionId
+from kvxferd.layout import PackedBlocks
 from kvxferd.mover.process import pull_engine
-from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
-from kvxferd.mover.transport.base import Span, TransportError
-from kvxferd.plan import MAX_RUNS, Runs, encode_plan, make_plan
+from kvxferd.mover.transport.base import TransportError
+from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
     FenceLocation,
-    FromMover,
     PullDone,
-    PullOutcome,
-    PullQuiesced,
-    SourceRank,
     StartPull,
 )
-from tests.support.memory_transport import Fabric, MemoryTransport
-from tests.support.mover_harness import GROUP, packed
-
-WORD = bytes(range(16))
-BLOCKS = 512
-DIGEST = Digest("plan")
-
-
-def spec(engine: str, tp: int, rank: int) -> EngineSpec:
-    return EngineSpec(
-        engine_id=EngineId(engine),
-        generation=Generation("g"),
-        num_layers=2,
-        tp_size=tp,
-        tp_rank=rank,
-        num_kv_heads=2,
-    )
-
-
-def layout(of: EngineSpec) -> RankLayout:
-    return attention_layout(spec=of, num_kv_heads=2, head_dim=8, block_tokens=4, num_blocks=BLOCKS)
-
-
-class Memory:
-    """Registered memory of one agent."""
-
-    def __init__(self, transport: MemoryTransport, size: int) -> None:
-        self.page = mmap.mmap(-1, size)
-        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self.page)), size)
-        transport.register(self.span)
-        self.array = np.frombuffer(self.page, dtype=np.uint8)
-
-
-class Bench:
-    """A reader of TP 1 and an engine of TP 2 that it reads, on a fabric."""
-
-    def __init__(self, max_runs: int = MAX_RUNS) -> None:
-        self.now = 0.0
-        self.fabric = Fabric()
-        self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
-        self.transports = [MemoryTransport(self.fabric, agent) for agent in self.agents]
-        remote = {Rank(0, r): layout(spec("P", 2, r)) for r in range(2)}
-        self.remote = [
-            Memory(t, one.regions[0].size_bytes)
-            for t, one in zip(self.transports, remote.values(), strict=True)
-        ]
-        self.fence = Memory(self.transports[0], 4096)
-        self.fence.page[0:16] = WORD
-        for seed, memory in enumerate(self.remote):
-            memory.array[:] = np.random.default_rng(seed).integers(1, 256, len(memory.array), dtype=np.uint8)
-        transport = MemoryTransport(self.fabric, AgentName("d/0"))
-        ours = layout(spec("D", 1, 0))
-        self.local = Memory(transport, ours.regions[0].size_bytes)
-        self.disconnects = DisconnectRequests()
-        self.engine = PullEngine(transport, lambda: self.now, max_runs, self.disconnects)
-        self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
-        plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
-        self.engine.load_plan(DIGEST, encode_plan(plan))
-        self.load()
-        self.told: list[FromMover] = []
-        self._next = 0
-
-    def load(self) -> None:
-        for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):
-            spans = [memory.span, self.fence.span] if agent == self.agents[0] else [memory.span]
-            self.engine.remote_agents.load(agent, transport.metadata(spans))
-
-    def start(self, ids: range, word: bytes = WORD, plan: Digest = DIGEST) -> PullId:
-        self._next += 1
-        number = PullId(self._next)
-        self.engine.start(
-            StartPull(
-                pull=number,
-                plan=plan,
-                sources=tuple(
-                    SourceRank(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
-                    for r, agent in enumerate(self.agents)
-                ),
-                local=packed(ids),
-                remote=packed(ids),
-                num_tokens=4 * len(ids),
-                fence=FenceLocation(self.agents[0], self.fence.span.address, word),
-            )
-        )
-        return number
-
-    def run(self, max_steps: int = 100_000) -> None:
-        """Step until nothing moves for a while, which is the end unless something is stalled."""
-        quiet = 0
-        for _ in range(max_steps):
-            if not self.engine.is_busy or quiet > 50:
-                break
-            quiet = 0 if self.engine.step() else quiet + 1
-            self.drain()
-        self.drain()
-
-    def drain(self) -> None:
-        self.told += self.engine.outbox
-        self.engine.outbox.clear()
-
-    def outcomes(self) -> dict[PullId, PullOutcome]:
-        done = [message for message in self.told if isinstance(message, PullDone)]
-        assert len({d.pull for d in done}) == len(done), "a pull ended twice"
-        return {d.pull: d.outcome for d in done}
-
-    def quiet(self) -> list[PullId]:
-        return [message.pull for message in self.told if isinstance(message, PullQuiesced)]
+from tests.support.mover_harness import GROUP
+from tests.support.pull_engine_harness import BLOCKS, DIGEST, WORD, Bench, scattered
 
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-def scattered(num: int) -> range:
-    """Every second block: no two of them merge."""
-    return range(0, 2 * num, 2)
 
 
 def test_bytes_arrive_and_the_fence_is_read_last(bench: Bench) -> None:

@@ -1,0 +1,44 @@
+"""An HTTP server of the control plane, and requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from kvxferd.config import Config, load_config
+from kvxferd.control.http_server import HttpServer
+from kvxferd.telemetry.metrics import Metrics
+from tests.support.node_samples import StillNode
+
+
+def config_in(run_dir: Path, bind: str = "127.0.0.1:0") -> Config:
+    """A configuration whose sockets lie in that directory."""
+    return load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": bind})
+
+
+@asynccontextmanager
+async def serving(config: Config, node: StillNode) -> AsyncIterator[HttpServer]:
+    """A server, stopped at the end."""
+    server = HttpServer(config, node, Metrics(node.snapshot))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def over_tcp(server: HttpServer) -> aiohttp.ClientSession:
+    """A client on the server's TCP address."""
+    assert server.tcp_address is not None
+    host, port = server.tcp_address
+    return aiohttp.ClientSession(f"http://{host}:{port}")
+
+
+def over_unix(config: Config) -> aiohttp.ClientSession:
+    """A client on the control socket."""
+    return aiohttp.ClientSession(
+        "http://kvxferd", connector=aiohttp.UnixConnector(path=config.control.socket)
+    )

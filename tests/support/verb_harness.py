@@ -1,0 +1,34 @@
+"""Verbs of the command line against a served node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from kvxferd.cli.root import root
+from kvxferd.config import Config, load_config
+from kvxferd.control.http_server import HttpServer
+from kvxferd.telemetry.metrics import Metrics
+from tests.support.node_samples import StillNode
+
+
+@asynccontextmanager
+async def daemon(run_dir: Path, node: StillNode | None = None) -> AsyncIterator[Config]:
+    """What the verbs know of a daemon: its control socket."""
+    config = load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": ""})
+    node = node or StillNode()
+    server = HttpServer(config, node, Metrics(node.snapshot))
+    await server.start()
+    try:
+        yield config
+    finally:
+        await server.stop()
+
+
+async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Result:
+    """Run a verb in a thread, while the server is served in this one."""
+    return await asyncio.to_thread(CliRunner().invoke, root, list(arguments), env=environ or {})

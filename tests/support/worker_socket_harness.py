@@ -1,0 +1,87 @@
+"""A worker socket that listens, without a daemon behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core import events as ev
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.framing import FrameDecoder, encode_frame
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+
+SPEC = EngineSpec("e", "g", num_layers=1, num_kv_heads=1)
+
+
+LAYOUT = attention_layout(
+    spec=SPEC, num_kv_heads=1, head_dim=16, block_tokens=16, num_blocks=64, layout="HND"
+)
+
+
+class Listening:
+    """A worker socket, what it said, and sessions by hand."""
+
+    def __init__(self, workers: WorkerSocket, path: str, heard: asyncio.Queue[ev.Event]) -> None:
+        self.workers, self.path, self.heard = workers, path, heard
+        self.opened: list[socket.socket] = []
+
+    async def session(self, version: int = 2) -> socket.socket:
+        """A session that has said hello."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        await asyncio.get_running_loop().sock_connect(connection, self.path)
+        self.opened.append(connection)
+        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
+            await self.say(connection, wk.Hello(versions=Versions(1, version), client="x"), fence.fd)
+        return connection
+
+    async def say(self, connection: socket.socket, message: Message, *fds: int) -> None:
+        await self.send(connection, encode_frame(encode(message), len(fds)), *fds)
+
+    async def send(self, connection: socket.socket, content: bytes, *fds: int) -> None:
+        sent = socket.send_fds(connection, [content], list(fds))
+        await asyncio.get_running_loop().sock_sendall(connection, content[sent:])
+
+    async def event(self, kind: type) -> ev.Event:
+        while True:
+            event = await asyncio.wait_for(self.heard.get(), 5)
+            if isinstance(event, kind):
+                return event
+
+    async def said(self, message: type) -> ev.WorkerMessage:
+        """The event of such a message."""
+        while True:
+            event = await self.event(ev.WorkerMessage)
+            assert isinstance(event, ev.WorkerMessage)
+            if isinstance(event.message, message):
+                return event
+
+    async def farewell(self, connection: socket.socket) -> wk.Farewell:
+        content = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 16), 5)
+        *_, frame = FrameDecoder().feed(content)
+        message = DAEMON_MESSAGES.decode(frame.payload)
+        assert isinstance(message, wk.Farewell)
+        return message
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def register(num_descriptors: int = 0, notices: bool = False) -> wk.Register:
+    regions = tuple(wk.RegionExport(r.region, r.size_bytes) for r in LAYOUT.regions)
+    return wk.Register(
+        request=1,
+        engine=SPEC,
+        layout=LAYOUT,
+        regions=regions,
+        incarnation="i",
+        num_descriptors=num_descriptors,
+        notices=notices,
+    )
