@@ -30,6 +30,11 @@ class UnitRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     stop: int
 
 
+def num_units(units: tuple[UnitRange, ...]) -> int:
+    """Return how many units the ranges have together."""
+    return sum(held.stop - held.start for held in units)
+
+
 class TokenShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Context parallelism: this rank holds token t when ``t // interleave % count == index``."""
 
@@ -73,7 +78,7 @@ class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     @property
     def num_units(self) -> int:
         """Return how many units of the component this rank holds."""
-        return sum(r.stop - r.start for r in self.units)
+        return num_units(self.units)
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):

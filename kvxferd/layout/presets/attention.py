@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.sharding import shard_units, stage_layers
-from kvxferd.layout.tensors import CacheTensor, Group, RankLayout, RegionSpec
+from kvxferd.layout.tensors import CacheTensor, Group, RankLayout, RegionSpec, num_units
 
 # An arrangement is the order of the axes, outermost first. `l`: layer, `c`: K or V, `b`: block,
 # `n`: head, `t`: token. The content of a head (head_dim x itemsize) is always innermost.
@@ -83,10 +83,9 @@ def attention_layout(
     first = first if start_layer is None else start_layer
     last = last if end_layer is None else end_layer
     units = shard_units(num_kv_heads, spec.tp_size, spec.tp_rank)
-    num_units = sum(r.stop - r.start for r in units)
     content = head_dim * itemsize
-    extents = {"l": last - first, "c": 2, "b": num_blocks, "n": num_units, "t": block_tokens}
-    strides = axis_strides(layout, extents, content, page_bytes)
+    lengths = {"l": last - first, "c": 2, "b": num_blocks, "n": num_units(units), "t": block_tokens}
+    strides = axis_strides(layout, lengths, content, page_bytes)
     tensors = tuple(
         CacheTensor(
             layer=layer,

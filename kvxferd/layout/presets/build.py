@@ -10,8 +10,16 @@ from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.deployment_options import VECTORISED, DeploymentOptions, ShardPosition
 from kvxferd.layout.presets.model_facts import LayerKind, ModelFacts
 from kvxferd.layout.presets.states import state_bytes, state_tensors
-from kvxferd.layout.presets.token_arrays import TokenArray, held_units, num_units
-from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout, RegionSpec, TokenShard
+from kvxferd.layout.presets.token_arrays import TokenArray, held_units
+from kvxferd.layout.tensors import (
+    CacheTensor,
+    Group,
+    GroupKind,
+    RankLayout,
+    RegionSpec,
+    TokenShard,
+    num_units,
+)
 
 _KV_REGION = RegionId("kv")
 

@@ -8,8 +8,7 @@ from kvxferd.ids import RegionId
 from kvxferd.layout.presets.deployment_options import ShardPosition
 from kvxferd.layout.presets.model_facts import StateComponent
 from kvxferd.layout.presets.sharding import shard_units
-from kvxferd.layout.presets.token_arrays import num_units
-from kvxferd.layout.tensors import CacheTensor, Group
+from kvxferd.layout.tensors import CacheTensor, Group, num_units
 
 
 def state_bytes(states: tuple[StateComponent, ...], share: ShardPosition) -> int:

@@ -14,12 +14,7 @@ from kvxferd.layout.presets.deployment_options import (
 )
 from kvxferd.layout.presets.model_facts import TokenComponent
 from kvxferd.layout.presets.sharding import shard_units
-from kvxferd.layout.tensors import CacheTensor, Group, UnitRange
-
-
-def num_units(units: tuple[UnitRange, ...]) -> int:
-    """Return how many units the ranges have together."""
-    return sum(held.stop - held.start for held in units)
+from kvxferd.layout.tensors import CacheTensor, Group, UnitRange, num_units
 
 
 def held_units(component: TokenComponent, share: ShardPosition) -> tuple[UnitRange, ...]:
