@@ -71,7 +71,7 @@ from kvxferd.plan import check_request
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.mover import AbortPull, FenceLocation, PullOutcome, SourceRank, StartPull
-from kvxferd.wire.worker import Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
+from kvxferd.wire.worker import FIRST_WITH_RESUME, Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
@@ -80,7 +80,6 @@ RETRY_WITHIN_S = 2.0
 # A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
 # both be killed because of other pulls in doubt.
 MAX_MOVERS_LOST = 2
-FIRST_WITH_RESUME = 2  # version of the worker protocol
 
 
 class PullPhase(StrEnum):
@@ -668,10 +667,6 @@ class Pulls:
             age_s=round(now - pull.received_at, 3),
             deadline_left_s=round(pull.deadline - now, 3),
         )
-
-    def snapshot(self) -> tuple[PullSnapshot, ...]:
-        """All of them."""
-        return tuple(map(self.snapshot_of, self.running()))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""

@@ -52,7 +52,3 @@ class RankReports:
     def _may_receive(self, session: Session, engine: EngineKey) -> bool:
         """Whether the session's user owns the engine: it may have attached before another user's ranks."""
         return self._registry.is_owner(session.uid, engine.engine_id)
-
-    def num_sessions(self) -> int:
-        """Return how many sessions get reports."""
-        return sum(map(len, self._sessions.values()))

@@ -232,11 +232,6 @@ class LocalEngine:
                 return rank
         return None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank of every stage can be read."""
-        return not self.missing()
-
     def sessions(self) -> Iterator[SessionId]:
         """Return the sessions of its local ranks."""
         for record in self.ranks.values():

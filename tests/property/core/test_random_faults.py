@@ -190,7 +190,7 @@ class Mischief:
         found = []
         for host in self.world.hosts.values():
             node = host.node
-            found += [f"{host.name}: pull {p.pull} {p.phase}" for p in node.pulls.snapshot()]
+            found += [f"{host.name}: pull {p.pull_id} {p.phase}" for p in node.pulls.running()]
             found += [f"{host.name}: transfer {t}" for t in node.published.table.live]
             found += [f"{host.name}: grant {g}" for g in node.published.table.by_grant]
             found += [f"{host.name}: holds {n}" for n in node.grant_client.num_grants().values() if n]

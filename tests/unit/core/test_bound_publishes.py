@@ -190,7 +190,7 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
     assert late.known == ((FIRST, "first"), (SECOND, "second"))
     for worker in (scheduler, stranger, late, first, second):
         worker.close()
-    assert host.node.rank_reports.num_sessions() == 0
+    assert not host.node.rank_reports._sessions
 
 
 def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:

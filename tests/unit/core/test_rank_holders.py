@@ -160,7 +160,7 @@ def test_a_stranger_is_not_first_with_another_shape_or_generation(world):
         assert is_not_allowed(as_stranger(world, home, join(tried)))
     assert comes_back(world, stages[0], home).heard(wk.Registered)
     world.advance(2 * world.settings.member_heartbeat_s)
-    assert home.node.registry.get(KEY).is_complete
+    assert not home.node.registry.get(KEY).missing()
     assert not stages[1].heard(wk.Refused)
 
 
@@ -173,7 +173,7 @@ def test_the_members_of_an_engine_without_a_rank_at_home_come_back_in_any_order(
     home = restarted(world, "p0")
     assert is_not_allowed(as_stranger(world, home, join(changed(spec, generation=Generation("g2")))))
     world.advance(2 * world.settings.member_heartbeat_s)
-    assert home.node.registry.get(KEY).is_complete
+    assert not home.node.registry.get(KEY).missing()
 
 
 def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(world):
@@ -213,7 +213,7 @@ def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_hea
     home = stages[0].host
     assert not home.node.disownable(KEY.engine_id)
     world.feed(home, ev.DisownRequested(KEY.engine_id))
-    assert home.node.registry.get(KEY).is_complete
+    assert not home.node.registry.get(KEY).missing()
     del world.hosts["p1"]
     world.advance(world.settings.member_silent_after_s + 1)
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
