@@ -72,8 +72,7 @@ from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
-from kvxferd.mover.supervisor.resident_handle import ResidentHandle
-from kvxferd.mover.supervisor.resident_pool import ResidentPool
+from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.history import History

@@ -9,11 +9,9 @@ doubt until the mover is dead.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvxferd.core.ucx_log import TransportsUsed, transport_kind
-from kvxferd.wire.mover import DisconnectSeen, FromMover
 
 # The transports on which nothing lands after a disconnect, each with its evidence. Every other one is in
 # doubt: rc, dc and ud (two rails), cuda_ipc, rocm and gaudi (copies of a device), posix, sysv, xpmem and
@@ -44,24 +42,3 @@ def ucx_tls_proves_over(ucx_tls: str) -> bool:
     names = [name.strip() for name in ucx_tls.split(",")]
     # A negation, an alias and the empty string are not in the table.
     return all(name in NO_WRITES_AFTER_DISCONNECT for name in names)
-
-
-class DisconnectRequests:
-    """A mover's requests to the daemon: are the reads of a lost connection over? One thread."""
-
-    def __init__(self, outbox: deque[FromMover] | None = None) -> None:
-        self.outbox: deque[FromMover] = deque() if outbox is None else outbox
-        self._waiting: dict[int, Callable[[bool], None]] = {}
-        self._last_number = 0
-
-    def request(self, on_reply: Callable[[bool], None]) -> None:
-        """Ask whether the reads of a connection that was just lost are over. `on_reply` is called once."""
-        self._last_number += 1
-        self._waiting[self._last_number] = on_reply
-        self.outbox.append(DisconnectSeen(number=self._last_number))
-
-    def handle_reply(self, number: int, over: bool) -> None:
-        """Pass the daemon's reply on. A reply without a request is ignored."""
-        on_reply = self._waiting.pop(number, None)
-        if on_reply is not None:
-            on_reply(over)

@@ -10,9 +10,9 @@ import numpy as np
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (

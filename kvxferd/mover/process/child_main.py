@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import os
 import select
 import signal
@@ -14,7 +16,6 @@ from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.linux_process import (
-    MoverCount,
     close_all_but,
     die_with_parent,
     exit_when,
@@ -24,6 +25,24 @@ from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
 
 _LOG = logging.getLogger(__name__)
+
+
+class MoverCount:
+    """How many movers run. The forkserver counts; the movers read."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores = num_cores
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # shared by the processes forked later
+        self._count = ctypes.c_uint32.from_buffer(self._page)
+
+    def set(self, num_movers: int) -> None:
+        """Set the number; the forkserver does."""
+        self._count.value = num_movers
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        """Whether there are more movers than cores, so that one that spins keeps another from working."""
+        return self._count.value > self._num_cores
 
 
 class ForkContext(NamedTuple):

@@ -27,7 +27,7 @@ from kvxferd.mover.forkserver_protocol import (
     LibraryUnavailable,
 )
 from kvxferd.mover.process import child_main
-from kvxferd.mover.process.linux_process import MoverCount, prepare_thread
+from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.log_formatter import OneLineFormatter
 from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
 from kvxferd.mover.transport.nixl import TransferLibrary, import_library
@@ -44,7 +44,7 @@ class Forkserver:
     def __init__(self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str) -> None:
         self._control = control
         self._library_choice = library_choice
-        self._mover_count = MoverCount(len(os.sched_getaffinity(0)))
+        self._mover_count = child_main.MoverCount(len(os.sched_getaffinity(0)))
         self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import select
 import signal
@@ -54,21 +53,3 @@ def exit_when(fd: int, events: int, why: str) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name=why, daemon=True).start()
-
-
-class MoverCount:
-    """How many movers run. The forkserver counts; the movers read."""
-
-    def __init__(self, num_cores: int) -> None:
-        self._num_cores = num_cores
-        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # shared by the processes forked later
-        self._count = ctypes.c_uint32.from_buffer(self._page)
-
-    def set(self, num_movers: int) -> None:
-        """Set the number; the forkserver does."""
-        self._count.value = num_movers
-
-    @property
-    def is_oversubscribed(self) -> bool:
-        """Whether there are more movers than cores, so that one that spins keeps another from working."""
-        return self._count.value > self._num_cores

@@ -17,12 +17,12 @@ from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.transport.base import Transport
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as wire

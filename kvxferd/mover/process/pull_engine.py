@@ -24,16 +24,18 @@ import msgspec
 
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, RegionId
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.process.slices import SliceBudget
 from kvxferd.mover.process.warmup import ConnectionWarmup
 from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
-from kvxferd.mover.transport.scratch import WordSlots, single_word_run
+from kvxferd.mover.transport.buffers import WordSlots
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.wire.common import RegionAddress
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
 
 _LOG = logging.getLogger(__name__)
@@ -244,7 +246,8 @@ class PullEngine:
         fence = pull.request.fence
         pull.fence_word_slot = slot
         pull.fence_posted_at = self._clock()
-        self._post(pull, fence.agent, single_word_run(slot, fence.address), HOST, was_full=False)
+        word = single_run(slot, fence.address, FENCE_WORD_BYTES)
+        self._post(pull, fence.agent, word, HOST, was_full=False)
         return True
 
     def _post(self, pull: PullState, agent: AgentName, runs: Runs, kinds: ReadKinds, was_full: bool) -> None:

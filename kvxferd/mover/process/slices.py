@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvxferd.mover.transport.runs import split_long_runs
 from kvxferd.plan import Runs
 
 # A descriptor costs about as much as copying 16 KiB, scattered 4 KiB blocks over CMA included.
@@ -74,20 +75,3 @@ class SliceBudget:
             self.bytes = max(self.MIN_BYTES, self.bytes // 2)
         elif elapsed_s < self.SHORT_S and was_full:
             self.bytes = min(self.MAX_BYTES, self.bytes * 2)
-
-
-def split_long_runs(runs: Runs, max_bytes: int) -> Runs:
-    """Return the same bytes in the same order, no run longer than `max_bytes`."""
-    local, remote, length = (np.ascontiguousarray(column, dtype=np.uint64) for column in runs)
-    piece = np.uint64(max_bytes)
-    if not len(length) or length.max() <= piece:
-        return Runs(local, remote, length)
-    num_pieces = ((length + piece - np.uint64(1)) // piece).astype(np.int64)
-    first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    offset = (np.arange(int(num_pieces.sum()), dtype=np.int64) - first).astype(np.uint64) * piece
-    whole = np.repeat(length, num_pieces)
-    return Runs(
-        np.repeat(local, num_pieces) + offset,
-        np.repeat(remote, num_pieces) + offset,
-        np.minimum(whole - offset, piece),
-    )

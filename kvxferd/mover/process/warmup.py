@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.transport.base import ReadHandle, Transport, TransportError
-from kvxferd.mover.transport.scratch import WordSlots, single_word_run
+from kvxferd.mover.transport.buffers import WordSlots
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.runs import single_run
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class ConnectionWarmup:
         self._started.add(agent)
         self._remotes.read_started(agent)
         try:
-            handle = self._transport.post(agent, single_word_run(slot, address))
+            handle = self._transport.post(agent, single_run(slot, address, FENCE_WORD_BYTES))
         except TransportError as error:
             self._on_failure(agent, slot, error)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from typing import NamedTuple
 
 from kvxferd.core.ucx_log import TransportsUsed, UcxLine, is_about_connection, parse_transports
 from kvxferd.errors import Code, MoverError
-from kvxferd.ids import AgentName, BootId, MoverId
+from kvxferd.ids import BootId, MoverId
+from kvxferd.mover.agent_names import new_agent_name
 from kvxferd.mover.disconnects import transports_prove_over
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
 from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage
@@ -281,7 +281,7 @@ class MoverPool:
     def _fork(self, forkserver: ForkserverClient) -> None:
         """Request one more mover. Raises OSError or ValueError, and then keeps nothing of it."""
         mover_id = MoverId(next(self._mover_ids))
-        agent = AgentName(f"{self._boot}/{secrets.token_hex(8)}")
+        agent = new_agent_name(self._boot)
         ours, theirs = socket.socketpair()
         mover = MoverHandle(mover_id, agent, ours, self._on_mover_message, self._on_mover_exit)
         self._starting[mover_id] = mover

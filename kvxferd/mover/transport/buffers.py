@@ -1,15 +1,90 @@
-"""Host memory that a GPU's copies pass through on their way from and to the wire."""
+"""Memory that a mover itself owns and registers: slots, fence words' slots, and pinned buffers for copies."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 from contextlib import ExitStack
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import Span, Transport
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _LOG = logging.getLogger(__name__)
+
+_WORD_SLOT_BYTES = 64  # a cache line each, so that a word that lands touches no other slot's line
+_NUM_WORD_SLOTS = 1024  # pulls that read their fence word at the same time; more wait
+
+
+class SlotPool:
+    """Equal slots side by side. A slot in doubt is never handed out again."""
+
+    def __init__(self, address: int, slot_bytes: int, num_slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._free = [address + slot_bytes * number for number in reversed(range(num_slots))]
+        self._acquired: set[int] = set()
+
+    def acquire(self) -> int | None:
+        """Return the address of a free slot, None while there is none."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._acquired.add(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Make a slot free that nothing reads or writes any more."""
+        self._acquired.remove(slot)
+        self._free.append(slot)
+
+    def quarantine(self, slot: int) -> None:
+        """Never hand a slot out again, because something may write it at any time."""
+        self._acquired.remove(slot)
+
+    @property
+    def num_free(self) -> int:
+        """The number of free slots."""
+        return len(self._free)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every slot is quarantined."""
+        return not self._free and not self._acquired
+
+
+class WordSlots:
+    """Registered host memory into which fence words and stamps are read, one slot a word.
+
+    A slot that is never released, because something may still land there, is not handed out again.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._memory = mmap.mmap(-1, _WORD_SLOT_BYTES * _NUM_WORD_SLOTS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._slots = SlotPool(address, _WORD_SLOT_BYTES, _NUM_WORD_SLOTS)
+        self._base = address
+        self.span = Span(address, len(self._memory))
+        transport.register(self.span)
+
+    def acquire(self) -> int | None:
+        """Return the address of a slot that holds zeros, None while there is none."""
+        slot = self._slots.acquire()
+        if slot is not None:
+            # A word left from an earlier read of the same transfer must never pass for this one's.
+            start = slot - self._base
+            self._memory[start : start + FENCE_WORD_BYTES] = bytes(FENCE_WORD_BYTES)
+        return slot
+
+    def read(self, slot: int) -> bytes:
+        """Return the word that has landed in a slot."""
+        start = slot - self._base
+        return self._memory[start : start + FENCE_WORD_BYTES]
+
+    def release(self, slot: int) -> None:
+        """Make a slot free, whose read is terminal."""
+        self._slots.release(slot)
 
 
 class PinnedBuffer:

@@ -14,14 +14,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from kvxferd.errors import KvxferdError
+from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import MemoryKind, ReadHandle, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import Runs
 from kvxferd.wire.common import Placement
 
@@ -106,7 +106,7 @@ class ProbedDeviceMemory:
     def __init__(self, driver: Driver, span: Span) -> None:
         self._driver = driver
         self._span = span
-        self._uuid = driver.device_of(span.address)
+        self._pool = DevicePool(driver.device_of(span.address), driver)
         self._host_copy = driver.allocate_host(SAMPLE_BYTES)
         try:
             self._stream = driver.open_stream()
@@ -128,23 +128,11 @@ class ProbedDeviceMemory:
 
     def allocate_target(self) -> Span:
         """Allocate exportable memory, as workers' is."""
-        driver, size = self._driver, _round_up(TIMED_BYTES, self._driver.granularity(self._uuid))
-        with ExitStack() as undoing:
-            handle = driver.create(self._uuid, size)
-            try:
-                address = driver.reserve(size)
-                undoing.callback(driver.unreserve, address, size)
-                driver.map(address, size, handle)
-                undoing.callback(driver.unmap, address, size)
-            finally:
-                driver.release(handle)  # mapped memory lives until it is unmapped
-            driver.set_access(self._uuid, address, size)
-            undoing.pop_all()
-        return Span(address, size, self._span.mem_type, self._span.device)
+        block = self._pool.allocate(TIMED_BYTES)
+        return Span(block.address, block.size_bytes, self._span.mem_type, self._span.device)
 
     def free_target(self, span: Span) -> None:
-        self._driver.unmap(span.address, span.size_bytes)
-        self._driver.unreserve(span.address, span.size_bytes)
+        self._pool.free(span.address)
 
     def close(self) -> None:
         self._driver.free_host(self._host_copy)
@@ -155,10 +143,6 @@ def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
     """Return the placement that a mover reports for a probe's outcome."""
     transports = "tcp" if proof.over_tcp else ""  # the other transports are in UCX's log
     return Placement(kind, proof.why, transports, float(f"{proof.gigabytes_per_s:.3g}"))
-
-
-def _round_up(size: int, granularity: int) -> int:
-    return -(-size // granularity) * granularity
 
 
 def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
@@ -233,7 +217,7 @@ class _Probe:
 
     def _read(self, address: int, size: int, target: Span) -> None:
         transport = self._transport
-        runs = Runs(*(np.array([value], dtype=np.uint64) for value in (target.address, address, size)))
+        runs = single_run(target.address, address, size)
         try:
             handle = self._post(runs)
             while not transport.poll(handle):

@@ -11,20 +11,18 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
-
-import numpy as np
 
 from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, Transport, TransportError
-from kvxferd.mover.transport.buffers import PinnedBuffer
-from kvxferd.mover.transport.chunk import Chunk, ChunkState, StagedRead
-from kvxferd.mover.transport.ring import SlotPool, packed_addresses, split_into_chunks
-from kvxferd.mover.transport.scratch import WordSlots
+from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool, WordSlots
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.runs import packed_addresses, single_run, split_into_chunks
 from kvxferd.mover.transport.staging_source import StagingSource
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
@@ -48,6 +46,44 @@ NUM_SLOTS = 8
 MAX_ACTIVE_CHUNKS = 4  # of one read
 MAX_PACKED_RUNS = 2048  # as in any post; a requested chunk has fewer
 CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that does not reply by then is gone
+
+
+class ChunkState(Enum):
+    """The step that a chunk is at."""
+
+    REQUESTED = auto()  # the source copies it
+    READING = auto()
+    VERIFYING = auto()  # its stamp is read again, to see whether it was still the requested chunk
+    COPYING = auto()  # to its destination
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A part of a read that fits into one slot."""
+
+    runs: Runs
+    state: ChunkState
+    created_at: float
+    slot: int | None = None  # of this mover's own
+    number: int = 0  # of the request
+    ready: ChunkReady | None = None
+    handle: ReadHandle | None = None
+    stamp_slot: int | None = None
+    copy_event: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class StagedRead:
+    """One posted read: its chunks in flight, and the runs of those to come."""
+
+    agent: AgentName
+    kinds: ReadKinds
+    remaining: Iterator[Runs]
+    next: Runs | None
+    active: list[Chunk] = field(default_factory=list)
+    error: TransportError | None = None
+    has_posted: bool = False  # a part of it was posted
+    done: bool = False
 
 
 class StagedTransport:
@@ -408,9 +444,3 @@ def _is_plausible(ready: ChunkReady) -> bool:
     """Whether a chunk's addresses and stamp can be used: this mover reads there, as a peer has written it."""
     addresses = (ready.address, ready.stamp_address)
     return len(ready.stamp) == STAMP_BYTES and all(0 < one < MAX_ADDRESS - SLOT_BYTES for one in addresses)
-
-
-def single_run(local: int, remote: int, size_bytes: int) -> Runs:
-    """Return a single run."""
-
-    return Runs(*(np.array([number], dtype=np.uint64) for number in (local, remote, size_bytes)))

@@ -21,8 +21,8 @@ from kvxferd.errors import EngineError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import Span, Transport, TransportError
-from kvxferd.mover.transport.buffers import PinnedBuffer
-from kvxferd.mover.transport.ring import SlotPool, Uint64s, packed_addresses
+from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool
+from kvxferd.mover.transport.runs import Uint64s, packed_addresses
 from kvxferd.wire.codec import encode
 from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,

@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.mover.process import backoff
 from kvxferd.mover.process.backoff import PollBackoff
-from kvxferd.mover.process.linux_process import MoverCount
+from kvxferd.mover.process.child_main import MoverCount
 
 
 def after(pacer: PollBackoff, idle_s: float, is_reading: bool) -> float:

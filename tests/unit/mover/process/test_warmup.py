@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.disconnects import DisconnectRequests
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.process.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
 from kvxferd.mover.transport.base import Span, TransportError
-from kvxferd.mover.transport.scratch import WordSlots
+from kvxferd.mover.transport.buffers import WordSlots
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 THERE = AgentName("there")

@@ -8,7 +8,7 @@ import socket
 
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import MoverId
-from kvxferd.mover.supervisor.resident_handle import MAX_FRAMES_PER_TURN, ResidentHandle
+from kvxferd.mover.supervisor.resident_pool import MAX_FRAMES_PER_TURN, ResidentHandle
 from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import FromMover, Polling
 

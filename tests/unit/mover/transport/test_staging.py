@@ -16,8 +16,7 @@ from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.mover.transport import staging, staging_source
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
-from kvxferd.mover.transport.chunk import StagedRead
-from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import FENCE_WORD_BYTES
