@@ -113,14 +113,14 @@ class _TorchCallbacks:
                 )
             return self.allocations.allocate(size).address
         except Exception as error:
-            _LOG.error("%s", error)
+            _LOG.error("device memory not allocated: reason=%s", error)
             return None  # torch raises that it is out of memory
 
     def _free(self, address: int, size: int, device: int, stream: int | None) -> None:
         try:
             self.allocations.free(address)
         except (DeviceError, KeyError) as error:
-            _LOG.error("cannot free device memory at %#x: %s", address, error)
+            _LOG.error("device memory not freed: address=%#x reason=%s", address, error)
 
 
 # Never freed: torch may call them until the process ends, and they are a few hundred bytes each.

@@ -107,7 +107,7 @@ class _RunningMovers:
         deadline = time.monotonic() + EXIT_WAIT_S
         for mover in self._movers:
             if not mover.wait(max(0.0, deadline - time.monotonic())):
-                _LOG.error("resident mover %s has not ended, and the process does", mover.agent)
+                _LOG.error("resident mover alive at exit: agent=%s", mover.agent)
 
 
 _RUNNING_MOVERS = _RunningMovers()

@@ -88,7 +88,7 @@ class ThreadMover:
         transports: list[Transport] = []
         leaving = self._serve(stream, transports, movers)
         if leaving is not None:
-            _LOG.error("resident mover %s ends: %s", self.agent, leaving.message)
+            _LOG.error("resident mover ended: agent=%s reason=%s", self.agent, leaving.message)
             _send_leaving(stream, leaving)
         # No exception is alive here: a traceback would keep handles alive, and so the agent.
         for transport in transports:
@@ -136,7 +136,7 @@ class ThreadMover:
                 return
             except Exception:
                 if not has_logged:
-                    _LOG.exception("cannot end the agent of resident mover %s; it is tried again", self.agent)
+                    _LOG.exception("resident agent not ended: agent=%s", self.agent)  # it is tried again
                     has_logged = True
             time.sleep(CLOSE_RETRY_S)
 

@@ -176,7 +176,7 @@ class Bindings:
                 why = proof.why
                 if proof.is_stuck:  # a read may go on, so its memory stays registered
                     undoing.push(registering.pop_all())
-        _LOG.warning("memory of a GPU is read by copies: %s", why)
+        _LOG.warning("GPU memory staged: device=%s reason=%s", uuid, why)
         self._placement = Placement("staged", why)
         return self._transport.stage(driver, found)
 

@@ -72,11 +72,11 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
         MoverLoop(stream, transport, backoff, _exit_with_worker).serve()
         status = 0
     except KvxferdError as error:
-        _LOG.error("mover %s ends: %s", agent, error.message)
+        _LOG.error("mover ended: agent=%s reason=%s", agent, error.message)
     except ConnectionError:
         status = 0  # the daemon is gone
     except BaseException:
-        _LOG.exception("mover %s ends", agent)
+        _LOG.exception("mover ended: agent=%s", agent)
     finally:
         # Not sys.exit: destructors of the transfer library have nothing left to do, and could hang.
         os._exit(status)

@@ -183,7 +183,7 @@ def main() -> None:
     try:
         Forkserver(control, tuple(given.lock_fd), given.library).serve()
     except ConnectionError:
-        _LOG.info("the daemon is gone")
+        _LOG.info("daemon gone")
     finally:
         remove_shm_directory(os.getpid())
 

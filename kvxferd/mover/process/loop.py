@@ -216,7 +216,7 @@ class MoverLoop:
         except KvxferdError as error:
             self._bind_reply = wire.BindRefused(code=error.code, message=error.message)
         except Exception as error:
-            _LOG.exception("cannot bind")
+            _LOG.exception("memory not bound")
             self._bind_reply = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
 
     def _map_fence(self, message: wire.MapFence, fd: int) -> wire.FenceMapped | wire.FenceRefused:
@@ -226,7 +226,7 @@ class MoverLoop:
         except KvxferdError as error:
             return wire.FenceRefused(session=message.session, code=error.code, message=error.message)
         except Exception as error:
-            _LOG.exception("cannot map a fence page")
+            _LOG.exception("fence page not mapped: session=%d", message.session)
             text = f"cannot map a fence page: {error!r}"
             return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
 
@@ -238,7 +238,7 @@ class MoverLoop:
         try:
             self._delivery_socket = DeliverySocket(fd)
         except OSError as error:
-            _LOG.warning("cannot tell the worker anything: its notices are no socket (%s)", error)
+            _LOG.warning("delivery socket not usable: reason=%s", error)
             os.close(fd)
 
     def _send_bind_reply(self) -> None:

@@ -107,7 +107,7 @@ class PullEngine:
         try:
             self._plans[digest] = Expander(decode_plan(encoded))
         except (KvxferdError, msgspec.DecodeError) as error:
-            _LOG.error("cannot load plan %s: %s", digest, error)
+            _LOG.error("plan not loaded: plan=%s reason=%s", digest, error)
 
     def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
         """Load an agent, or more of its memory. `word`: an address to read ahead of any pull, 0 for none."""
@@ -123,7 +123,7 @@ class PullEngine:
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
         if request.pull in self._by_id:
-            _LOG.error("cannot start pull %s: it is running", request.pull)
+            _LOG.error("pull started twice: pull=%d", request.pull)
             return
         pull = PullState(request, self._clock())
         self._by_id[request.pull] = pull
@@ -176,7 +176,7 @@ class PullEngine:
         except KvxferdError as error:
             pull.fail(PullFailure(error.code, error.message, self._clock()))
         except Exception as error:
-            _LOG.exception("cannot expand pull %s", pull.pull_id)
+            _LOG.exception("pull not expanded: pull=%d", pull.pull_id)
             pull.fail(PullFailure(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
         pull.expand_s += self._clock() - began
 
@@ -300,7 +300,7 @@ class PullEngine:
         if isinstance(error, TransportError):
             lost, settled, message = error.lost, error.settled, error.message
         else:
-            _LOG.error("unexpected failure of the transport", exc_info=error)
+            _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
             lost, settled, message = False, False, repr(error)
         self.remote_agents.read_ended(agent, lost)
         if lost:

@@ -73,7 +73,7 @@ class RemoteAgents:
         try:
             self._transport.drop_remote(agent)
         except TransportError as error:
-            _LOG.warning("%s", error.message)
+            _LOG.warning("agent not dropped: agent=%s reason=%s", agent, error.message)
         return True
 
     def _load_one(self, agent: AgentName, metadata: bytes) -> None:

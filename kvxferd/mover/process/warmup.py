@@ -94,7 +94,7 @@ class ConnectionWarmup:
         return moved
 
     def _on_failure(self, agent: AgentName, slot: int, error: TransportError) -> None:
-        _LOG.info("agent %s was not connected ahead: %s", agent, error.message)
+        _LOG.info("agent not connected ahead: agent=%s reason=%s", agent, error.message)
         self._started.discard(agent)
         self._remotes.read_ended(agent, error.lost)
         if error.settled:  # otherwise something may still land there

@@ -122,7 +122,7 @@ class ForkserverClient:
             finally:
                 close_frame_fds(waiting)  # behind a malformed frame
         except (ProtocolError, OSError) as error:
-            _LOG.error("the movers' parent speaks nonsense and is killed: %s", error)
+            _LOG.error("forkserver killed after a malformed message: reason=%s", error)
             frames = None
         if frames is None:
             self._close_stream()

@@ -122,7 +122,7 @@ class MoverHandle:
             finally:
                 close_frame_fds(waiting)  # behind a malformed frame
         except (ProtocolError, OSError) as error:
-            _LOG.error("mover %s speaks nonsense and is killed: %s", self.agent, error)
+            _LOG.error("mover killed after a malformed message: agent=%s reason=%s", self.agent, error)
             self._close_stream()
             self.kill()
             return False
@@ -143,9 +143,9 @@ class MoverHandle:
         try:
             self._on_message(self, message)
         except KvxferdError as error:
-            _LOG.error("cannot take a message of mover %s: %s", self.agent, error.message)
+            _LOG.error("mover message failed: agent=%s reason=%s", self.agent, error.message)
         except Exception:
-            _LOG.exception("cannot take a message of mover %s", self.agent)
+            _LOG.exception("mover message failed: agent=%s", self.agent)
 
     def _handle_exit(self) -> None:
         self._loop.remove_reader(self.pidfd)

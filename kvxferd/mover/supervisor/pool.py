@@ -159,7 +159,7 @@ class MoverPool:
                 self._on_ucx_lines_lost,
             )
         except OSError as error:
-            _LOG.error("cannot start the movers' parent: %s", error)
+            _LOG.error("forkserver not started: reason=%s", error)
             self._fail_waiters(MoverError(f"cannot start the movers' parent: {error}", Code.MOVER_LOST))
             self._restart_later()
 
@@ -170,7 +170,7 @@ class MoverPool:
                 self._num_restarts = 0
                 self._fill()
             case LibraryUnavailable():
-                _LOG.error("no movers: %s", message.reason)
+                _LOG.error("transfer library unavailable: reason=%s", message.reason)
                 self._reason = message.reason
                 self._fail_waiters(MoverError(message.reason, Code.NIXL_UNAVAILABLE))
             case Forked():
@@ -183,7 +183,7 @@ class MoverPool:
                 if self._is_stopping:
                     mover.kill()
             case ForkFailed():
-                _LOG.error("cannot fork a mover: %s", message.reason)
+                _LOG.error("mover not forked: mover=%d reason=%s", message.mover, message.reason)
                 self._starting.pop(message.mover).discard()
                 if not self._has_pending_forks():
                     self._early_transports.clear()
@@ -234,7 +234,7 @@ class MoverPool:
             del self._starting[mover.mover_id]
             mover.discard()
         if not self._is_stopping and not self._reason:
-            _LOG.error("the movers' parent died, and its movers with it; it is started again")
+            _LOG.error("forkserver died")  # and its movers with it; it is started again
             self._fail_waiters(MoverError("the movers' parent died; register again", Code.MOVER_LOST))
             self._restart_later()
         self._signal_if_empty()
@@ -271,7 +271,7 @@ class MoverPool:
             try:
                 self._fork(self._forkserver)
             except (OSError, ValueError) as error:  # no descriptor is left, or the forkserver's end is closed
-                _LOG.error("cannot ask for a mover: %s; it is tried again", error)
+                _LOG.error("mover not requested: reason=%s", error)
                 self._retry_fork_later()
                 if len(self._waiters) <= len(self._starting):
                     return
@@ -322,7 +322,7 @@ class MoverPool:
     def _on_mover_exit(self, mover: MoverHandle) -> None:
         if self._starting.pop(mover.mover_id, None) is not None:
             if not self._is_stopping:
-                _LOG.error("a mover died before its agent was made")
+                _LOG.error("mover died before its agent was made: mover=%d", mover.mover_id)
             self._fail_one_waiter(MoverError("the mover died before its agent was made", Code.MOVER_LOST))
             # The next `acquire` tries again: with a library that cannot make agents this would fork for ever.
         elif self._assigned.pop(mover.mover_id, None) is not None:

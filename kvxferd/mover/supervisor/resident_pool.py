@@ -173,12 +173,12 @@ class ResidentHandle(MoverHandle):
 
     def _log_stuck(self) -> None:
         if self._stream.fileno() >= 0:
+            # Blocks of its pulls in doubt stay out of use until it ends, or its worker does.
             _LOG.error(
-                "resident mover %s was told to end %g s ago and has not: its agent is stuck in the transfer "
-                "library; blocks of its pulls in doubt stay out of use until it ends, or worker %d does",
+                "resident mover stuck in the transfer library: agent=%s worker_pid=%d after_s=%g",
                 self.agent,
-                STUCK_S,
                 self.pid,
+                STUCK_S,
             )
 
     def _read(self) -> bool:
@@ -193,7 +193,11 @@ class ResidentHandle(MoverHandle):
                 if self._stream.fileno() < 0:
                     return False
         except ProtocolError as error:
-            _LOG.error("resident mover %s speaks nonsense and is told to end: %s", self.agent, error.message)
+            _LOG.error(
+                "resident mover closed after a malformed message: agent=%s reason=%s",
+                self.agent,
+                error.message,
+            )
             self._discards_input = True
             self._drop_frames()
             self.kill()
@@ -221,7 +225,12 @@ class ResidentHandle(MoverHandle):
             case MoverUp():
                 self.agent = message.agent
             case MoverLeaving():
-                _LOG.warning("resident mover %s of worker %d ends: %s", self.agent, self.pid, message.message)
+                _LOG.warning(
+                    "resident mover ended: agent=%s worker_pid=%d reason=%s",
+                    self.agent,
+                    self.pid,
+                    message.message,
+                )
         super()._handle(message)
 
     def _handle_exit(self) -> None:

@@ -126,4 +126,4 @@ class PinnedBuffer:
             try:
                 step(what)
             except DeviceError as error:
-                _LOG.error("a staging buffer is left to the end of the process: %s", error.message)
+                _LOG.error("staging buffer not freed: reason=%s", error.message)

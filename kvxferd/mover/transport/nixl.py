@@ -283,7 +283,7 @@ class NixlTransport:
                 try:
                     self.deregister(span)
                 except TransportError as error:
-                    _LOG.warning("%s", error.message)
+                    _LOG.warning("memory not deregistered: reason=%s", error.message)
             self._nixl = None
         if self._agent_ref() is not None:
             gc.collect()  # an exception's traceback may hold a handle, in a cycle

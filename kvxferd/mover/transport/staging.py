@@ -369,7 +369,8 @@ class StagedTransport:
         try:
             self._inner.notify(read.agent, encode(ChunkRelease(number=chunk.number)))
         except TransportError as error:
-            _LOG.info("%s", error.message)  # its lease expires
+            # The lease expires at the source.
+            _LOG.info("chunk not released: agent=%s reason=%s", read.agent, error.message)
         chunk.number = 0
 
     def _fail_chunk(self, read: StagedRead, chunk: Chunk, error: TransportError) -> None:
@@ -410,7 +411,7 @@ class StagedTransport:
             try:
                 self._handle(agent, payload, now)
             except ProtocolError as error:
-                _LOG.warning("agent %s: %s", agent, error.message)
+                _LOG.warning("malformed staging message: agent=%s reason=%s", agent, error.message)
         if self._source is not None:
             self._source.step(now)
 

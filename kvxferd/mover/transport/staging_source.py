@@ -186,11 +186,11 @@ class StagingSource:
         except TransportError:
             try:
                 if (name := self._transport.load_remote(request.metadata, agent)) != agent:
-                    _LOG.warning("an ask of agent %s came with the metadata of %s", agent, name)
+                    _LOG.warning("chunk request with another agent's metadata: agent=%s of=%s", agent, name)
                     return False
                 self._transport.notify(agent, payload)
             except TransportError as error:
-                _LOG.warning("%s", error.message)
+                _LOG.warning("staging reply not sent: agent=%s reason=%s", agent, error.message)
                 return False
         return True
 
@@ -202,7 +202,7 @@ class StagingSource:
             try:
                 self._transport.drop_remote(agent)
             except TransportError as error:
-                _LOG.warning("%s", error.message)
+                _LOG.warning("agent not dropped: agent=%s reason=%s", agent, error.message)
 
 
 def _requested_ranges(request: ChunkRequest) -> tuple[Uint64s, Uint64s]:
