@@ -30,6 +30,8 @@ from tests.support.vllm_servers.completions import RequestFailed, complete, deco
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, nixl_connector
 from tests.support.vllm_servers.site import Site
 
+from kvxferd.bench.proc_stats import cpu_seconds, process_tree
+
 CONNECTORS = ("NixlConnector", "KvxferdConnector")
 LENGTH = 700  # 1.4 MB of cache in 22 blocks: 2 KiB a token
 IDLE_AFTER_S = 3.0
@@ -123,25 +125,10 @@ def timed_alone(engine: Engine, seed: int) -> float:
 def idle_cpu_percent(site: Site, seconds: float) -> float:
     """Return the CPU use of all engines, daemons and movers together while no request runs."""
     roots = [engine.pid for engine in site.engines] + [node.process.pid for node in site.daemons]
-    pids = [pid for root in roots for pid in (root, *descendants(root))]
+    pids = [pid for root in roots for pid in process_tree(root)]
     before, started = sum(map(cpu_seconds, pids)), time.monotonic()
     time.sleep(seconds)
     return 100 * (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - started)
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes under one."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:

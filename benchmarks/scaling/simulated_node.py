@@ -74,11 +74,6 @@ class Cost:
         """The cost of all events."""
         return sum(self.seconds.values())
 
-    @property
-    def num_events(self) -> int:
-        """All of them."""
-        return sum(self.events.values())
-
 
 Send = Callable[["SimulatedNode", Message, Endpoint | bytes], None]
 Meter = Callable[[], float]  # the cost so far: seconds, or any other quantity that adds up
@@ -106,7 +101,6 @@ class SimulatedNode:
         )
         self.cost = Cost()
         self.outcomes: Counter[str] = Counter()
-        self.on_worker_message: Callable[[SessionId, Message], None] = lambda session, message: None
         self._clock = clock
         self._send = send
         self._wire_s = wire_s
@@ -242,7 +236,6 @@ class SimulatedNode:
             self._later(ev.WorkerMessage(session, wk.MoverAcknowledged(number=message.number)))
         if isinstance(message, wk.Released) and (session, message.transfer_id) in self._slot_of:
             self._slots[session].append(self._slot_of.pop((session, message.transfer_id)))
-        self.on_worker_message(session, message)
 
     def _handle_mover_message(self, mover: MoverId, message: Message) -> None:
         if isinstance(message, mv.SetPolling) and message.on:

@@ -9,11 +9,11 @@ import time
 
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import runs_of
-from kvxferd.bench.command_loop import serve_commands
 from kvxferd.bench.shapes import FIRST_RANK
 from kvxferd.bench.shared_memory import map_process_memory
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import Mapping
+from kvxferd.tooling.command_loop import serve_commands
 
 
 class CopyCommandHandler:
@@ -72,4 +72,4 @@ class CopyCommandHandler:
 
 
 if __name__ == "__main__":
-    serve_commands(CopyCommandHandler)
+    serve_commands(protocol.PROTOCOL, CopyCommandHandler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,70 +89,6 @@ class Host(Protocol):
         ...
 
 
-def decode_expected_reply(name: str, line: bytes, kind: type[R]) -> R:
-    """Return a reply of the expected type. Raises KvxferdError for CommandFailed."""
-    reply = protocol.decode_reply(line)
-    if isinstance(reply, protocol.CommandFailed):
-        raise KvxferdError(f"cannot run {TOOL}: process {name}: {reply.message}")
-    assert isinstance(reply, kind), reply
-    return reply
-
-
-class LocalWorker:
-    """A child process."""
-
-    def __init__(self, process: CommandProcess) -> None:
-        self.process = process
-        self._is_paused = False
-
-    async def request(self, command: protocol.Command, kind: type[R]) -> R:
-        """Return its reply. Raises KvxferdError if the command fails."""
-        return decode_expected_reply(
-            self.process.name, await self.process.request(protocol.encode_line(command)), kind
-        )
-
-    async def pause(self) -> None:
-        """Stop its execution."""
-        self._is_paused = True
-        self.process.send_signal(signal.SIGSTOP)
-
-    async def resume(self) -> None:
-        """Continue its execution."""
-        if self._is_paused:
-            self.process.send_signal(signal.SIGCONT)
-            self._is_paused = False
-
-    async def stop(self) -> None:
-        """End it."""
-        await self.resume()  # a stopped process would not read the end of its input
-        await self.process.stop()
-
-
-class LocalDaemon:
-    """A daemon that is a child process."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self._daemon = daemon
-
-    @property
-    def worker_socket(self) -> str:
-        """Where its ranks connect."""
-        return self._daemon.worker_socket
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._daemon.pid
-
-    async def get(self, path: str) -> Any:
-        """Return the response of its control socket."""
-        return await asyncio.to_thread(self._daemon.control.get, path)
-
-    async def stop(self) -> None:
-        """End it."""
-        await self._daemon.stop()
-
-
 class LocalHost:
     """This machine; all files are in one directory, which its owner removes."""
 
@@ -163,32 +98,32 @@ class LocalHost:
         self._directory = directory
         self._peer_host = peer_host
         self._number = 0
-        self._started: list[LocalWorker | LocalDaemon] = []
+        self._started: list[CommandProcess | DaemonProcess] = []
 
-    async def start_daemon(self, environment: Mapping[str, str]) -> LocalDaemon:
+    async def start_daemon(self, environment: Mapping[str, str]) -> DaemonProcess:
         """Start a daemon and wait until it takes registrations."""
         directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
         daemon = await DaemonProcess.start(TOOL, directory.name, directory, environment, self._peer_host)
-        handle = LocalDaemon(daemon)
-        self._started.append(handle)
+        self._started.append(daemon)
         try:
             await daemon.wait_ready()
         except KvxferdError as error:
             raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
-        return handle
+        return daemon
 
-    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> LocalWorker:
+    async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> CommandProcess:
         """Start a process."""
         self._number += 1
         module, flags = _WORKER_MODULES[kind]
         name = f"{kind}-{self._number}"
-        process = await CommandProcess.start(TOOL, module, name, self._directory, environment, flags)
-        worker = LocalWorker(process)
+        worker = await CommandProcess.start(
+            TOOL, module, name, self._directory, protocol.PROTOCOL, environment, flags
+        )
         self._started.append(worker)
         return worker
 
     async def stop(self) -> None:
         """End everything, workers before daemons, so that ranks can unregister."""
         started, self._started = self._started, []
-        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalWorker)))
-        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalDaemon)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, CommandProcess)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, DaemonProcess)))

@@ -13,7 +13,6 @@ import uuid
 from typing import Any
 
 from kvxferd.bench import engine_nixl, protocol, raw_nixl
-from kvxferd.bench.command_loop import serve_commands
 from kvxferd.bench.read_loop import SlotReader, run_reads
 from kvxferd.bench.shapes import Deployment
 from kvxferd.bench.shared_memory import map_process_memory
@@ -21,6 +20,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.memory import Mapping
 from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
 from kvxferd.mover.transport.nixl import import_library
+from kvxferd.tooling.command_loop import serve_commands
 
 _CONFIGS = {"raw": raw_nixl.agent_config, "engine": engine_nixl.agent_config}
 
@@ -103,6 +103,6 @@ class NixlCommandHandler:
 
 
 if __name__ == "__main__":
-    serve_commands(lambda: NixlCommandHandler(sys.argv[1]))
+    serve_commands(protocol.PROTOCOL, lambda: NixlCommandHandler(sys.argv[1]))
     # The library's threads may still run, and nothing here needs an orderly end.
     os._exit(0)

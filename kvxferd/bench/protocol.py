@@ -9,6 +9,7 @@ import msgspec
 from kvxferd.bench.cases import Case
 from kvxferd.bench.shapes import Deployment, Role
 from kvxferd.ids import Rank
+from kvxferd.tooling.line_protocol import LineProtocol
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
@@ -215,21 +216,4 @@ BaselineCommand = AttachMemory | AddRemote | MapSourceMemory | Move | SetPolling
 Command = RankCommand | BaselineCommand
 Reply = Done | RankStarted | Published | Moved | Checked | MemoryAttached | CommandFailed
 
-_ENCODER = msgspec.json.Encoder()
-_COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-_REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-
-
-def encode_line(line: Line) -> bytes:
-    """Return the encoded line with its newline."""
-    return _ENCODER.encode(line) + b"\n"
-
-
-def decode_command(line: bytes) -> Command:
-    """Return a command of the bench. Raises msgspec.DecodeError."""
-    return _COMMANDS.decode(line)
-
-
-def decode_reply(line: bytes) -> Reply:
-    """Return a process's reply. Raises msgspec.DecodeError."""
-    return _REPLIES.decode(line)
+PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply, CommandFailed)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from kvxferd import client
 from kvxferd.bench import content, protocol
 from kvxferd.bench.cases import Case, block_lists, runs_of
-from kvxferd.bench.command_loop import serve_commands
 from kvxferd.bench.shapes import Role
-from kvxferd.errors import Code, KvxferdError
-from kvxferd.fd_wait import wait_readable
+from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import GroupKind
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling.command_loop import serve_commands
+from kvxferd.tooling.event_waiter import EventWaiter
 
 CONNECT_TIMEOUT_S = 30.0
 REGISTER_TIMEOUT_S = 60.0
@@ -58,7 +57,7 @@ class BenchRank:
         )
         self._released: set[str] = set()
         self._stamped: Case | None = None
-        self._pending_events: deque[client.Event] = deque()
+        self._events = EventWaiter(self._rank)
 
     def close(self) -> None:
         """Unregister; the daemon unmaps the memory."""
@@ -82,7 +81,7 @@ class BenchRank:
         deadline = time.perf_counter() + RELEASE_TIMEOUT_S
         left = set(command.names) - self._released
         while left:
-            match self._next_event(deadline):
+            match self._events.next_event(deadline):
                 case client.Released(transfer_id):
                     self._released.add(transfer_id)
                     left.discard(transfer_id)
@@ -120,7 +119,7 @@ class BenchRank:
                     time.sleep(command.gap_s)
                 started = self._start_pull(ref, lists[number % len(lists)], command.case)
                 running[started[0]] = (number, *started[1:])
-            event = self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
+            event = self._events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
             ended = time.perf_counter()
             delivered = _delivered_or_raise(event)
             if delivered is not None and delivered.ticket in running:
@@ -139,7 +138,9 @@ class BenchRank:
             small = self._start_pull(ref, lists[number % len(lists)], command.small)
             ended: client.Delivered | None = None
             while ended is None or (large_sample is None and number == len(command.small_refs) - 1):
-                event = _delivered_or_raise(self._next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
+                event = _delivered_or_raise(
+                    self._events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
+                )
                 now = time.perf_counter()
                 if event is not None and event.ticket is small[0]:
                     # A small pull that waits until the large one ends is the worst case, so it counts too.
@@ -197,21 +198,6 @@ class BenchRank:
             )
             for name, ids in lists.items()
         }
-
-    def _next_event(self, deadline: float) -> client.Event:
-        """Return the daemon's next event. Raises KvxferdError if none comes in time."""
-        while not self._pending_events:
-            left = deadline - time.perf_counter()
-            readable = wait_readable([self._rank.fileno()], left)
-            self._pending_events.extend(self._rank.poll())
-            if not readable and not self._pending_events and left <= 0:
-                raise KvxferdError(
-                    "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
-                )
-        event = self._pending_events.popleft()
-        if isinstance(event, client.Disconnected):
-            raise KvxferdError(event.message, event.code)
-        return event
 
 
 def _delivered_or_raise(event: client.Event) -> client.Delivered | None:
@@ -279,4 +265,4 @@ def _handle_rank_command(process: BenchRank, command: protocol.Command) -> proto
 
 
 if __name__ == "__main__":
-    serve_commands(RankCommandHandler)
+    serve_commands(protocol.PROTOCOL, RankCommandHandler)

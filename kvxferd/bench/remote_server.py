@@ -15,10 +15,11 @@ from collections.abc import Callable
 import msgspec
 
 from kvxferd.bench import protocol, remote_protocol
-from kvxferd.bench.hosts import TOOL, LocalDaemon, LocalHost, LocalWorker
+from kvxferd.bench.hosts import TOOL, LocalHost
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
-from kvxferd.tooling.subprocesses import MAX_LINE_BYTES
+from kvxferd.tooling.line_protocol import encode_line
+from kvxferd.tooling.subprocesses import MAX_LINE_BYTES, CommandProcess, DaemonProcess
 
 # A bench may set the transport library's own settings, and nothing that decides what is run.
 ENVIRONMENT_PREFIX = "UCX_"
@@ -113,8 +114,8 @@ class _BenchSession:
         self._host = LocalHost(self._directory, host)
         self._writer = writer
         self._ids = itertools.count(1)
-        self._workers: dict[int, LocalWorker] = {}
-        self._daemons: dict[int, LocalDaemon] = {}
+        self._workers: dict[int, CommandProcess] = {}
+        self._daemons: dict[int, DaemonProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -162,8 +163,8 @@ class _BenchSession:
                 return remote_protocol.RemoteDone(number=number, who=who)
             case remote_protocol.RunCommand():
                 # The command is decoded and encoded again, so that it is one line and a valid command.
-                line = protocol.encode_line(protocol.decode_command(bytes(request.command)))
-                reply = await self._worker(request.who).process.request(line)
+                line = encode_line(protocol.PROTOCOL.decode_command(bytes(request.command)))
+                reply = await self._worker(request.who).request_line(line)
                 return remote_protocol.RemoteDone(number=number, value=msgspec.Raw(reply.strip()))
             case remote_protocol.SetPaused():
                 worker = self._worker(request.who)
@@ -179,12 +180,12 @@ class _BenchSession:
                 raise KvxferdError(f"cannot serve {TOOL}: {type(request).__name__} comes first, once")
         return remote_protocol.RemoteDone(number=number)
 
-    def _worker(self, who: int) -> LocalWorker:
+    def _worker(self, who: int) -> CommandProcess:
         if who not in self._workers:
             raise KvxferdError(f"cannot serve {TOOL}: nothing here is called {who}", Code.NOT_FOUND)
         return self._workers[who]
 
-    def _daemon(self, who: int) -> LocalDaemon:
+    def _daemon(self, who: int) -> DaemonProcess:
         if who not in self._daemons:
             raise KvxferdError(f"cannot serve {TOOL}: no daemon here is called {who}", Code.NOT_FOUND)
         return self._daemons[who]

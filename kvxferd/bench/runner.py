@@ -10,14 +10,14 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.hosts import TOOL, Host, LocalHost
 from kvxferd.bench.implementations import KVXFERD
 from kvxferd.bench.measures import calls, first_pull, head_of_line, idle, latency, parallel, throughput
 from kvxferd.bench.proc_stats import available_bytes
-from kvxferd.bench.process_vm import require_cma
-from kvxferd.bench.remote_protocol import RemoteHost
+from kvxferd.bench.remote_client import RemoteHost
 from kvxferd.bench.results import Result, describe_machine
 from kvxferd.bench.shapes import Role
 from kvxferd.bench.testbed import Hosts, Testbed
@@ -25,6 +25,7 @@ from kvxferd.bench.workload import GIB, TRANSPORT_ENVIRONMENTS, Workload
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
 from kvxferd.tooling.output import format_bytes
+from kvxferd.tooling.process_vm import read_process_memory
 
 MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Memory beside the two regions: workers, movers, baselines.
@@ -149,7 +150,7 @@ async def _measure_transport(
         say(f"starting two daemons ({transport})")
         async with Testbed.open(hosts, environment) as testbed:
             if transport == "cma" and testbed.can_copy:
-                require_cma(testbed.daemons["source"].pid)
+                _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
             await _measure_rest(testbed, asked.workload, wanted, found, say)
     if "first" in wanted:
@@ -199,3 +200,13 @@ async def _measure_rest(
                 say("idle")
                 daemon = testbed.daemons["sink"].pid
                 found.idle = await idle.measure_idle(daemon, len(pair.ranks), workload.idle_s)
+
+
+def _require_cma(pid: int) -> None:
+    """Raise KvxferdError if the kernel refuses CMA: UCX would fall back to TCP without an error."""
+    start = int(Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0], 16)
+    if (failed := read_process_memory(pid, start, 8)) != 0:
+        raise KvxferdError(
+            f"cannot run {TOOL} over cma: the kernel does not let one process read another's memory "
+            f"({os.strerror(failed)}); use --transport tcp"
+        )

@@ -130,7 +130,6 @@ class EnginePair:
         self.deployment = deployment
         self.workers: dict[tuple[Role, Rank], WorkerHandle] = {}
         self.memory: dict[tuple[Role, Rank], protocol.ProcessMemory] = {}
-        self._batches: list[PublishedBatch] = []
 
     @property
     def ranks(self) -> list[Rank]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvxferd.tooling.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from kvxferd.bench.runner import BenchOptions
 
-EXIT_FAILED = 2
-EXIT_INTERRUPTED = 130
 
 # Listed here so that --help needs neither numpy nor a model; a test compares them with the modules.
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
@@ -144,7 +144,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     for failure in failures:
         click.echo(f"kvxferd: {failure}", err=True)
     if failures:
-        ctx.exit(EXIT_FAILED)
+        ctx.exit(EXIT_ERROR)
 
 
 def _serve_remote(ctx: click.Context, bind: str) -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvxferd.layout.presets import LAYOUT_NAMES
+from kvxferd.tooling.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_WRONG_BYTES
 
 if TYPE_CHECKING:
     from kvxferd.demo.shape import DemoShape
 
-EXIT_WRONG_BYTES = 1
-EXIT_INTERRUPTED = 130
 
 _count = click.IntRange(min=1)
 
@@ -82,7 +81,7 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
         print_json(results.as_json())
     else:
         console().print(render_report(results))
-    ctx.exit(0 if results.is_ok else EXIT_WRONG_BYTES)
+    ctx.exit(EXIT_OK if results.is_ok else EXIT_WRONG_BYTES)
 
 
 def _demo_shape(options: dict[str, Any]) -> DemoShape:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from kvxferd.cli.options import json_option
 from kvxferd.config import CONFIG_PATH_VARIABLE
 from kvxferd.doctor.finding import CheckContext, Finding
 from kvxferd.doctor.runner import CHECKS, load_config_or_finding, run_check, select_checks
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import json_option, print_json
+from kvxferd.tooling.output import print_json
 
 RESPONSE_TIMEOUT_S = 5.0
 

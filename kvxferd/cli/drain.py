@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import json_option, print_json
-
-EXIT_WORK_LEFT = 1  # the daemon ended with unfinished transfers
+from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.exit_codes import EXIT_WORK_LEFT
+from kvxferd.tooling.output import print_json
 
 
 @click.command()

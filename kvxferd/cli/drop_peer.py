@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import json_option, print_json
+from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import print_json
 
 
 @click.command("drop-peer")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 import msgspec
 
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
 from kvxferd.telemetry.gauges import engine_state
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import format_bytes, format_duration, json_option, print_json, print_table
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table
 
 
 @click.command()

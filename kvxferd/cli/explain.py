@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Rank
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import console, json_option, print_json
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.exit_codes import EXIT_OK, EXIT_REFUSED
+from kvxferd.tooling.output import console, print_json
 
 if TYPE_CHECKING:
     from kvxferd.explain.analysis import DecodeRankReads, Explanation
-
-EXIT_REFUSED = 1
 
 
 @click.command()
@@ -68,7 +68,7 @@ def explain(
         print_explanation(out, explanation)
         if chosen is not None and ranges is not None:
             print_byte_ranges(out, chosen, ranges)
-    ctx.exit(EXIT_REFUSED if explanation.refused else 0)
+    ctx.exit(EXIT_REFUSED if explanation.refused else EXIT_OK)
 
 
 def _parse_rank(text: str | None) -> Rank | None:

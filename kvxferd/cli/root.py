@@ -10,8 +10,7 @@ import click
 import kvxferd
 from kvxferd.cli import not_installed_message
 from kvxferd.errors import Code, KvxferdError
-
-EXIT_ERROR = 2  # the same as click's own usage errors
+from kvxferd.tooling.exit_codes import EXIT_ERROR
 
 # The module of each verb, in the order of the help. Only the requested one is imported: a daemon
 # would otherwise hold the others' tables in memory for as long as it runs.

@@ -9,10 +9,11 @@ import click
 import msgspec
 from rich.table import Table
 
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.gauges import engine_state
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import console, format_bytes, json_option, plain_text, print_json
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import console, format_bytes, plain_text, print_json
 
 
 @click.command()

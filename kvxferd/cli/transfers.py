@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 import msgspec
 
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.core.snapshot import PullSnapshot, TransferSnapshot
-from kvxferd.tooling.control_client import ControlClient, with_control_client
-from kvxferd.tooling.output import format_duration, json_option, print_json, print_table
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import format_duration, print_json, print_table
 
 
 @click.command()

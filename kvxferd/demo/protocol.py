@@ -8,6 +8,7 @@ import msgspec
 
 from kvxferd.demo.shape import DemoShape, Role
 from kvxferd.ids import Rank
+from kvxferd.tooling.line_protocol import LineProtocol
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
@@ -87,21 +88,4 @@ class CommandFailed(Line, frozen=True, tag="broken"):
 Command = StartRank | PrefillCommand | AwaitRelease | PullCommand
 Reply = RankStarted | Prefilled | BlocksFreed | PullResult | CommandFailed
 
-_ENCODER = msgspec.json.Encoder()
-_COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-_REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-
-
-def encode_line(line: Line) -> bytes:
-    """Return the encoded line with its newline."""
-    return _ENCODER.encode(line) + b"\n"
-
-
-def decode_command(line: bytes) -> Command:
-    """Return a command of the demo. Raises msgspec.DecodeError."""
-    return _COMMANDS.decode(line)
-
-
-def decode_reply(line: bytes) -> Reply:
-    """Return a worker's reply. Raises msgspec.DecodeError."""
-    return _REPLIES.decode(line)
+PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply, CommandFailed)

@@ -11,17 +11,17 @@ from typing import TypeVar
 
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.demo import protocol
-from kvxferd.demo.processes import TOOL, WorkerProcess
 from kvxferd.demo.results import DemoResults
 from kvxferd.demo.shape import DemoShape, Role
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.async_tasks import gather_or_cancel, make_work_directory, run_until_signal
-from kvxferd.tooling.subprocesses import DaemonProcess
+from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
 R = TypeVar("R", bound=protocol.Line)
 
+TOOL = "the demo"
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 PUBLISHER_RANK = Rank(0, 0)
 # A daemon keeps 1024 records; each pull makes one, and handshakes make a few.
@@ -34,7 +34,7 @@ class DemoCluster:
     def __init__(self, shape: DemoShape) -> None:
         self.shape = shape
         self.daemons: dict[Role, DaemonProcess] = {}
-        self.workers: dict[tuple[Role, Rank], WorkerProcess] = {}
+        self.workers: dict[tuple[Role, Rank], CommandProcess] = {}
         self._directory = make_work_directory("kvxferd-demo-")
 
     async def start(self) -> None:
@@ -52,7 +52,8 @@ class DemoCluster:
                 worker.request(
                     protocol.StartRank(
                         shape=self.shape, role=role, rank=rank, worker_socket=self.daemons[role].worker_socket
-                    )
+                    ),
+                    protocol.RankStarted,
                 )
                 for (role, rank), worker in self.workers.items()
             )
@@ -63,10 +64,10 @@ class DemoCluster:
     ) -> dict[Rank, R]:
         """Send every rank of an engine a command; return their replies. Raises KvxferdError."""
         ranks = self.shape.ranks(role)
-        replies = await gather_or_cancel(*(self.workers[role, rank].request(command(rank)) for rank in ranks))
-        for reply in replies:
-            assert isinstance(reply, kind)
-        return dict(zip(ranks, replies, strict=True))  # type: ignore[arg-type]
+        replies = await gather_or_cancel(
+            *(self.workers[role, rank].request(command(rank), kind) for rank in ranks)
+        )
+        return dict(zip(ranks, replies, strict=True))
 
     async def stop(self) -> None:
         """Stop all, workers first; afterwards no process and no directory is left."""
@@ -83,7 +84,9 @@ class DemoCluster:
         self.daemons[role] = await DaemonProcess.start(TOOL, role, self._directory / role)
 
     async def _start_worker(self, role: Role, rank: Rank) -> None:
-        self.workers[role, rank] = await WorkerProcess.start(f"{role}.{rank}", self._directory)
+        self.workers[role, rank] = await CommandProcess.start(
+            TOOL, "kvxferd.demo.worker", f"{role}.{rank}", self._directory, protocol.PROTOCOL
+        )
 
 
 def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> DemoResults:
@@ -146,6 +149,6 @@ async def _transfer_request(cluster: DemoCluster, results: DemoResults, request:
 
 async def _collect_pull_records(cluster: DemoCluster, results: DemoResults) -> None:
     """Read the phases of the pulls from the decode daemon's history."""
-    answer = await asyncio.to_thread(cluster.daemons["decode"].control.get, "/v1/history")
+    answer = await cluster.daemons["decode"].get("/v1/history")
     records = map(record_from_json, answer["records"])
     results.add_records([record for record in records if isinstance(record, PullRecord)])

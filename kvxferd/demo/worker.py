@@ -6,9 +6,7 @@ standard input until it is closed.
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from typing import assert_never
 
 import numpy as np
@@ -16,11 +14,11 @@ import numpy as np
 from kvxferd import client
 from kvxferd.demo import content, protocol
 from kvxferd.demo.shape import GROUP, DemoShape, Role
-from kvxferd.errors import Code, KvxferdError
-from kvxferd.fd_wait import wait_readable
+from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.memory import SealedMemory
-from kvxferd.tooling.die_with_parent import die_with_parent
+from kvxferd.tooling.command_loop import serve_commands
+from kvxferd.tooling.event_waiter import EventWaiter
 
 CONNECT_TIMEOUT_S = 30.0
 # If there are more ranks than movers in the pool, some wait for a mover to be made.
@@ -50,7 +48,7 @@ class DemoWorker:
             timeout_s=REGISTER_TIMEOUT_S,
         )
         self._published: dict[int, client.TransferRef] = {}
-        self._pending_events: list[client.Event] = []
+        self._events = EventWaiter(self._rank)
 
     def close(self) -> None:
         """Unregister; the daemon unmaps the memory."""
@@ -77,7 +75,7 @@ class DemoWorker:
             self._rank.unpublish(self._published[command.request])
         deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while True:
-            match self._next_event(deadline):
+            match self._events.next_event(deadline):
                 case client.Released(transfer_id, why) if transfer_id == name:
                     return protocol.BlocksFreed(why=why.value)
                 case client.PublishRefused(transfer_id, code, message) if transfer_id == name:
@@ -121,31 +119,16 @@ class DemoWorker:
 
     def _await_outcome(self, ticket: client.PullTicket, deadline: float) -> client.Delivered | client.Failed:
         while True:
-            event = self._next_event(deadline)
+            event = self._events.next_event(deadline)
             if isinstance(event, client.Delivered | client.Failed) and event.ticket is ticket:
                 return event
 
     def _await_quiesced(self, ticket: client.PullTicket) -> None:
         deadline = time.monotonic() + PULL_DEADLINE_S
         while True:
-            event = self._next_event(deadline)
+            event = self._events.next_event(deadline)
             if isinstance(event, client.Quiesced) and event.ticket is ticket:
                 return
-
-    def _next_event(self, deadline: float) -> client.Event:
-        """Return the daemon's next event. Raises KvxferdError if none comes in time."""
-        while not self._pending_events:
-            left = deadline - time.monotonic()
-            readable = wait_readable([self._rank.fileno()], left)
-            self._pending_events = list(self._rank.poll())
-            if not readable and not self._pending_events and left <= 0:
-                raise KvxferdError(
-                    "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
-                )
-        event = self._pending_events.pop(0)
-        if isinstance(event, client.Disconnected):
-            raise KvxferdError(event.message, event.code)
-        return event
 
     def _corrupt_byte(self, what: str, mask: np.ndarray) -> None:
         """Corrupt one byte, to show that the check finds it."""
@@ -153,41 +136,38 @@ class DemoWorker:
         self._bytes[place] ^= 0xFF
 
 
-def main() -> None:
-    """Handle commands until standard input is closed."""
-    die_with_parent()
-    worker: DemoWorker | None = None
-    try:
-        for line in sys.stdin.buffer:
-            command = protocol.decode_command(line)
-            if isinstance(command, protocol.StartRank):
-                started = time.monotonic()
-                worker = DemoWorker(command)
-                _send_reply(protocol.RankStarted(register_s=time.monotonic() - started))
-            elif worker is not None:
-                _send_reply(_handle(worker, command))
-    except KvxferdError as error:
-        _send_reply(protocol.CommandFailed(message=f"{error.message} [{error.code.value}]"))
-    except Exception as error:
-        traceback.print_exc()
-        _send_reply(protocol.CommandFailed(message=f"{type(error).__name__}: {error}"))
-    finally:
-        if worker is not None:
-            worker.close()
+class DemoCommandHandler:
+    """Handles commands, the first of which makes the process a worker."""
 
+    def __init__(self) -> None:
+        self._worker: DemoWorker | None = None
 
-def _handle(
-    worker: DemoWorker, command: protocol.PrefillCommand | protocol.AwaitRelease | protocol.PullCommand
-) -> protocol.Line:
-    match command:
-        case protocol.PrefillCommand():
-            return worker.prefill(command)
-        case protocol.AwaitRelease():
-            return worker.await_release(command)
-        case protocol.PullCommand():
-            return worker.pull(command)
-        case _:
-            assert_never(command)
+    def handle(self, command: protocol.Command) -> protocol.Reply:
+        """Handle one command."""
+        if isinstance(command, protocol.StartRank):
+            started = time.monotonic()
+            self._worker = DemoWorker(command)
+            return protocol.RankStarted(register_s=time.monotonic() - started)
+        if self._worker is None:
+            raise KvxferdError(f"cannot handle {type(command).__name__}: this process is no rank yet")
+        match command:
+            case protocol.PrefillCommand():
+                return self._worker.prefill(command)
+            case protocol.AwaitRelease():
+                return self._worker.await_release(command)
+            case protocol.PullCommand():
+                return self._worker.pull(command)
+            case _:
+                assert_never(command)
+
+    def progress(self) -> bool:
+        """Return False: there is no work between commands."""
+        return False
+
+    def close(self) -> None:
+        """Unregister the rank."""
+        if self._worker is not None:
+            self._worker.close()
 
 
 def _failed_result(end: client.Failed, elapsed_s: float, spilled: int) -> protocol.PullResult:
@@ -209,10 +189,5 @@ def _transfer_id(request: int) -> str:
     return f"req-{request}"
 
 
-def _send_reply(line: protocol.Line) -> None:
-    sys.stdout.buffer.write(protocol.encode_line(line))
-    sys.stdout.buffer.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve_commands(protocol.PROTOCOL, DemoCommandHandler)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
-from kvxferd.doctor.network_cards import INFINIBAND_DIR
+from kvxferd.doctor.network_cards import rdma_cards
 
 _PEERMEM = tuple(Path("/sys/module", name) for name in ("nvidia_peermem", "nv_peer_mem"))
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -26,7 +26,7 @@ def check(node: CheckContext) -> Iterator[Finding]:
         )
     else:
         yield ok("ucx cuda", ", ".join(libraries))
-    if not (INFINIBAND_DIR.is_dir() and any(INFINIBAND_DIR.iterdir())):
+    if not rdma_cards():
         return
     loaded = [path.name for path in _PEERMEM if path.exists()]
     if loaded:

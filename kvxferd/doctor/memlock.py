@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, ok, warn
+from kvxferd.doctor.network_cards import rdma_cards
 from kvxferd.tooling.output import format_bytes
-
-_CARDS = Path("/sys/class/infiniband")
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
@@ -20,17 +19,13 @@ def check(node: CheckContext) -> Iterator[Finding]:
     elif _may_lock():
         yield ok("locked memory", f"limit {format_bytes(soft)}, and CAP_IPC_LOCK passes it", limit=soft)
     else:
-        matters = "" if _has_cards() else "; it matters once there is an RDMA card"
+        matters = "" if rdma_cards() else "; it matters once there is an RDMA card"
         yield warn(
             "locked memory",
             f"limit {format_bytes(soft)}: an RDMA card cannot register a cache larger than that{matters}",
             "raise it: LimitMEMLOCK=infinity in the unit, ulimit -l unlimited, or give CAP_IPC_LOCK",
             limit=soft,
         )
-
-
-def _has_cards() -> bool:
-    return _CARDS.is_dir() and any(_CARDS.iterdir())
 
 
 def _may_lock() -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 
-INFINIBAND_DIR = Path("/sys/class/infiniband")
+_CARDS = Path("/sys/class/infiniband")
 _VERBS = Path("/dev/infiniband")
 _SIOCGIFFLAGS = 0x8913
 _UP_AND_RUNNING = 0x1 | 0x40
@@ -27,11 +27,16 @@ def check(node: CheckContext) -> Iterator[Finding]:
     else:
         found = ", ".join(text for _, text in interfaces) or "none but loopback"
         yield warn("interfaces", found, "bring one up: no other node can be read")
-    cards = sorted(INFINIBAND_DIR.iterdir()) if INFINIBAND_DIR.is_dir() else []
+    cards = rdma_cards()
     if not cards:
         yield fail("rdma", "there is no RDMA card", "without one, other nodes are read over TCP")
     for card in cards:
         yield _card(card)
+
+
+def rdma_cards() -> list[Path]:
+    """Return the RDMA devices of this node."""
+    return sorted(_CARDS.iterdir()) if _CARDS.is_dir() else []
 
 
 def _card(card: Path) -> Finding:

@@ -20,7 +20,6 @@ from typing import Any
 from kvxferd import client
 from kvxferd.doctor.placements import DEVICE_COPY
 from kvxferd.errors import KvxferdError
-from kvxferd.fd_wait import wait_readable
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
@@ -28,6 +27,7 @@ from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.tooling.die_with_parent import die_with_parent
+from kvxferd.tooling.event_waiter import EventWaiter
 from kvxferd.tooling.subprocesses import DaemonProcess
 
 NUM_PULLS = 4  # the first one connects
@@ -110,6 +110,7 @@ class TrialEngine:
         self._device = device
         self._placement = placement
         self._rank: client.RankHandle | None = None
+        self._events: EventWaiter | None = None
 
     @property
     def rank(self) -> client.RankHandle:
@@ -130,16 +131,16 @@ class TrialEngine:
         else:
             exported = DeviceMemory(self.address, self.size_bytes, self._device.driver)
             self._rank = connection.register(engine=self.spec, layout=self.layout, regions={region: exported})
+        self._events = EventWaiter(self._rank)
 
     def await_event(self, kind: type[client.Event]) -> Any:
         """Return the next event of a kind. Raises KvxferdError if the pull fails or none comes in time."""
-        while wait_readable([self.rank.fileno()], EVENT_TIMEOUT_S):
-            for event in self.rank.poll():
-                if isinstance(event, kind):
-                    return event
-                if isinstance(event, client.Failed):
-                    raise KvxferdError(f"the pull failed: {event.message} [{event.code}]", event.code)
-        raise KvxferdError(f"no {kind.__name__} came for {EVENT_TIMEOUT_S:g} s")
+        assert self._events is not None
+        deadline = time.monotonic() + EVENT_TIMEOUT_S
+        while not isinstance(event := self._events.next_event(deadline), kind):
+            if isinstance(event, client.Failed):
+                raise KvxferdError(f"the pull failed: {event.message} [{event.code}]", event.code)
+        return event
 
 
 def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:

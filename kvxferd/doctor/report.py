@@ -11,9 +11,9 @@ from rich.text import Text
 
 from kvxferd.doctor.finding import Finding, Verdict
 from kvxferd.doctor.placements import PlacementResult
+from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_NO_GPU, EXIT_OK
 from kvxferd.tooling.output import console, plain_text
 
-EXIT_OK, EXIT_FAILED, EXIT_NO_GPU = 0, 1, 3  # 2 is a usage error, as for every verb
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 

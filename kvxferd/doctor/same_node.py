@@ -10,15 +10,11 @@ from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.doctor.nixl_read_test import ReadResult, read_between
+from kvxferd.tooling.process_vm import read_process_memory
 
 _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _CHECK = "same node"
 SLOW = "reads within this node then go over TCP"
-
-
-class Iovec(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
@@ -77,8 +73,5 @@ def _ptrace_scope() -> int:
 
 def _process_vm_errno() -> int:
     """Copy a byte within this process as CMA does; return 0 or the errno."""
-    there, here = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    local = Iovec(ctypes.addressof(here), 1)
-    remote = Iovec(ctypes.addressof(there), 1)
-    copied = _LIBC.process_vm_readv(os.getpid(), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    return 0 if copied == 1 else ctypes.get_errno()
+    source = ctypes.create_string_buffer(b"x")
+    return read_process_memory(os.getpid(), ctypes.addressof(source), 1)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
-import os
 import socket
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-import click
 import msgspec
 
-from kvxferd.config import CONFIG_PATH_VARIABLE, load_config
 from kvxferd.errors import Code, KvxferdError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # The daemon responds from memory; one that does not in this time is stuck.
 RESPONSE_TIMEOUT_S = 10.0
@@ -78,26 +71,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-
-
-def with_control_client(verb: F) -> F:
-    """Add the options that name a daemon, and pass its client as the verb's first argument."""
-
-    @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
-    @click.option(
-        "--config",
-        "config_path",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        envvar=CONFIG_PATH_VARIABLE,
-        help="The daemon's configuration file, which names the socket.",
-    )
-    @functools.wraps(verb)
-    def run_verb(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
-        path = socket_path or load_config(config_path, os.environ, {}).control.socket
-        return verb(ControlClient(path), **options)
-
-    return run_verb  # type: ignore[return-value]
 
 
 def _value_or_raise(status: int, value: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,9 +51,6 @@ class IsolatedProcess:
         """Return the first line that it prints; it goes on running. Standard error comes with `finish`."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        import select
-        import time
-
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._output:
             poller = select.poll()

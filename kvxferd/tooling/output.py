@@ -7,15 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 # Piped output is for grep: wide enough that no row wraps.
 PIPED_WIDTH = 200
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
 def console() -> Console:
@@ -25,7 +22,8 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print one JSON object, indented."""
-    click.echo(json.dumps(value, indent=2))
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.flush()
 
 
 def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

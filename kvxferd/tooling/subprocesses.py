@@ -10,9 +10,13 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.line_protocol import LineProtocol, encode_line
+
+R = TypeVar("R")
 
 READY_TIMEOUT_S = 60.0  # a cold start on a busy machine
 # A daemon that responds "not ready" for this long has a reason that will not pass.
@@ -91,6 +95,10 @@ class DaemonProcess:
             Code.DEADLINE,
         )
 
+    async def get(self, path: str) -> Any:
+        """Return the response of its control socket."""
+        return await asyncio.to_thread(self.control.get, path)
+
     async def stop(self) -> None:
         """Have it drain and end; kill it after STOP_TIMEOUT_S."""
         await _stop(self._process, signal.SIGTERM)
@@ -101,11 +109,15 @@ class DaemonProcess:
 
 
 class CommandProcess:
-    """A Python module that replies to each line on standard input with one on standard output."""
+    """A Python module that runs `command_loop`: it replies to each command on standard input."""
 
-    def __init__(self, tool: str, name: str, log: Path, process: Process) -> None:
+    def __init__(
+        self, tool: str, name: str, log: Path, process: Process, protocol: LineProtocol[Any, Any]
+    ) -> None:
         self.name = name
         self._tool = tool
+        self._protocol = protocol
+        self._is_paused = False
         self._log = log
         self._process = process
 
@@ -116,6 +128,7 @@ class CommandProcess:
         module: str,
         name: str,
         directory: Path,
+        protocol: LineProtocol[Any, Any],
         environment: Mapping[str, str] | None = None,
         flags: tuple[str, ...] = (),
     ) -> CommandProcess:
@@ -131,15 +144,20 @@ class CommandProcess:
                 env=None if environment is None else {**os.environ, **environment},
                 start_new_session=True,
             )
-        return cls(tool, name, path, process)
+        return cls(tool, name, path, process, protocol)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    async def request(self, line: bytes) -> bytes:
-        """Return its reply to a line. Raises KvxferdError if it ends, or does not reply in time."""
+    async def request(self, command: Any, kind: type[R]) -> R:
+        """Return its reply to a command. Raises KvxferdError if that fails, and as `request_line`."""
+        line = await self.request_line(encode_line(command))
+        return self._protocol.decode_reply(line, kind, self._tool, self.name)
+
+    async def request_line(self, line: bytes) -> bytes:
+        """Return its reply to an encoded command. Raises KvxferdError if it ends or does not reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(ConnectionError):  # then there is no reply either
@@ -158,16 +176,27 @@ class CommandProcess:
             )
         return answer
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
+    async def pause(self) -> None:
+        """Stop its execution: some processes would spin a core while others are timed."""
+        self._is_paused = True
+        self._send_signal(signal.SIGSTOP)
+
+    async def resume(self) -> None:
+        """Continue its execution."""
+        if self._is_paused:
+            self._send_signal(signal.SIGCONT)
+            self._is_paused = False
 
     async def stop(self) -> None:
-        """Close its standard input and wait for its end; kill it after STOP_TIMEOUT_S."""
+        """Close its standard input and wait for its end; kill it after STOP_TIMEOUT_S. Idempotent."""
+        await self.resume()  # a stopped process would not read the end of its input
         if self._process.stdin is not None:
             self._process.stdin.close()
         await _stop(self._process, None)
+
+    def _send_signal(self, signum: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signum)
 
 
 async def _stop(process: Process, signum: signal.Signals | None) -> None:

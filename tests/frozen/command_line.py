@@ -18,7 +18,6 @@ import msgspec
 
 from kvxferd import doctor as doctor_checks
 from kvxferd.bench.results import Result
-from kvxferd.cli import bench, demo
 from kvxferd.cli.root import VERBS, root
 from kvxferd.demo.results import DemoResults
 from kvxferd.demo.shape import DemoShape, EngineShape
@@ -26,6 +25,7 @@ from kvxferd.doctor import report
 from kvxferd.doctor.finding import fail, ok, warn
 from kvxferd.doctor.placements import PlacementResult
 from kvxferd.doctor.runner import CHECKS
+from kvxferd.tooling import exit_codes
 from tests.frozen.serving import Served, run_verb, serving
 from tests.frozen.shapes import shape_of, struct_of
 from tests.frozen.tree import ROOT, files_in, parsed
@@ -90,10 +90,10 @@ def surface() -> dict[str, Any]:
         },
         "runs": asyncio.run(_runs()),
         "exits that take long to see": {
-            "demo, a byte is wrong": demo.EXIT_WRONG_BYTES,
-            "demo, interrupted": demo.EXIT_INTERRUPTED,
-            "bench, something failed": bench.EXIT_FAILED,
-            "bench, interrupted": bench.EXIT_INTERRUPTED,
+            "demo, a byte is wrong": exit_codes.EXIT_WRONG_BYTES,
+            "demo, interrupted": exit_codes.EXIT_INTERRUPTED,
+            "bench, something failed": exit_codes.EXIT_ERROR,
+            "bench, interrupted": exit_codes.EXIT_INTERRUPTED,
         },
         "demo --json": shape_of(_demo()),
         "bench --json": struct_of(Result) if issubclass(Result, msgspec.Struct) else shape_of(Result),

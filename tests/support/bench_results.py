@@ -61,7 +61,7 @@ def findings() -> Measurements:
             point(256 * MIB, steady(0.020, 0.019)),
         ],
         latency=Latency(
-            small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, 0.002, [4e-4] * 9
+            small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, [4e-4] * 9
         ),
         calls=Calls(
             rounds=7,
@@ -74,10 +74,10 @@ def findings() -> Measurements:
             pull_median_s=0.00005,
             num_posted=7,
         ),
-        head_of_line=HeadOfLine(2 << 30, 0.4, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
+        head_of_line=HeadOfLine(2 << 30, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
         parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
-        idle=Idle(8, 5.0, 0.01, 0.005, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
-        first_pull=FirstPull(64 * MIB, [1.0], [0.2], [0.09, 0.3, 0.1], [0.08], [0.02]),
+        idle=Idle(8, 5.0, 0.01, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
+        first_pull=FirstPull(64 * MIB, [0.09, 0.3, 0.1], [0.08], [0.02]),
     )
 
 

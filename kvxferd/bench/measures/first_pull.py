@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,8 +20,6 @@ class FirstPull:
     """The results in seconds, round by round."""
 
     size_bytes: int
-    started_s: list[float] = field(default_factory=list)  # both daemons, from nothing to ready
-    registered_s: list[float] = field(default_factory=list)  # both ranks, their processes' start included
     first_s: list[float] = field(
         default_factory=list
     )  # pull() to Delivered; the daemons have never connected
@@ -39,12 +36,8 @@ async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], workl
     """Measure first pulls of 64 MiB."""
     found = FirstPull(FIRST_BYTES)
     for number in range(workload.first_rounds):
-        began = time.monotonic()
         async with Testbed.open(hosts, environment, baselines=False) as testbed:
-            found.started_s.append(time.monotonic() - began)
-            began = time.monotonic()
             async with testbed.pair(_deployment(f"first-{number}"), baselines=False) as pair:
-                found.registered_s.append(time.monotonic() - began)
                 await _stamp(pair, nonce := 3 * number + 1)
                 found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
             async with testbed.pair(_deployment(f"second-{number}"), baselines=False) as pair:

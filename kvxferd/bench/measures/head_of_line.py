@@ -28,7 +28,6 @@ class HeadOfLine:
     """The results in seconds."""
 
     large_bytes: int
-    large_s: float  # median, small pulls going on
     rounds: int
     num_alone: int
     num_behind: int
@@ -53,7 +52,6 @@ async def measure_head_of_line(
     large = Case(deployment=deployment, lists=lists, blocks=large_blocks, first_block=room)
     alone: list[float] = []
     hindered: list[float] = []
-    large_s: list[float] = []
     async with testbed.pair(deployment, baselines=False) as pair:
         ours = KvxferdPulls(pair)
         await ours.move(large, 1, 1)  # every page is mapped
@@ -65,16 +63,14 @@ async def measure_head_of_line(
             await pair.require_correct(protocol.Check(case=small, nonce=nonce, slots=slots))
             alone += [sample.ended - sample.began for sample in samples]
             await pair.source.request(protocol.Stamp(case=large, nonce=nonce), protocol.Done)
-            first, *rest = await _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
+            _, *rest = await _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
             await pair.require_correct(protocol.Check(case=large, nonce=nonce, slots=1))
             # Stamping the large case restored the small ones' content: they must have moved that.
             slots = min(len(rest), _SMALL_SLOTS)
             await pair.require_correct(protocol.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
-            large_s.append(first.ended - first.began)
             hindered += [sample.ended - sample.began for sample in rest]
     return HeadOfLine(
         large_bytes=workload.head_of_line_bytes,
-        large_s=percentile(large_s, 50),
         rounds=workload.rounds,
         num_alone=len(alone),
         num_behind=len(hindered),

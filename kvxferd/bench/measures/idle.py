@@ -19,7 +19,6 @@ class Idle:
     ranks: int
     seconds: float
     cpu_percent: float  # of one core: daemon, forkserver and movers together
-    daemon_cpu_percent: float
     daemon_rss_bytes: int
     forkserver_rss_bytes: int
     forkserver_private_bytes: int
@@ -39,7 +38,6 @@ async def measure_idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
         ranks=ranks,
         seconds=elapsed,
         cpu_percent=100 * sum(used.values()) / elapsed,
-        daemon_cpu_percent=100 * used[daemon_pid] / elapsed,
         daemon_rss_bytes=resident_bytes(daemon_pid),
         forkserver_rss_bytes=resident_bytes(parent),
         forkserver_private_bytes=private_bytes(parent),

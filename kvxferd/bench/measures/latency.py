@@ -32,7 +32,6 @@ class Latency:
     added_p99_s: float
     phases_s: dict[str, float]  # medians, of prepared pulls, as the daemon measures them
     unprepared_phases_s: dict[str, float]
-    unprepared_median_s: float
     spaced_added_s: list[float]  # of pulls `PULL_GAP_S` apart, less raw NIXL's median back to back
 
 
@@ -49,7 +48,7 @@ async def measure_latency(testbed: Testbed, transport: str, workload: Workload) 
         implementations: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
         found = await interleave(pair, case, implementations, workload.rounds, workload.small_per_round)
         prepared = await _phases(pair, workload.small_per_round)
-        unprepared = await KvxferdPulls(pair, is_prepared=False).move(case, workload.small_per_round, 1)
+        await KvxferdPulls(pair, is_prepared=False).move(case, workload.small_per_round, 1)
         unprepared_phases = await _phases(pair, workload.small_per_round)
         point = point_of("latency", transport, SMALL_BYTES, case, found)
         apart: list[protocol.Sample] = []
@@ -61,7 +60,6 @@ async def measure_latency(testbed: Testbed, transport: str, workload: Workload) 
             added_p99_s=percentile(added_latency(found), 99),
             phases_s=prepared,
             unprepared_phases_s=unprepared_phases,
-            unprepared_median_s=median([sample.ended - sample.began for sample in unprepared]),
             spaced_added_s=[one.ended - one.began - point.contenders[RAW].median_s for one in apart],
         )
 

@@ -12,6 +12,7 @@ from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.shapes import Deployment
+from kvxferd.tooling.event_waiter import EventWaiter
 
 DEPLOYMENT = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
 SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
@@ -51,7 +52,7 @@ def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[protocol
     process = object.__new__(BenchRank)  # without a daemon
     process._rank = rank  # type: ignore[assignment]
     process._layout = DEPLOYMENT.layout()
-    process._pending_events = deque()
+    process._events = EventWaiter(rank)  # type: ignore[arg-type]
     command = protocol.PullBehind(
         large=LARGE, large_ref={"name": "large"}, small=SMALL, small_refs=[{"name": "small"}] * 3
     )

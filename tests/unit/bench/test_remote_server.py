@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.bench import remote_protocol, remote_server
+from kvxferd.bench import remote_client, remote_protocol, remote_server
 from kvxferd.bench.hosts import LocalHost
 from kvxferd.errors import Code, KvxferdError
 
@@ -37,9 +37,9 @@ def while_serving(bind: str, act: Callable[[str, str], Awaitable[None]]) -> None
 def test_a_token_that_is_not_the_one_is_refused_whatever_it_is_made_of(token: str) -> None:
     async def act(address: str, right: str) -> None:
         with pytest.raises(KvxferdError, match="the token is wrong") as refused:
-            await remote_protocol.RemoteHost.connect(address, token)
+            await remote_client.RemoteHost.connect(address, token)
         assert refused.value.code is Code.NOT_ALLOWED
-        await (await remote_protocol.RemoteHost.connect(address, right)).stop()
+        await (await remote_client.RemoteHost.connect(address, right)).stop()
 
     while_serving("127.0.0.1:0", act)
 
@@ -55,7 +55,7 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
     monkeypatch.setattr(remote_server, "LocalHost", Noted)
 
     async def act(address: str, right: str) -> None:
-        remote = await remote_protocol.RemoteHost.connect(address, right)
+        remote = await remote_client.RemoteHost.connect(address, right)
         # It answers to what nothing there is called: so it has begun to serve.
         with pytest.raises(KvxferdError, match="nothing here is called 7"):
             await remote.request(remote_protocol.SetPaused(who=7, on=True))

@@ -1,4 +1,4 @@
-"""The loop of a bench process: it reads commands from standard input and writes replies."""
+"""The loop of a child process that a `CommandProcess` starts: it reads commands and writes replies."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from kvxferd.bench import protocol
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.die_with_parent import die_with_parent
+from kvxferd.tooling.line_protocol import LineProtocol, encode_line
+
+C_contra = TypeVar("C_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
 
 _READ_BYTES = 1 << 20
 
 
-class CommandHandler(Protocol):
+class CommandHandler(Protocol[C_contra, R_co]):
     """Handles the commands of one process."""
 
-    def handle(self, command: protocol.Command) -> protocol.Reply:
+    def handle(self, command: C_contra) -> R_co:
         """Handle one command and return its reply."""
         ...
 
@@ -33,16 +36,18 @@ class CommandHandler(Protocol):
         ...
 
 
-def serve_commands(make: Callable[[], CommandHandler]) -> None:
+def serve_commands(
+    protocol: LineProtocol[C_contra, R_co], make: Callable[[], CommandHandler[C_contra, R_co]]
+) -> None:
     """Handle every command until standard input is closed; in between make progress, or sleep."""
     # SIGKILL, because a process that is stopped (SIGSTOP) would not act on any other signal.
     die_with_parent(signal.SIGKILL)
     # Transfer libraries print to standard output, so replies go to a duplicate of it.
-    answers = os.dup(sys.stdout.fileno())
+    replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     arrivals = select.poll()
     arrivals.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    process: CommandHandler | None = None
+    process: CommandHandler[C_contra, R_co] | None = None
     pending = b""
     try:
         while True:
@@ -55,13 +60,13 @@ def serve_commands(make: Callable[[], CommandHandler]) -> None:
             for line in lines:
                 try:
                     process = process or make()
-                    reply = process.handle(protocol.decode_command(line))
+                    reply = encode_line(process.handle(protocol.decode_command(line)))
                 except KvxferdError as error:
-                    reply = protocol.CommandFailed(message=f"{error.message} [{error.code.value}]")
+                    reply = protocol.encode_failure(f"{error.message} [{error.code.value}]")
                 except Exception as error:
                     traceback.print_exc()
-                    reply = protocol.CommandFailed(message=f"{type(error).__name__}: {error}")
-                _write_all(answers, protocol.encode_line(reply))
+                    reply = protocol.encode_failure(f"{type(error).__name__}: {error}")
+                _write_all(replies, reply)
     finally:
         if process is not None:
             process.close()

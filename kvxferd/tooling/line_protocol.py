@@ -1,0 +1,46 @@
+"""Commands to a child process and its replies: one JSON object a line, typed by msgspec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvxferd.errors import KvxferdError
+
+C = TypeVar("C")
+R = TypeVar("R")
+K = TypeVar("K")
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_line(line: Any) -> bytes:
+    """Return the encoded line with its newline."""
+    return _ENCODER.encode(line) + b"\n"
+
+
+class LineProtocol(Generic[C, R]):
+    """The commands and replies of one kind of process; `failure` is the reply to a command that failed."""
+
+    def __init__(self, commands: Any, replies: Any, failure: Callable[..., R]) -> None:
+        self._commands: msgspec.json.Decoder[C] = msgspec.json.Decoder(commands)
+        self._replies: msgspec.json.Decoder[R] = msgspec.json.Decoder(replies)
+        self._failure: Any = failure
+
+    def decode_command(self, line: bytes) -> C:
+        """Return a command. Raises msgspec.DecodeError."""
+        return self._commands.decode(line)
+
+    def encode_failure(self, message: str) -> bytes:
+        """Return the encoded reply to a command that failed."""
+        return encode_line(self._failure(message=message))
+
+    def decode_reply(self, line: bytes, kind: type[K], tool: str, name: str) -> K:
+        """Return a process's reply of the expected type. Raises KvxferdError if its command failed."""
+        reply: Any = self._replies.decode(line)
+        if isinstance(reply, self._failure):
+            raise KvxferdError(f"cannot run {tool}: process {name}: {reply.message}")
+        assert isinstance(reply, kind), reply
+        return reply
