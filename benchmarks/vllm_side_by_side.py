@@ -26,11 +26,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvxferd.bench.proc_stats import cpu_seconds, process_tree
 from tests.support.vllm_servers.completions import RequestFailed, complete, decode, prefill, prompt_of
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, nixl_connector
 from tests.support.vllm_servers.site import Site
-
-from kvxferd.bench.proc_stats import cpu_seconds, process_tree
 
 CONNECTORS = ("NixlConnector", "KvxferdConnector")
 LENGTH = 700  # 1.4 MB of cache in 22 blocks: 2 KiB a token
