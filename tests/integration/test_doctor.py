@@ -124,7 +124,7 @@ for finding in memlock.check(CheckContext(Config(), ControlClient("/nowhere"), {
 def test_another_user_may_not_make_the_run_directory(tmp_path: Path):
     tmp_path.chmod(0o755)
     body = """
-node = Node(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
+node = CheckContext(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
 for finding in run_directory.check(node):
     print(finding.verdict, finding.found, finding.todo)
 """
