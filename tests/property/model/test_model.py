@@ -80,7 +80,7 @@ def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
 def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
     ready = PublishedTransfers.rank_ready
     monkeypatch.setattr(
-        PublishedTransfers, "ready", lambda source, rank, _, name: ready(source, rank, "", name)
+        PublishedTransfers, "rank_ready", lambda source, rank, _, name: ready(source, rank, "", name)
     )
     monkeypatch.setattr(TransferTable, "end_early_ready", lambda *_: None)
     with pytest.raises(Broken, match="was delivered"):
@@ -95,7 +95,7 @@ def test_a_transfer_that_is_released_and_published_again_is_found(monkeypatch):
 
 
 def test_memory_that_is_suspended_and_mapped_is_found(monkeypatch):
-    monkeypatch.setattr(Registration, "proven_gone", True)
+    monkeypatch.setattr(Registration, "is_unmapped_elsewhere", True)
     with pytest.raises(Broken, match="is suspended and mapped"):
         Search(Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False)).run()
 
