@@ -34,7 +34,7 @@ FLAGS = {
 
 
 class Node:
-    """`kvxferd serve` under `hostile.watched`."""
+    """`kvxferd serve` under `watched_daemon`."""
 
     def __init__(
         self, directory: Path, user: User, setup: Setup, environ: dict[str, str], flags: list[str]
@@ -51,13 +51,7 @@ class Node:
         self._environ = environ | {"HOME": str(directory), "TMPDIR": str(directory)}
         meter = directory / "meter"
         self.meter = Meter.make(meter, user.uid)
-        self._command = [
-            sys.executable,
-            "-m",
-            "tests.integration.hostile.watched_daemon",
-            str(meter),
-            "serve",
-        ]
+        self._command = [sys.executable, "-m", "tests.integration.hostile.watched_daemon"]
         self._command += [
             str(meter),
             "serve",

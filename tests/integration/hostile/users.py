@@ -42,7 +42,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 @cache
 def can_start(environ: tuple[tuple[str, str], ...]) -> bool:
     """Whether the daemon's user can start this program where it lies; else the daemons are root's."""
-    probe = [sys.executable, "-c", "import hostile.watched, kvxferd.daemon, kvxferd.mover.process.forkserver"]
+    probe = [
+        sys.executable,
+        "-c",
+        "import tests.integration.hostile.watched_daemon, kvxferd.daemon, kvxferd.mover.process.forkserver",
+    ]
     user: dict[str, Any] = {"user": DAEMON.uid, "group": DAEMON.gid, "extra_groups": []}
     try:
         done = subprocess.run(probe, env=dict(environ), stderr=subprocess.DEVNULL, check=False, **user)
