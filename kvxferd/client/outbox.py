@@ -16,7 +16,7 @@ from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
-# Twice `MAX_LIVE_PULLS`; a daemon this far behind does not read its socket.
+# 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
 
 
@@ -46,7 +46,7 @@ class Outbox:
         self._stream = 0
 
     def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send before everything queued: the handshake. Descriptors beyond a frame's limit are sent ahead."""
+        """Queue before everything else: the handshake. Descriptors beyond a frame's limit are sent ahead."""
         self._first.extend(Outgoing(ahead, part) for ahead, part in leading_fd_batches(fds))
         self._first.append(Outgoing(message, fds[start_of_last_batch(len(fds)) :]))
 
@@ -56,7 +56,7 @@ class Outbox:
             raise BusyError(f"cannot {what}: {MAX_QUEUED} messages wait for a daemon to take them", 1.0)
 
     def queue(self, item: QueuedItem) -> None:
-        """Send while the session is READY, in the order queued."""
+        """Queue an item, which is sent while the session is READY, in the order queued."""
         self._queue.append(item)
 
     def has_one_short_item(self, most_bytes: int) -> bool:
@@ -67,7 +67,7 @@ class Outbox:
         return not isinstance(item, ClientPull | ClientPublish) or num_id_bytes(item.blocks) <= most_bytes
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
-        """Send these before the queued items."""
+        """Queue these before the items that wait."""
         self._queue.extendleft(reversed(items))
 
     def connection_lost(self) -> None:

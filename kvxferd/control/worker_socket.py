@@ -1,7 +1,7 @@
 """The worker socket: accepts sessions, turns their frames into events, and applies effects to them.
 
-A thin shell: it owns sockets, descriptors and fence pages, and decides only whether a descriptor is of the
-kind that its message claims.
+A thin shell: it owns sockets, descriptors and fence pages. It decides who may connect and for how long a
+turn, limits what waits for a worker, and checks that a descriptor is of the kind that its message claims.
 """
 
 from __future__ import annotations
@@ -598,7 +598,7 @@ class WorkerSocket:
             loop.remove_writer(connection.frame_socket.fileno())
         self._on_event(WorkerDisconnected(connection.session))
         # On that event the core has the session's fence words overwritten. It may be queued behind the
-        # event that is being handled, so the page stays mapped until the loop's next turn.
+        # event that is being handled, so the page stays open until the loop's next turn.
         loop.call_soon(self._release, connection)
 
     def _release(self, connection: _Connection) -> None:

@@ -299,7 +299,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             consumer=message.consumer,
             agents=pending.agents,
             granted_at=granted_at,
-            # A repeated request renews the grant, and has the same limit.
+            # A repeated request renews the grant, for at most max_hold_s and one lease after it was granted.
             expires_at=max(
                 known.expires_at if known else 0.0,
                 min(now, granted_at + settings.max_hold_s) + settings.lease_s,

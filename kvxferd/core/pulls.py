@@ -1,6 +1,6 @@
 """Pulls of local ranks, from the request to the one terminal event, and to the end of any doubt.
 
-How a pull works. Each name is a message, or the method that handles it.
+How a pull works. Names in backticks are messages, modules, methods, settings or fields.
 
 1. The worker sends `Prepare` as soon as it has a reference, and `Pull` when it has blocks: a ticket, the
    reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
@@ -30,7 +30,7 @@ How a pull works. Each name is a message, or the method that handles it.
 5. A pull IN_DOUBT keeps its blocks in quarantine until the mover sends `PullQuiesced` or a late `PullDone`,
    or is dead. Then the worker gets `Quiesced`, and the source's daemon `ReturnGrant`. After `quiesce_s`, or
    at once where the mover cannot end the doubt, the mover is retired: another one serves the rank, and this
-   one is killed when its other pulls have ended (`Movers.retire`).
+   one is killed when its other pulls and its readers have ended, or after `RETIRED_S` (`Movers.retire`).
 
 What ends a pull from outside:
 
@@ -39,7 +39,7 @@ What ends a pull from outside:
 * The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and the pull
   is IN_DOUBT, because its reads are not known to be over.
 * The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
-  next mover, and at most two movers may die for one pull. With a delivery socket the dead mover may have
+  next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
   sent `Delivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
   arrived and those to read again. Other pulls fail, and those IN_DOUBT are quiesced.
 * The rank is suspended: its WAITING pulls fail, and its movers are killed. The worker is gone: its pulls
@@ -91,7 +91,7 @@ class PullPhase(StrEnum):
     DELIVERED = "delivered"
     FAILED = "failed"
     IN_DOUBT = "in-doubt"  # failed, and the mover may still write
-    QUIESCED = "quiet"  # failed, and proven ended since
+    QUIESCED = "quiet"  # failed, and proved to be over since
 
 
 class PullTrigger(StrEnum):
@@ -180,7 +180,7 @@ class Pull:
 
 
 class Pulls:
-    """Every pull of a local rank whose blocks something may still write."""
+    """Every pull of a local rank that is not over: it waits, is read, or may still be written."""
 
     def __init__(
         self, context: NodeContext, grant_client: GrantClient, movers: Movers, block_id_memory: BlockIdMemory
@@ -673,7 +673,7 @@ class Pulls:
         indexed = [p.pull_id for of in self._by_session.values() for pulls in of.values() for p in pulls]
         assert sorted(indexed) == sorted(self._pulls), "pulls are not found by their session and ticket"
         for pull in self._pulls.values():
-            assert not pull.is_safe_to_reuse, f"pull {pull.pull_id} is over and still followed"
+            assert not pull.is_safe_to_reuse, f"pull {pull.pull_id} is over but still listed"
             assert (pull.mover is None) == (pull.phase is PullPhase.WAITING), (
                 f"pull {pull.pull_id}: {pull.phase}"
             )
