@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.client.pulls import ClientPull, ClientPulls
+from kvxferd.client.pulls import ClientPull, ClientPullPhase, ClientPulls
 from kvxferd.errors import BusyError
 from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
@@ -18,6 +18,9 @@ from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
 # 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
+# Ended pulls leave the queue when it has doubled since they last did, and not before it is this long: an
+# engine whose pulls end while there is no daemon would else keep some 1 KB of each.
+MIN_PRUNED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Outbox:
         self._publishes = publishes
         self._first: deque[Outgoing] = deque()
         self._queue: deque[QueuedItem] = deque()
+        self._prune_at = MIN_PRUNED
         self._stream = 0
 
     def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -57,6 +61,9 @@ class Outbox:
 
     def queue(self, item: QueuedItem) -> None:
         """Queue an item, which is sent while the session is READY, in the order queued."""
+        if len(self._queue) >= self._prune_at:
+            self._queue = deque(queued for queued in self._queue if not _is_ended(queued))
+            self._prune_at = max(MIN_PRUNED, 2 * len(self._queue))
         self._queue.append(item)
 
     def has_one_short_item(self, most_bytes: int) -> bool:
@@ -73,7 +80,9 @@ class Outbox:
     def connection_lost(self) -> None:
         """Drop what was for the connection that has ended; keep what the next daemon must receive."""
         self._first.clear()
-        self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
+        self._queue = deque(
+            item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT) and not _is_ended(item)
+        )
 
     def clear(self) -> None:
         """Drop everything."""
@@ -102,3 +111,7 @@ class Outbox:
         if parts:
             request = msgspec.structs.replace(request, blocks=rest, stream=self._stream)
         return [*map(Outgoing, parts), Outgoing(request)]
+
+
+def _is_ended(item: QueuedItem) -> bool:
+    return isinstance(item, ClientPull) and item.phase is ClientPullPhase.ENDED

@@ -175,7 +175,7 @@ class PeerInbox:
         error = (
             error
             if isinstance(error, ProtocolError)
-            else ProtocolError(f"{type(error).__name__}: {error}", Code.INTERNAL)
+            else ProtocolError(f"{type(error).__name__}: {str(error)!r}", Code.INTERNAL)
         )
         self._log_refused(sender, error.code, error.message)
         if sender.route:

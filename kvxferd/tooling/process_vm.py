@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -17,4 +18,4 @@ def read_process_memory(pid: int, address: int, size: int) -> int:
     local = Iovec(ctypes.addressof(target), size)
     remote = Iovec(address, size)
     count = _LIBC.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    return 0 if count == size else ctypes.get_errno()
+    return 0 if count == size else ctypes.get_errno() or errno.EFAULT

@@ -80,8 +80,10 @@ async def test_a_mover_forges_no_line_for_whoever_sends_it_a_text(
     mover, _ = await bind(node, make_worker("E"))
     known = list(mover.transports_used)
     mover.send(LoadPlan(digest=Digest(f"none\n{FORGED.replace('4711', str(mover.pid))}\n"), encoded=b"none"))
-    await wait_until(lambda: "cannot load plan none" in caplog.text, "the plan is refused")
-    (complaint,) = [record.getMessage() for record in caplog.records if "load plan" in record.getMessage()]
+    await wait_until(lambda: "plan not loaded: plan=none" in caplog.text, "the plan is refused")
+    (complaint,) = [
+        record.getMessage() for record in caplog.records if "plan not loaded" in record.getMessage()
+    ]
     assert "intra-node" in complaint
     assert mover.transports_used == known
     assert not mover.has_unknown_transports

@@ -43,7 +43,7 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
         made.add((pull.phase, signal))
         return move(pull, signal)
 
-    monkeypatch.setattr(Pull, "move", noted)
+    monkeypatch.setattr(Pull, "transition", noted)
     Search(Scenario(doubt=True, clocks=(0, 1))).run()
     Search(Scenario(deaths=1, drops=1, cancel=False)).run()
     assert TRANSITIONS.keys() - made == {(PullPhase.WAITING, PullTrigger.DELIVER)}

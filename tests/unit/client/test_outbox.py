@@ -8,7 +8,7 @@ from array import array
 from kvxferd.client.blocks import BlockList, pack_blocks
 from kvxferd.client.events import Event, Failed, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
-from kvxferd.client.outbox import Outbox
+from kvxferd.client.outbox import MIN_PRUNED, Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPull, ClientPulls
 from kvxferd.client.refs import TransferRef
@@ -106,6 +106,16 @@ def test_an_item_that_has_ended_keeps_no_block_ids_alive() -> None:
     (failed, _) = queue.events
     assert isinstance(failed, Failed)
     assert list(failed.blocks["full"].ids) == [1, 2]  # the event has them
+
+
+def test_pulls_that_end_while_there_is_no_daemon_leave_the_queue() -> None:
+    queue = Queue()
+    kept = queue.pull(deadline=30.0)
+    for _ in range(4 * MIN_PRUNED):
+        queue.pulls.cancel(queue.pull(deadline=30.0).ticket.number)
+    assert len(queue.outbox._queue) <= MIN_PRUNED
+    queue.outbox.connection_lost()
+    assert list(queue.outbox._queue) == [kept]
 
 
 def test_a_refused_publish_is_not_sent_in_the_place_of_the_next_of_its_id() -> None:
