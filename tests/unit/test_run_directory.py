@@ -84,6 +84,7 @@ def test_a_stranger_who_runs_a_set_uid_program_is_a_stranger(directory: Path, na
     body = HOLDER.replace("print", f"os.setresuid({NOBODY}, 0, 0)\nprint")
     with held(directory / name, 0, body):
         start(directory).close()
+        assert (directory / name).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -57,11 +56,7 @@ def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
             decode.worker.suspend(timeout_s=0.2)
     finally:
         os.kill(daemon.process.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while decode.rank.memory_in_use:
-        assert time.monotonic() < deadline, "the daemon has not let go"
-        decode.step()  # the engine goes on, and hears of it
-        time.sleep(0.001)
+    decode.step_until(lambda _: not decode.rank.memory_in_use, "the daemon lets go")
     decode.step()
     decode.worker.suspend(timeout_s=5)
     decode.worker.resume(decode.region())

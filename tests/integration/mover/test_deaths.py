@@ -16,6 +16,7 @@ import pytest
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.mover.supervisor.pool import REFILL_DELAY_S
 from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
 from tests.support.mover_harness import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
 
@@ -280,7 +281,8 @@ async def test_movers_are_kept_ready_but_not_made_while_busy() -> None:
         pool.set_busy(True)
         taken = [await pool.acquire() for _ in range(3)]  # the third is made for whoever waits
         assert len({mover.pid for mover in taken}) == 3
-        await asyncio.sleep(0.4)  # longer than the refill's delay
+        # No event tells of a mover that is not made: the refill's delay, and time for its fork.
+        await asyncio.sleep(REFILL_DELAY_S + 0.15)
         assert pool.status().num_warm == 0
         pool.set_busy(False)
         await warm(2)

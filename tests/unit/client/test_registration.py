@@ -9,7 +9,7 @@ import threading
 import msgspec
 import pytest
 
-from kvxferd.client import Region, connect
+from kvxferd.client import Client, Region, connect
 from kvxferd.errors import Code, EngineError, KvxferdError, LayoutError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
@@ -135,7 +135,8 @@ def test_connect_waits_for_a_daemon_that_starts(stage: Stage) -> None:
     connecting = stage.calling(connect, stage.daemon.path, timeout_s=WAIT_S)
     stage.daemon.start()
     stage.daemon.accept().greet()
-    connecting.result(WAIT_S).close()
+    with connecting.result(WAIT_S) as client:
+        assert isinstance(client, Client)
 
 
 def test_a_path_that_cannot_work_fails_at_once(stage: Stage) -> None:

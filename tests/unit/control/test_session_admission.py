@@ -141,7 +141,7 @@ async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
     async with asyncio.timeout(10):
         while not any(map(_is_readable, connections)):
             assert open_fds() - before <= MAX_PARTIAL_FDS
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # several turns of the loop: what is refused is closed on the next one
     assert open_fds() - before <= MAX_PARTIAL_FDS
     codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
     assert codes
