@@ -144,49 +144,12 @@ class Daemon:
             if self._stopping.is_set():
                 operator_log.info("stopped", boot=self._boot)
                 return 0
-            self._peer_socket.start()
-            closing.callback(self._peer_socket.stop)
-            self._node = Node(
-                boot=self._boot,
-                endpoint=self._advertised_endpoint(),
-                settings=settings_of(self._config, self._allowlist),
-                new_token=lambda: secrets.token_hex(16),
-            )
-            self._has_node = True
-            self._ownership_file = OwnershipFile(
-                run_directory.ownership_path, self._node.ownerships.saved_state
-            )
-            closing.push_async_callback(self._ownership_file.close)
-            self._make_mover_pools(run_directory.mover_lock_fds)
-            self._admin = NodeAdmin(
-                self._config,
-                self._node,
-                self._mover_pool,
-                self._history,
-                self._on_event,
-                self.drain,
-                self.reload,
-            )
-            closing.push_async_callback(self._stop_movers)
-            await self._mover_pool.start()
-            descriptors = raise_fd_limit()
-            http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(descriptors))
-            closing.push_async_callback(http.stop)
-            await http.start()
-            # Before the first session: the first to register must not get another user's engine id.
-            self._on_event(OwnershipsLoaded(*self._ownership_file.read()))
-            self._worker_socket.start()
-            closing.push_async_callback(self._stop_workers)
-            for warning in (*self._admin.warnings(), *fd_warnings(self._config.limits, descriptors)):
-                log.warning("configuration warning", text=warning)
-            log.info(
-                "serving",
-                boot=self._boot,
-                endpoint=self._node.context.endpoint,
-                worker_socket=self._config.worker.socket,
-                pid=os.getpid(),
-            )
-            self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")
+            self._start_node(run_directory, closing)
+            await self._start_movers(run_directory.mover_lock_fds, closing)
+            fd_limit = raise_fd_limit()
+            await self._start_http(fd_limit, closing)
+            self._start_worker_socket(closing)
+            self._report_serving(fd_limit)
             # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
             closing.callback(self._peer_socket.stop_listening)
@@ -197,6 +160,58 @@ class Daemon:
             await self._wait_drained()
         operator_log.info("stopped", boot=self._boot)
         return 0
+
+    def _start_node(self, run_directory: RunDirectory, closing: AsyncExitStack) -> None:
+        """Bind the peer socket, whose port is part of the endpoint, and make the core."""
+        self._peer_socket.start()
+        closing.callback(self._peer_socket.stop)
+        self._node = Node(
+            boot=self._boot,
+            endpoint=self._advertised_endpoint(),
+            settings=settings_of(self._config, self._allowlist),
+            new_token=lambda: secrets.token_hex(16),
+        )
+        self._has_node = True
+        self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.ownerships.saved_state)
+        closing.push_async_callback(self._ownership_file.close)
+
+    async def _start_movers(self, lock_fds: tuple[int, ...], closing: AsyncExitStack) -> None:
+        self._make_mover_pools(lock_fds)
+        closing.push_async_callback(self._stop_movers)
+        await self._mover_pool.start()
+
+    async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
+        self._admin = NodeAdmin(
+            self._config,
+            self._node,
+            self._mover_pool,
+            self._history,
+            self._on_event,
+            self.drain,
+            self.reload,
+        )
+        http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
+        closing.push_async_callback(http.stop)
+        await http.start()
+
+    def _start_worker_socket(self, closing: AsyncExitStack) -> None:
+        # Before the first session: the first to register must not get another user's engine id.
+        self._on_event(OwnershipsLoaded(*self._ownership_file.read()))
+        self._worker_socket.start()
+        closing.push_async_callback(self._stop_workers)
+
+    def _report_serving(self, fd_limit: int) -> None:
+        """Log what is served, and notify systemd."""
+        for warning in (*self._admin.warnings(), *fd_warnings(self._config.limits, fd_limit)):
+            log.warning("configuration warning", text=warning)
+        log.info(
+            "serving",
+            boot=self._boot,
+            endpoint=self._node.context.endpoint,
+            worker_socket=self._config.worker.socket,
+            pid=os.getpid(),
+        )
+        self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")
 
     def _advertised_endpoint(self) -> Endpoint:
         if self._config.peer.advertise:
@@ -503,17 +518,17 @@ class Daemon:
 
     def _apply_config(self, merged: MergedConfig) -> ReloadResult:
         config = merged.config
-        trust = allowlist_of(config.peer, self._key)
+        allowlist = allowlist_of(config.peer, self._key)
         # Each part compares with its own state: if one raises, the next reload applies the rest.
         closed = self._worker_socket.set_allowed(config.worker)
         dropped: list[Endpoint] = []
         anew = False
-        if trust != self._allowlist:
+        if allowlist != self._allowlist:
             before = self._node.peers.endpoints()
-            anew = not trust.allows_all_of(self._allowlist)
-            self._peer_socket.set_allowlist(trust)
-            self._allowlist = trust
-            self._on_event(AllowlistChanged(trust))
+            anew = not allowlist.allows_all_of(self._allowlist)
+            self._peer_socket.set_allowlist(allowlist)
+            self._allowlist = allowlist
+            self._on_event(AllowlistChanged(allowlist))
             dropped = sorted(before - self._node.peers.endpoints())
         if "log.level" in merged.changed:
             set_log_level(config.log.level)

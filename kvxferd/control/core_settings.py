@@ -10,10 +10,10 @@ from kvxferd.core.limits import Limits
 from kvxferd.core.settings import Settings
 
 
-def settings_of(config: Config, trust: PeerAllowlist) -> Settings:
+def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
     """Return the settings that the core takes from the configuration."""
     return Settings(
-        allowlist=trust,
+        allowlist=allowlist,
         limits=Limits(
             max_ranks=config.limits.max_ranks,
             max_transfers_per_engine=config.limits.max_transfers_per_engine,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class RateLimiter:
+class HttpRateLimiter:
     """Limits the request rate of each unprivileged source; faster requests wait.
 
     A cached response costs the loop 0.5 ms (aiohttp 3.14, 2 MB), the layouts of 64 ranks of Llama-3-70B as

@@ -19,7 +19,7 @@ from aiohttp import web
 from kvxferd.config import Config, split_host_port
 from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
 from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners
-from kvxferd.control.http_rate_limit import RateLimiter
+from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_routes import ROUTES, Access, Route
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 16 << 10
 # Responses are small and local: do not wait longer for clients to read them.
 SHUTDOWN_S = 1.0
 
-RATE_LIMITER: web.AppKey[RateLimiter] = web.AppKey("pace", RateLimiter)
+RATE_LIMITER: web.AppKey[HttpRateLimiter] = web.AppKey("rate limiter", HttpRateLimiter)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,7 +98,7 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
     app[NODE_API] = view
     app[RESPONSE_CACHE] = ResponseCache(view)
-    app[RATE_LIMITER] = RateLimiter(time.monotonic)
+    app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)

@@ -80,5 +80,5 @@ class NodeApi(Protocol):
         ...
 
 
-NODE_API: web.AppKey[NodeApi] = web.AppKey("view")
+NODE_API: web.AppKey[NodeApi] = web.AppKey("node api")
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)

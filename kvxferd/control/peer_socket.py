@@ -156,12 +156,12 @@ class PeerSocket:
                 self._zap_socket.socket.send_multipart(reply, zmq.NOBLOCK)
         self._schedule_read(self._zap_socket)
 
-    def set_allowlist(self, trust: PeerAllowlist) -> None:
+    def set_allowlist(self, allowlist: PeerAllowlist) -> None:
         """Admit by these allow-lists from now on. Every message is checked against them too."""
-        self._allowlist = trust
+        self._allowlist = allowlist
         self._is_allowlist_reloaded = True
         if self._authenticator is not None:
-            self._authenticator.trust = trust
+            self._authenticator.allowlist = allowlist
 
     def shut_connections(self) -> int | None:
         """Shut every connection to this node; peers that are still admitted connect again.

@@ -77,7 +77,7 @@ class ResponseCache:
         self._stale_at = max(self._stale_at, now + MAX_AGE_S, now + COST_FACTOR * (now - started))
 
 
-RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("answers", ResponseCache)
+RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("response cache", ResponseCache)
 
 
 def is_operator(request: web.Request) -> bool:

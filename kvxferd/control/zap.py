@@ -24,7 +24,7 @@ class ZapAuthenticator:
     """Replies to libzmq's ZAP requests about connections to this node."""
 
     def __init__(self, allowlist: PeerAllowlist) -> None:
-        self.trust = allowlist
+        self.allowlist = allowlist
         self._last_logged: dict[str, float] = {}
 
     def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
@@ -45,14 +45,14 @@ class ZapAuthenticator:
         return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]
 
     def _rejection_reason(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
-        if not self.trust.allows_address(address):
+        if not self.allowlist.allows_address(address):
             return "its address is not in peer.allowed_addresses"
-        if not self.trust.own_key:
+        if not self.allowlist.own_key:
             return ""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return "it does not speak CURVE"
         key = credentials[0].hex()
-        return "" if self.trust.allows_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
+        return "" if self.allowlist.allows_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
 
     def _log_rejection(self, address: str, problem: str, now: float) -> None:
         if now - self._last_logged.get(address, -LOG_INTERVAL_S) < LOG_INTERVAL_S:

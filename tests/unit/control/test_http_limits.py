@@ -16,7 +16,7 @@ import pytest
 from kvxferd.config import Config, LimitsConfig
 from kvxferd.control import fd_budget, http_connections, response_cache
 from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
-from kvxferd.control.http_rate_limit import RateLimiter
+from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
@@ -272,15 +272,15 @@ async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tm
 
 def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
     now = 100.0
-    pace = RateLimiter(lambda: now)
+    pace = HttpRateLimiter(lambda: now)
     admitted = sum(pace.try_acquire("10.0.0.1") for _ in range(1_000))
-    assert admitted == RateLimiter.BURST
+    assert admitted == HttpRateLimiter.BURST
     assert pace.try_acquire("10.0.0.2")
     now += 1.0
-    assert sum(pace.try_acquire("10.0.0.1") for _ in range(1_000)) == RateLimiter.PER_S
-    for number in range(10 * RateLimiter.MAX_SOURCES):
+    assert sum(pace.try_acquire("10.0.0.1") for _ in range(1_000)) == HttpRateLimiter.PER_S
+    for number in range(10 * HttpRateLimiter.MAX_SOURCES):
         pace.try_acquire(f"source {number}")
-    assert len(pace._tokens) <= RateLimiter.MAX_SOURCES
+    assert len(pace._tokens) <= HttpRateLimiter.MAX_SOURCES
 
 
 @pytest.mark.parametrize(("limit", "want"), [(64, 12), (300, 37), (1024, 128), (65_536, 128), (-1, 128)])
