@@ -1,6 +1,6 @@
 """Tiny models with random weights, written as checkpoints that vLLM loads. Run by vLLM's interpreter.
 
-    python models.py KIND DIRECTORY
+    python tiny_models.py KIND DIRECTORY
 
 Weights are drawn wide enough that greedy tokens depend on every token of the prompt: with the usual
 0.02 a tiny model says the same whatever it was asked, and would say it with a wrong cache too.
