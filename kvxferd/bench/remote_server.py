@@ -140,6 +140,12 @@ class _BenchSession:
             answer = remote_protocol.RemoteRefused(
                 number=request.number, code=error.code.value, message=error.message
             )
+        except (OSError, ValueError) as error:  # a process does not start, or it is no command
+            answer = remote_protocol.RemoteRefused(
+                number=request.number,
+                code=Code.INTERNAL.value,
+                message=f"cannot serve {TOOL}: {type(error).__name__}: {error}",
+            )
         with contextlib.suppress(OSError):
             _write(self._writer, answer)
             await self._writer.drain()

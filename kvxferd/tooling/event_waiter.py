@@ -24,9 +24,9 @@ class EventWaiter:
         """
         while not self._pending:
             left = deadline - time.monotonic()
-            readable = wait_readable([self._rank.fileno()], left)
+            wait_readable([self._rank.fileno()], left)
             self._pending.extend(self._rank.poll())
-            if not readable and not self._pending and left <= 0:
+            if not self._pending and left <= 0:
                 raise KvxferdError(
                     "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
                 )

@@ -60,7 +60,10 @@ class IsolatedProcess:
             if not (chunk := os.read(fd, 1 << 20)):
                 return self.finish(EXIT_TIMEOUT_S)
             self._output += chunk
-        return IsolatedResult(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
+        try:
+            return IsolatedResult(msgspec.json.decode(self._output.split(b"\n")[0]), "", "")
+        except msgspec.DecodeError as error:
+            return IsolatedResult(None, f"its first line is not JSON: {error}", "")
 
     def finish(self, limit_s: float, stdin: bytes = b"") -> IsolatedResult:
         """Write `stdin` to its standard input, close that, and wait for its end; kill it after `limit_s`."""

@@ -38,9 +38,15 @@ class LineProtocol(Generic[C, R]):
         return encode_line(self._failure(message=message))
 
     def decode_reply(self, line: bytes, kind: type[K], tool: str, name: str) -> K:
-        """Return a process's reply of the expected type. Raises KvxferdError if its command failed."""
-        reply: Any = self._replies.decode(line)
+        """Return a process's reply. Raises KvxferdError if its command failed, or for any other line."""
+        try:
+            reply: Any = self._replies.decode(line)
+        except msgspec.DecodeError as error:
+            raise KvxferdError(f"cannot run {tool}: process {name} sent no valid reply: {error}") from None
         if isinstance(reply, self._failure):
             raise KvxferdError(f"cannot run {tool}: process {name}: {reply.message}")
-        assert isinstance(reply, kind), reply
+        if not isinstance(reply, kind):
+            raise KvxferdError(
+                f"cannot run {tool}: process {name} sent {type(reply).__name__} instead of {kind.__name__}"
+            )
         return reply

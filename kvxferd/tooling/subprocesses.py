@@ -27,6 +27,7 @@ REPLY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
 # A line carries references, samples or a report, never block ids.
 MAX_LINE_BYTES = 8 << 20
+_DISCARD_BYTES = 1 << 16
 TAIL_LINES = 12
 
 
@@ -56,7 +57,7 @@ class DaemonProcess:
         environ |= environment or {}
         with (directory / "daemon.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "kvxferd.tooling.die_with_parent", "serve"),
+                *(sys.executable, "-P", "-m", "kvxferd.tooling.die_with_parent", str(os.getpid()), "serve"),
                 *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", f"tcp://{peer_host}:0"),
                 *("--drain-limit-s", "5", "--log-format", "json"),
                 stdin=DEVNULL,
@@ -101,7 +102,8 @@ class DaemonProcess:
 
     async def stop(self) -> None:
         """Have it drain and end; kill it after STOP_TIMEOUT_S."""
-        await _stop(self._process, signal.SIGTERM)
+        _send_signal(self._process, signal.SIGTERM)
+        await _wait_or_kill(self._process)
 
     def log_tail(self) -> str:
         """Return the last lines of its log."""
@@ -157,18 +159,18 @@ class CommandProcess:
         return self._protocol.decode_reply(line, kind, self._tool, self.name)
 
     async def request_line(self, line: bytes) -> bytes:
-        """Return its reply to an encoded command. Raises KvxferdError if it ends or does not reply."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(ConnectionError):  # then there is no reply either
-            self._process.stdin.write(line)
-            await self._process.stdin.drain()
+        """Return its reply to an encoded command. Raises KvxferdError if it ends or sends no line."""
         try:
-            answer = await asyncio.wait_for(self._process.stdout.readline(), REPLY_TIMEOUT_S)
+            answer = await asyncio.wait_for(self._exchange_lines(line), REPLY_TIMEOUT_S)
         except TimeoutError:
             raise KvxferdError(
                 f"cannot run {self._tool}: process {self.name} has not answered for {REPLY_TIMEOUT_S:.0f} s",
                 Code.DEADLINE,
+            ) from None
+        except ValueError:  # of `readline`, which has its own limit
+            raise KvxferdError(
+                f"cannot run {self._tool}: process {self.name} sent a line of more than "
+                f"{MAX_LINE_BYTES} bytes"
             ) from None
         if not answer:
             raise KvxferdError(
@@ -179,34 +181,54 @@ class CommandProcess:
     async def pause(self) -> None:
         """Stop its execution: some processes would spin a core while others are timed."""
         self._is_paused = True
-        self._send_signal(signal.SIGSTOP)
+        _send_signal(self._process, signal.SIGSTOP)
 
     async def resume(self) -> None:
         """Continue its execution."""
         if self._is_paused:
-            self._send_signal(signal.SIGCONT)
+            _send_signal(self._process, signal.SIGCONT)
             self._is_paused = False
 
     async def stop(self) -> None:
         """Close its standard input and wait for its end; kill it after STOP_TIMEOUT_S. Idempotent."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         await self.resume()  # a stopped process would not read the end of its input
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await _stop(self._process, None)
+        self._process.stdin.close()
+        # asyncio reports the end of a process after that of its output: what is left there must be read.
+        discarding = asyncio.ensure_future(_discard(self._process.stdout))
+        try:
+            await _wait_or_kill(self._process)
+        finally:
+            discarding.cancel()
+            await asyncio.gather(discarding, return_exceptions=True)
 
-    def _send_signal(self, signum: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signum)
+    async def _exchange_lines(self, line: bytes) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ConnectionError):  # then there is no reply either
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
+        return await self._process.stdout.readline()
 
 
-async def _stop(process: Process, signum: signal.Signals | None) -> None:
-    if process.returncode is None and signum is not None:
-        process.send_signal(signum)
+async def _wait_or_kill(process: Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
     except TimeoutError:
-        process.kill()
+        _send_signal(process, signal.SIGKILL)
         await process.wait()
+
+
+def _send_signal(process: Process, signum: signal.Signals) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):  # it has ended, and the loop does not know yet
+            process.send_signal(signum)
+
+
+async def _discard(output: asyncio.StreamReader) -> None:
+    while await output.read(_DISCARD_BYTES):
+        pass
 
 
 def _last_lines(path: Path) -> str:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvxferd.bench import remote_client, remote_protocol, remote_server
@@ -63,6 +64,17 @@ def test_bound_to_any_address_it_is_reached_where_it_was_found(monkeypatch: pyte
 
     while_serving("0.0.0.0:0", act)
     assert hosts == ["127.0.0.1"]  # where its daemons are to listen
+
+
+def test_what_is_no_command_is_refused_and_not_left_without_a_reply() -> None:
+    async def act(address: str, right: str) -> None:
+        remote = await remote_client.RemoteHost.connect(address, right)
+        with pytest.raises(KvxferdError, match="cannot serve the bench: ValidationError") as refused:
+            await remote.request(remote_protocol.RunCommand(who=7, command=msgspec.Raw(b"{}")))
+        assert refused.value.code is Code.INTERNAL
+        await remote.stop()
+
+    while_serving("127.0.0.1:0", act)
 
 
 def test_a_machine_that_is_gone_without_a_word_is_noticed() -> None:

@@ -73,6 +73,12 @@ def test_the_first_line_of_one_that_goes_on(environment):
     assert "has not ended" in probe.finish(0.1).failure
 
 
+def test_a_first_line_that_is_nonsense(environment):
+    probe = IsolatedProcess("nonsense", [], environment)
+    assert "is not JSON" in probe.read_first_line(20.0).failure
+    probe.finish(20.0)
+
+
 def test_the_first_line_of_one_that_says_nothing(environment):
     probe = IsolatedProcess("refuses", [], environment)
     assert probe.read_first_line(20.0).failure == "cannot do it: the driver says no"

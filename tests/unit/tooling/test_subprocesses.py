@@ -1,0 +1,181 @@
+"""Whatever a child process does, the tool gets an error in time, and the process is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.tooling import subprocesses
+from kvxferd.tooling.line_protocol import LineProtocol
+from kvxferd.tooling.subprocesses import CommandProcess
+
+
+class Echo(msgspec.Struct, frozen=True, tag="echo"):
+    text: str
+
+
+class Count(msgspec.Struct, frozen=True, tag="count"):
+    number: int
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    message: str
+
+
+PROTOCOL: LineProtocol[Echo, Echo | Count | Failure] = LineProtocol(Echo, Echo | Count | Failure, Failure)
+
+CHILDREN = {
+    "echoes": "import sys\nfor line in sys.stdin: print(line, end='', flush=True)",
+    "garbage": "import sys\nfor line in sys.stdin: print('no json', flush=True)",
+    "other": 'import sys\nfor line in sys.stdin: print(\'{"type":"count","number":1}\', flush=True)',
+    "fails": 'import sys\nfor line in sys.stdin: print(\'{"type":"failure","message":"why"}\', flush=True)',
+    "dies": "import os, sys\nos.read(0, 10)\nsys.exit('its last words')",
+    "deaf": "import time\ntime.sleep(1000)",
+    "mute": "import sys\nfor line in sys.stdin: pass",
+    "endless": "import os\nos.read(0, 10)\nwhile True: os.write(1, bytes(1 << 16))",
+    "stubborn": "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+}
+# More than the pipe, the buffer of the sender and that of a reader hold together.
+LARGE = "x" * (4 << 20)
+
+Start = Callable[[str], Awaitable[CommandProcess]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """Start one of the children; each is stopped, and must be gone then."""
+    monkeypatch.setattr(subprocesses, "STOP_TIMEOUT_S", 0.5)
+    started: list[CommandProcess] = []
+
+    async def start(kind: str) -> CommandProcess:
+        module = f"child_{kind}"
+        (tmp_path / f"{module}.py").write_text(CHILDREN[kind])
+        environment = {"PYTHONPATH": str(tmp_path)}
+        started.append(await CommandProcess.start("the test", module, kind, tmp_path, PROTOCOL, environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        await process.stop()
+        await process.stop()
+        assert not Path(f"/proc/{process.pid}").exists()
+
+
+@pytest.mark.parametrize("text", ["", LARGE])
+async def test_a_reply(start: Start, text: str) -> None:
+    assert await (await start("echoes")).request(Echo(text), Echo) == Echo(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("garbage", "process garbage sent no valid reply: JSON is malformed"),
+        ("other", "process other sent Count instead of Echo"),
+        ("fails", "process fails: why"),
+        ("dies", "process dies ended: its last words"),
+    ],
+)
+@pytest.mark.parametrize("text", ["", LARGE])
+async def test_what_is_no_reply_is_an_error(start: Start, kind: str, message: str, text: str) -> None:
+    process = await start(kind)
+    with pytest.raises(KvxferdError) as raised:
+        await process.request(Echo(text), Echo)
+    assert raised.value.message.startswith(f"cannot run the test: {message}")
+
+
+@pytest.mark.parametrize("kind", ["deaf", "mute", "stubborn"])
+@pytest.mark.parametrize("text", ["", LARGE])
+async def test_no_reply_is_an_error_in_time(
+    start: Start, kind: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocesses, "REPLY_TIMEOUT_S", 0.5)
+    process = await start(kind)
+    with pytest.raises(KvxferdError, match="has not answered") as raised:
+        await process.request(Echo(text), Echo)
+    assert raised.value.code is Code.DEADLINE
+
+
+async def test_a_line_without_an_end_is_an_error_and_its_process_can_be_stopped(start: Start) -> None:
+    process = await start("endless")
+    with pytest.raises(KvxferdError, match="sent a line of more than"):
+        await process.request(Echo(""), Echo)
+
+
+async def test_a_paused_process_ends_at_once(start: Start) -> None:
+    process = await start("echoes")
+    await process.request(Echo(""), Echo)
+    await process.pause()
+    await process.stop()
+    assert process._process.returncode == 0
+
+
+PARENT = """
+import os, subprocess, sys
+parent = os.getpid() if sys.argv[1] == "itself" else 1
+command = [sys.executable, "-m", "kvxferd.tooling.die_with_parent", str(parent), "--version"]
+sys.exit(subprocess.run(command).returncode)
+"""
+
+
+@pytest.mark.parametrize(("parent", "runs"), [("itself", True), ("another", False)])
+def test_a_command_whose_parent_has_died_already_does_not_run(parent: str, runs: bool) -> None:
+    """A daemon's interpreter starts in some 50 ms: a parent that is killed in them would leave it for ever."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PARENT, parent], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ended.stdout.startswith("kvxferd") is runs
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from contextlib import suppress
+from pathlib import Path
+from kvxferd.demo.protocol import PROTOCOL, AwaitRelease, BlocksFreed
+from kvxferd.errors import KvxferdError
+from kvxferd.tooling.subprocesses import CommandProcess
+
+async def main():
+    process = await CommandProcess.start("the test", "kvxferd.demo.worker", "rank", Path(sys.argv[1]), PROTOCOL)
+    print(process.pid, flush=True)
+    if sys.argv[2] == "paused":
+        with suppress(KvxferdError):  # it is no rank, but it runs
+            await process.request(AwaitRelease(request=0, unpublish=False), BlocksFreed)
+        await process.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["just started", "paused"])
+def test_a_child_goes_with_a_parent_that_is_killed(tmp_path: Path, state: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), state],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    pid, deadline = int(ended.stdout), time.monotonic() + 20
+    while _is_running(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("it lives on")
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
