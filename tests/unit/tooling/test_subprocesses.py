@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import LineProtocol
-from kvxferd.tooling.subprocesses import CommandProcess
+from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
 
 class Echo(msgspec.Struct, frozen=True, tag="echo"):
@@ -42,7 +44,6 @@ CHILDREN = {
     "deaf": "import time\ntime.sleep(1000)",
     "mute": "import sys\nfor line in sys.stdin: pass",
     "endless": "import os\nos.read(0, 10)\nwhile True: os.write(1, bytes(1 << 16))",
-    "stubborn": "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
 }
 # More than the pipe, the buffer of the sender and that of a reader hold together.
 LARGE = "x" * (4 << 20)
@@ -92,7 +93,7 @@ async def test_what_is_no_reply_is_an_error(start: Start, kind: str, message: st
     assert raised.value.message.startswith(f"cannot run the test: {message}")
 
 
-@pytest.mark.parametrize("kind", ["deaf", "mute", "stubborn"])
+@pytest.mark.parametrize("kind", ["deaf", "mute"])
 @pytest.mark.parametrize("text", ["", LARGE])
 async def test_no_reply_is_an_error_in_time(
     start: Start, kind: str, text: str, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,27 @@ async def test_a_paused_process_ends_at_once(start: Start) -> None:
     assert process._process.returncode == 0
 
 
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+async def test_a_daemon_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocesses, "STOP_TIMEOUT_S", 0.5)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", STUBBORN, stdout=PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    daemon = DaemonProcess("the test", "stubborn", tmp_path, process)
+    await daemon.stop()
+    assert process.returncode == -signal.SIGKILL
+    await daemon.stop()
+
+
 PARENT = """
 import os, subprocess, sys
 parent = os.getpid() if sys.argv[1] == "itself" else 1
@@ -128,7 +150,7 @@ sys.exit(subprocess.run(command).returncode)
 
 @pytest.mark.parametrize(("parent", "runs"), [("itself", True), ("another", False)])
 def test_a_command_whose_parent_has_died_already_does_not_run(parent: str, runs: bool) -> None:
-    """A daemon's interpreter starts in some 50 ms: a parent that is killed in them would leave it for ever."""
+    """A daemon's interpreter starts in some 50 ms; a parent that is killed in them would leave the daemon."""
     ended = subprocess.run(
         [sys.executable, "-c", PARENT, parent], capture_output=True, text=True, check=True, timeout=60
     )
@@ -144,7 +166,8 @@ from kvxferd.errors import KvxferdError
 from kvxferd.tooling.subprocesses import CommandProcess
 
 async def main():
-    process = await CommandProcess.start("the test", "kvxferd.demo.worker", "rank", Path(sys.argv[1]), PROTOCOL)
+    module, directory = "kvxferd.demo.worker", Path(sys.argv[1])
+    process = await CommandProcess.start("the test", module, "rank", directory, PROTOCOL)
     print(process.pid, flush=True)
     if sys.argv[2] == "paused":
         with suppress(KvxferdError):  # it is no rank, but it runs
