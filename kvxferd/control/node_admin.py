@@ -65,7 +65,9 @@ class NodeAdmin:
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """Return the ranks of an engine's newest generation registered here, or else learnt from a peer."""
         newest = self._node.registry.newest(engine_id)
-        engine = self._node.registry.get(newest) if newest else self._node.peers.find_engine(engine_id)
+        engine = (
+            self._node.registry.get(newest) if newest else self._node.handshake_client.find_engine(engine_id)
+        )
         return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
 
     def readiness(self) -> list[str]:

@@ -8,11 +8,12 @@ from enum import StrEnum
 
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.context import NodeContext
+from kvxferd.core.handshake_client import HandshakeClient
 from kvxferd.core.movers import Movers
 from kvxferd.core.peer_requests import CHECK_PEER
-from kvxferd.core.peers import Peers, RemoteEngine
+from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.remote_engines import RemoteEngineRegistry
+from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
@@ -78,10 +79,16 @@ class GrantClient:
     """Requests grants for local ranks, renews and ends them."""
 
     def __init__(
-        self, context: NodeContext, peers: Peers, movers: Movers, block_id_memory: BlockIdMemory
+        self,
+        context: NodeContext,
+        peers: Peers,
+        handshake_client: HandshakeClient,
+        movers: Movers,
+        block_id_memory: BlockIdMemory,
     ) -> None:
         self._context = context
         self._peers = peers
+        self._handshake_client = handshake_client
         self._movers = movers
         self._block_id_memory = block_id_memory
         self._remote_engines = RemoteEngineRegistry(context)
@@ -125,7 +132,7 @@ class GrantClient:
 
     def _learn_engine(self, hold: HeldGrant) -> None:
         wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
-        self._peers.learn_engine(
+        self._handshake_client.learn_engine(
             hold.ref.endpoint,
             hold.ref.engine,
             wait_s,
@@ -186,7 +193,7 @@ class GrantClient:
             if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
                 hold.num_stale_bindings += 1
                 hold.state = GrantState.HANDSHAKING
-                self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+                self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn_engine(hold)
                 return
             self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
@@ -295,7 +302,7 @@ class GrantClient:
 
     def forget_engine(self, hold: HeldGrant) -> None:
         """Forget the manifest that the grant was planned on: the next grant fetches it again."""
-        self._peers.forget_engine(hold.ref.endpoint, hold.ref.engine)
+        self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
 
     def _forget(self, endpoint: Endpoint, grant: GrantId) -> HeldGrant | None:
         held = self._held.get(endpoint, {})

@@ -44,6 +44,7 @@ from kvxferd.core.events import (
 from kvxferd.core.fence_pages import FencePages
 from kvxferd.core.grant_client import GrantClient
 from kvxferd.core.grant_server import GrantServer
+from kvxferd.core.handshake_client import HandshakeClient
 from kvxferd.core.handshake_server import HandshakeServer
 from kvxferd.core.home import Home
 from kvxferd.core.layout_cache import LayoutCache
@@ -153,7 +154,8 @@ class Node:
         self.block_id_memory = BlockIdMemory()
         layout_cache = self.layouts = LayoutCache()
         self.route_versions = RouteVersions()
-        self.peers = Peers(self.context, self.peer_requests, layout_cache)
+        self.peers = Peers(self.context, self.peer_requests)
+        self.handshake_client = HandshakeClient(self.context, self.peers, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
         self.rank_reports = RankReports(self.context, self.registry)
         self.published = PublishedTransfers(
@@ -179,7 +181,9 @@ class Node:
             self.grant_server.reconsider_transfer,
         )
         self.member = Member(self.context, self.registry, self.peers, self.poll_requests)
-        self.grant_client = GrantClient(self.context, self.peers, self.movers, self.block_id_memory)
+        self.grant_client = GrantClient(
+            self.context, self.peers, self.handshake_client, self.movers, self.block_id_memory
+        )
         self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
         self.local_ranks = LocalRanks(
             self.context,

@@ -1,38 +1,33 @@
-"""The other daemons, and what their manifests report about remote engines."""
+"""The other daemons: who may take a place among them, the greeting, and the requests to each."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import NO_USER, ClosePeerConnection, EmitRecord
+from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.fair_share import FairShare
-from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
-from kvxferd.core.manifest_checks import check_manifests
 from kvxferd.core.peer_requests import CHECK_PEER, OnReply, PeerRequests
-from kvxferd.core.snapshot import HandshakeRecord, PeerSnapshot, RemoteEngineSnapshot
+from kvxferd.core.remote_engines import RemoteEngine
+from kvxferd.core.snapshot import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.core.tables import decrease
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import BootId, Endpoint, EngineId, EngineKey, Rank
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import check_engine, require_pp_aware
+from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
+from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.wire.block_id_parts import BlockIdAssembly
-from kvxferd.wire.common import BlockIds, RankManifest, Refusal
+from kvxferd.wire.common import BlockIds, Refusal
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     Done,
     EngineManifest,
-    FetchEngine,
     Granted,
     GrantsRenewed,
     PeerHello,
@@ -44,56 +39,15 @@ from kvxferd.wire.peer import (
     refusal_of,
 )
 
-# A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
-MAX_ENGINES_PER_PEER = 64
-# Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a request of 2 KB that
-# is open for up to 20 s, also when the pull of an invented reference is cancelled meanwhile.
-MAX_LEARNING = 4096
 # Open requests of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 requests of one peer wait, and
 # 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
 # 120 s, are 24,000: one user's share is 28,672.
 MAX_OPEN_REQUESTS = 32_768
 
-# Refusals of a source that has waited for ranks as long as the request allowed.
-WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
-
 # Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, charged to a user with
 # an open request to the peer; of one peer two. Without a limit 448 peers that never end a list held 128 MiB
 # each.
 MAX_REASSEMBLY_BYTES, MAX_REASSEMBLY_BYTES_PER_PEER = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
-# What is known of other nodes' engines. 64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of
-# metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest is counted for 16 to 60
-# MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
-MAX_LEARNT_BYTES = 512 << 20
-# The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
-RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class RemoteEngine:
-    """A whole remote engine: every rank of every stage."""
-
-    spec: EngineSpec
-    ranks: dict[Rank, RankManifest]
-    uid: int = NO_USER  # the user whose share it counts for
-
-    @property
-    def num_bytes(self) -> int:
-        """Return about how much memory it takes. A layout that engines share counts for each of them."""
-        bindings = [manifest.binding for manifest in self.ranks.values()]
-        regions = [region for binding in bindings for region in binding.regions]
-        layouts = {id(manifest.layout): manifest.layout for manifest in self.ranks.values()}
-        return (
-            sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
-            + REGION_BYTES * len(regions)
-            + PIECE_BYTES * sum(len(region.pieces) for region in regions)
-            + TENSOR_BYTES * sum(len(layout.tensors) for layout in layouts.values())
-        )
-
-    def layouts(self) -> dict[Rank, RankLayout]:
-        """Return the layout of each rank, for the planner."""
-        return {rank: manifest.layout for rank, manifest in self.ranks.items()}
-
 
 OnLearnt = Callable[[RemoteEngine | Refusal], None]
 MakeMessage = Callable[[int], RequestMessage]
@@ -126,17 +80,14 @@ class Peer:
 
 
 class Peers:
-    """Sends requests to peers. Greets each peer first, and fetches each engine's manifest once."""
+    """Sends requests to peers, and greets each first."""
 
-    def __init__(self, context: NodeContext, peer_requests: PeerRequests, layout_cache: LayoutCache) -> None:
+    def __init__(self, context: NodeContext, peer_requests: PeerRequests) -> None:
         self._context = context
         self._peer_requests = peer_requests
         self._peers: dict[Endpoint, Peer] = {}
-        self._layout_cache = layout_cache
         self._peer_share = FairShare(context.settings.limits.max_peers)
-        self._learning_share = FairShare(MAX_LEARNING)
         self._open_request_share = FairShare(MAX_OPEN_REQUESTS)
-        self._learnt_bytes_share = FairShare(MAX_LEARNT_BYTES)
         self._reassembly_share = FairShare(MAX_REASSEMBLY_BYTES)
         self._pins: list[Callable[[], Collection[Endpoint]]] = []
 
@@ -152,7 +103,7 @@ class Peers:
         """Send a request for that user, after the greeting. `make_message` gets the request number."""
         try:
             self._check_open_requests(endpoint, uid)
-            peer = self._admit(endpoint, uid)
+            peer = self.admit(endpoint, uid)
         except KvxferdError as error:
             on_reply(refusal_of(0, error))
             return
@@ -190,7 +141,7 @@ class Peers:
 
     # --- admission
 
-    def _admit(self, endpoint: Endpoint, uid: int) -> Peer:
+    def admit(self, endpoint: Endpoint, uid: int) -> Peer:
         """Return the peer, for that user, maybe in place of another one. Raises KvxferdError.
 
         A reference may name any endpoint: one user's references must not evict the peers of all others.
@@ -267,15 +218,6 @@ class Peers:
             )
         return found
 
-    def _check_learning(self, key: EngineKey, uid: int) -> None:
-        if not self._learning_share.has_room(uid):
-            raise BusyError(
-                f"cannot learn engine {key}: {self._learning_share.held} others are being learnt, "
-                f"{self._learning_share.held_by(uid)} of them for uid {uid}; try again in {RETRY_LATER_S:g} "
-                "s",
-                RETRY_LATER_S,
-            )
-
     def _forget_later(self, peer: Peer) -> None:
         """Forget the peer after `tombstone_s` without requests: nodes come and go, addresses change."""
         self._context.after(
@@ -321,7 +263,7 @@ class Peers:
                 )
                 return
             self._mark_silent(peer)
-            refused = _as_refusal(reply)
+            refused = as_refusal(reply)
             self._context.run_in_batches(partial(on_answer, refused) for _, _, on_answer in waiting)
 
         timeout_s = self._context.settings.silent_after_s
@@ -410,6 +352,14 @@ class Peers:
         """Return the known peers of that endpoint. Without a key it means every key there."""
         return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]
 
+    def get(self, endpoint: Endpoint) -> Peer | None:
+        """Return the peer of exactly that endpoint; None: it is not known."""
+        return self._peers.get(endpoint)
+
+    def __iter__(self) -> Iterator[Peer]:
+        """Iterate over the known peers, the longest unused first."""
+        return iter(self._peers.values())
+
     def endpoints(self) -> set[Endpoint]:
         """Return the endpoints of all known peers."""
         return set(self._peers)
@@ -435,161 +385,6 @@ class Peers:
             except KvxferdError as error:
                 self._mark_silent(peer)
                 self._peer_requests.fail_all(peer.endpoint, error)
-
-    # --- learning engines
-
-    def learn_engine(
-        self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt, uid: int
-    ) -> None:
-        """Fetch an engine's manifest for that user; call `on_learnt` at once where it is known."""
-        peer = self._peers.get(endpoint)
-        try:
-            if peer is None or (key not in peer.engines and key not in peer.learning):
-                self._check_learning(key, uid)
-            peer = self._admit(endpoint, uid)
-        except KvxferdError as error:
-            on_learnt(Refusal.of(error))
-            return
-        if key in peer.engines:
-            on_learnt(peer.engines[key])
-            return
-        learner = EngineWaiter(uid, self._context.now + wait_s, on_learnt)
-        peer.learning.setdefault(key, []).append(learner)
-        if len(peer.learning[key]) == 1:
-            self._fetch_engine(peer, key, learner)
-
-    def _fetch_engine(self, peer: Peer, key: EngineKey, learner: EngineWaiter) -> None:
-        """Request the manifest, for all that wait for it."""
-        started, uid = self._context.now, learner.uid
-        wait_s = learner.deadline - started
-        self._learning_share.add(uid, 1)
-
-        def make(request: int) -> RequestMessage:
-            return FetchEngine(
-                request=request,
-                engine_id=key.engine_id,
-                generation=key.generation,
-                wait_s=wait_s,
-                pp_aware=self._context.settings.pp_aware,
-            )
-
-        def answered(reply: ReplyMessage) -> None:
-            self._learning_share.release(uid)
-            waiting = peer.learning.pop(key)
-            outcome = self._charge_engine(
-                self._parse_engine(key, reply), dict.fromkeys(w.uid for w in waiting)
-            )
-            if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
-                waiting = self._fetch_for_longer_waits(peer, key, learner.deadline, waiting)
-            self._finish_learning(peer, key, outcome, started, waiting)
-
-        self.request(peer.endpoint, make, wait_s + self._context.settings.silent_after_s, answered, uid)
-
-    def _fetch_for_longer_waits(
-        self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]
-    ) -> list[EngineWaiter]:
-        """Request the manifest again for those with a longer wait; return the others.
-
-        One user's pull of half a second must not fail another's of ten seconds.
-        """
-        deadline = max(deadline, self._context.now)
-        if later := [learner for learner in waiting if learner.deadline > deadline]:
-            peer.learning[key] = later
-            self._fetch_engine(peer, key, max(later, key=lambda learner: learner.deadline))
-        return [learner for learner in waiting if learner.deadline <= deadline]
-
-    def _charge_engine(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
-        """Charge the engine to the first waiting user with room, for as long as anything refers to it.
-
-        A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
-        A first user without room must not cause a refusal to the others.
-        """
-        if isinstance(read, Refusal):
-            return read
-        shares, size = self._learnt_bytes_share, read.num_bytes
-        for uid in users:
-            if not shares.has_room(uid, size):
-                self._forget_engines(uid, size)
-            if shares.has_room(uid, size):
-                kept = replace(read, uid=uid)
-                shares.add(uid, size)
-                weakref.finalize(kept, shares.release, uid, size).atexit = False
-                return kept
-        return Refusal(
-            Code.BUSY,
-            f"cannot learn engine {read.spec.key}: {shares.held} bytes of {shares.limit} are taken by other "
-            f"nodes' engines, and nobody who waits for this one has room for {size} more; "
-            f"try again in {RETRY_LATER_S:g} s",
-            RETRY_LATER_S,
-        )
-
-    def _forget_engines(self, uid: int, size: int) -> None:
-        for peer in self._peers.values():
-            for key in [key for key, engine in peer.engines.items() if engine.uid == uid]:
-                del peer.engines[key]
-                if self._learnt_bytes_share.has_room(uid, size):
-                    return
-
-    def _parse_engine(self, key: EngineKey, reply: ReplyMessage) -> RemoteEngine | Refusal:
-        """Return the engine of the reply, or a refusal where it cannot be read."""
-        if not isinstance(reply, EngineManifest):
-            refused = _as_refusal(reply)
-            return Refusal(refused.code, refused.message, refused.retry_after_s)
-        if not reply.ranks or any(manifest.spec.key != key for manifest in reply.ranks):
-            return Refusal(
-                Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
-            )
-        try:
-            ranks = check_manifests(reply.ranks, self._layout_cache)
-            check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
-            if sorted(ranks) != reply.ranks[0].spec.ranks():
-                text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
-                raise EngineError(text, Code.ENGINE_INCOMPLETE)
-            if not self._context.settings.pp_aware:
-                require_pp_aware(ranks, "this node")
-        except KvxferdError as error:
-            return Refusal.of(error)
-        return RemoteEngine(reply.ranks[0].spec, ranks)
-
-    def _finish_learning(
-        self,
-        peer: Peer,
-        key: EngineKey,
-        outcome: RemoteEngine | Refusal,
-        started: float,
-        waiting: list[EngineWaiter],
-    ) -> None:
-        if isinstance(outcome, RemoteEngine):
-            for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
-                del peer.engines[old]  # one generation at a time; a reader of the other fetches it again
-            peer.engines[key] = outcome
-            if len(peer.engines) > MAX_ENGINES_PER_PEER:
-                del peer.engines[next(iter(peer.engines))]
-        self._context.emit(EmitRecord(self._record(peer.endpoint, key, outcome, started)))
-        self._context.run_in_batches(partial(learner.on_learnt, outcome) for learner in waiting)
-
-    def _record(
-        self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float
-    ) -> HandshakeRecord:
-        refused = outcome if isinstance(outcome, Refusal) else None
-        return HandshakeRecord(
-            endpoint=endpoint,
-            engine_id=key.engine_id,
-            outcome=refused.code if refused else "ok",
-            message=refused.message if refused else "",
-            num_ranks=len(outcome.ranks) if isinstance(outcome, RemoteEngine) else 0,
-            elapsed_s=self._context.now - started,
-        )
-
-    def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:
-        """Return an engine with that id that some peer has; None: no peer has."""
-        found = (e for peer in self._peers.values() for e in peer.engines.values())
-        return next((engine for engine in found if engine.spec.engine_id == engine_id), None)
-
-    def forget_engine(self, endpoint: Endpoint, key: EngineKey) -> None:
-        """Forget the engine: its manifest is out of date."""
-        if peer := self._peers.get(endpoint):
-            peer.engines.pop(key, None)
 
     # --- snapshot
 
@@ -626,7 +421,7 @@ def _is_supported(version: int) -> bool:
     return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
 
 
-def _as_refusal(reply: ReplyMessage) -> PeerRefused:
+def as_refusal(reply: ReplyMessage) -> PeerRefused:
     """Return the refusal; for a reply of the wrong kind, a refusal that names it."""
     if isinstance(reply, PeerRefused):
         return reply

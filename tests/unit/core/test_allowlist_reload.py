@@ -43,7 +43,7 @@ def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world,
     assert not node.peers.endpoints()
     ticket = sink.pull(source.publish("r2", IDS, TOKENS), SINK_IDS, TOKENS)
     assert sink.ended(ticket).code is Code.NOT_ALLOWED
-    node.peers.learn_engine(peer, PREFILL, 1.0, lambda outcome: None, uid=0)
+    node.handshake_client.learn_engine(peer, PREFILL, 1.0, lambda outcome: None, uid=0)
     assert not node.peers.endpoints()
 
 

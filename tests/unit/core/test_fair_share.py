@@ -89,13 +89,13 @@ def test_made_up_references_leave_peers_for_others() -> None:
     assert failed_of(second, second.pull(ref_to("other"), SINK_IDS, TOKENS)) is None
     world.advance(30.0)
     assert first.host.node.peers._peer_share.held == 0
-    assert first.host.node.peers._learning_share.held == 0
+    assert first.host.node.handshake_client._learning_share.held == 0
 
 
 def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
     world = World()
     first, second = two_users(world)
-    first.host.node.peers._learning_share.limit = 16
+    first.host.node.handshake_client._learning_share.limit = 16
     for n in range(14):
         first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
     failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))

@@ -10,10 +10,10 @@ from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
 from kvxferd.core import peers as core_peers
 from kvxferd.core.grant_server import MAX_READERS
+from kvxferd.core.handshake_client import MAX_ENGINES_PER_PEER
 from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import Limits
 from kvxferd.core.manifest_checks import check_manifest, checked_layouts
-from kvxferd.core.peers import MAX_ENGINES_PER_PEER
 from kvxferd.errors import Code, EngineError, PeerError
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
@@ -151,7 +151,7 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
     """A manifest may be of 16 MiB, and whoever writes references may have any number of peers."""
     sources = [world.engine(world.host(f"p{number}"), f"prefill{number}")[0] for number in range(4)]
     refs = [source.publish("t1", IDS, TOKENS) for source in sources]
-    shares = sink.host.node.peers._learnt_bytes_share
+    shares = sink.host.node.handshake_client._learnt_bytes_share
     assert isinstance(sink.ended(sink.pull(refs[0], SINK_IDS, TOKENS)), wk.Delivered)
     one = shares.held
     shares.limit = 3 * one  # of which the last eighth is for other users

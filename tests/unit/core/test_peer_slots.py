@@ -210,7 +210,7 @@ def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
     world = world_of()
     first, second = two_users(world)
     (source,) = sources_of(world, 1)
-    shares = first.host.node.peers._learnt_bytes_share
+    shares = first.host.node.handshake_client._learnt_bytes_share
     shares.add(FIRST, shares.limit)
     shares.limit += shares.limit // 10  # so that the last eighth has room, for who holds little
     world.hold_network = True
@@ -241,7 +241,11 @@ def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() 
     failed = second.ended(long)
     assert isinstance(failed, wk.Failed)
     assert failed.code is Code.TRANSFER_UNKNOWN  # the engine was learnt
-    assert first.host.node.peers._learning_share.held == first.host.node.peers._open_request_share.held == 0
+    assert (
+        first.host.node.handshake_client._learning_share.held
+        == first.host.node.peers._open_request_share.held
+        == 0
+    )
 
 
 def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:

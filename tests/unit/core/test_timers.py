@@ -99,7 +99,7 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     """Those that a turn has no room for are not asked of a peer that was dropped meanwhile."""
     node, endpoint = sink.host.node, source.host.endpoint
     answers: list[object] = []
-    peer = node.peers._admit(endpoint, 0)
+    peer = node.peers.admit(endpoint, 0)
     peer.boot = "boot"
     waiting = [(lambda request: pytest.fail("it was asked"), 1.0, answers.append)]
     node.peers.drop(endpoint)
