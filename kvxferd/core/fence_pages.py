@@ -1,13 +1,16 @@
-"""Which mover has registered each publishing session's fence page, so that peers can read it."""
+"""The fence pages of publishing sessions. Peers read each through the mover that has registered it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import SendToMover, ShareFencePage
-from kvxferd.ids import AgentName, MoverId, SessionId
+from kvxferd.core.effects import CreateFencePage, SendToMover, ShareFencePage
+from kvxferd.core.registry import LocalRank, Registry
+from kvxferd.core.session import Session
+from kvxferd.ids import AgentName, EngineId, EngineKey, MoverId, SessionId
 from kvxferd.wire.mover import FenceMapped, UnmapFence
+from kvxferd.wire.worker import FIRST_WITH_FENCE_PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +26,49 @@ class MappedFencePage:
 class FencePages:
     """Has one mover at a time serve each session's page."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
+        self._registry = registry
         self._requested: dict[SessionId, MoverId] = {}
         self._mapped: dict[SessionId, MappedFencePage] = {}
+
+    def create(self, session: Session) -> bool:
+        """Have the page created that `Registered` carries. A client of version 1 sends its own page."""
+        if session.version < FIRST_WITH_FENCE_PAGES:
+            return False
+        self._context.emit(CreateFencePage(session.session_id))
+        return True
 
     def is_served(self, session: SessionId) -> bool:
         """Whether a mover has registered the session's page, or was requested to."""
         return session in self._requested
 
-    def share(self, session: SessionId, mover: MoverId) -> None:
+    def assign(self, engine: EngineKey, session: Session) -> None:
+        """Have a mover of a rank of the same user register the session's fence page, if there is one.
+
+        Another user's mover, root's included, does not: a resident mover is a process of its user, and a
+        client can spoil a page that it made itself.
+        """
+        known = self._registry.get(engine)
+        for record in known.ranks.values() if known is not None else ():
+            if (
+                isinstance(record, LocalRank)
+                and record.uid == session.uid
+                and record.is_readable
+                and record.mover is not None
+            ):
+                self._share(session.session_id, record.mover)
+                return
+
+    def reassign(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
+        """Have a mover of the engine serve the fence pages of its publishers that no mover serves."""
+        for session in sessions.values():
+            engine = session.engine
+            if engine is None or engine.engine_id != engine_id or self.is_served(session.session_id):
+                continue
+            self.assign(engine, session)
+
+    def _share(self, session: SessionId, mover: MoverId) -> None:
         """Have the mover register the session's page, unless another one serves it."""
         if not self.is_served(session):
             self._requested[session] = mover
@@ -64,10 +100,8 @@ class FencePages:
         if mover is not None:
             self._context.emit(SendToMover(mover, UnmapFence(session=session)))
 
-    def remove_mover(self, mover: MoverId) -> list[SessionId]:
-        """Forget the mover. Return the sessions whose page needs another one."""
-        orphans = [session for session, serving in self._requested.items() if serving == mover]
-        for session in orphans:
+    def remove_mover(self, mover: MoverId) -> None:
+        """Forget the mover. `reassign` finds another one for the pages that it served."""
+        for session in [session for session, serving in self._requested.items() if serving == mover]:
             del self._requested[session]
             self._mapped.pop(session, None)
-        return orphans

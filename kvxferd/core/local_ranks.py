@@ -7,7 +7,6 @@ from kvxferd.core.effects import (
     BindMover,
     CloseWorkerConnection,
     CommitRegionFds,
-    CreateFencePage,
     RequestMover,
     SendToWorker,
 )
@@ -25,12 +24,11 @@ from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, MoverId, SessionId
+from kvxferd.ids import EngineKey, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import Bind, Bound, ProbeResult
 from kvxferd.wire.worker import (
-    FIRST_WITH_FENCE_PAGES,
     FIRST_WITH_LATE_FDS,
     FIRST_WITH_MOVER_OFFERS,
     Attach,
@@ -130,7 +128,7 @@ class LocalRanks:
         session.rank = rank
         self._published.rank_mapped(rank)
         self._reports.add(session, spec.key)
-        rank.sends_fence_page = self._create_fence_page(session)
+        rank.sends_fence_page = self._fence_pages.create(session)
         if awaits_fds:
             rank.awaits_fds = True
             self._context.emit(SendToWorker(session.session_id, FdsWanted(request=message.request)))
@@ -163,13 +161,6 @@ class LocalRanks:
         elif not session.awaits_mover:
             session.awaits_mover = True
             self._context.emit(RequestMover(session.session_id))
-
-    def _create_fence_page(self, session: Session) -> bool:
-        """Have the page created that `Registered` carries. A client of version 1 sends its own page."""
-        if session.version < FIRST_WITH_FENCE_PAGES:
-            return False
-        self._context.emit(CreateFencePage(session.session_id))
-        return True
 
     def _register_again(self, session: Session, rank: LocalRank, message: Register) -> None:
         if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
@@ -209,8 +200,8 @@ class LocalRanks:
             self._refuse(session, message.request, error.code, error.message)
             return
         session.attached = EngineKey(message.engine_id, message.generation)
-        sends_fence_page = self._create_fence_page(session)
-        self._assign_fence_page(session.attached, session)
+        sends_fence_page = self._fence_pages.create(session)
+        self._fence_pages.assign(session.attached, session)
         self._reports.add(session, session.attached)
         registered = Registered(request=message.request, endpoint=self._context.endpoint)
         self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=sends_fence_page))
@@ -377,7 +368,7 @@ class LocalRanks:
                 rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
             )
         self._send_registered(session, rank)
-        self._assign_fence_page(rank.spec.key, session)
+        self._fence_pages.assign(rank.spec.key, session)
         self._pulls.post_waiting(rank)
 
     def _send_registered(self, session: Session, rank: LocalRank) -> None:
@@ -393,35 +384,6 @@ class LocalRanks:
             rank.session, registered, pidfd_of=watched, with_fence_page=rank.sends_fence_page
         )
         self._context.emit(effect)
-
-    def _assign_fence_page(self, engine: EngineKey, session: Session) -> None:
-        """Have a mover of a rank of the same user register the session's fence page, if there is one.
-
-        Another user's mover, root's included, does not: a resident mover is a process of its user, and a
-        client can spoil a page that it made itself.
-        """
-        known = self._registry.get(engine)
-        for record in known.ranks.values() if known is not None else ():
-            if (
-                isinstance(record, LocalRank)
-                and record.uid == session.uid
-                and record.is_readable
-                and record.mover is not None
-            ):
-                self._fence_pages.share(session.session_id, record.mover)
-                return
-
-    def reassign_fence_pages(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
-        """Have a mover of the engine serve the fence pages of its publishers that no mover serves."""
-        for session in sessions.values():
-            engine = session.engine
-            if (
-                engine is None
-                or engine.engine_id != engine_id
-                or self._fence_pages.is_served(session.session_id)
-            ):
-                continue
-            self._assign_fence_page(engine, session)
 
     def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
         """Refuse a registration that waits for its reply. Close the session of a rank that had its reply."""

@@ -149,7 +149,7 @@ class Node:
         self.registry = Registry(endpoint, self.ownerships)
         self.reassembly_memory = ReassemblyMemory(self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
-        self.fence_pages = FencePages(self.context)
+        self.fence_pages = FencePages(self.context, self.registry)
         self.peer_requests = PeerRequests(self.context)
         self.block_id_memory = BlockIdMemory()
         layout_cache = self.layouts = LayoutCache()
@@ -563,7 +563,7 @@ class Node:
 
     def _engine_changed(self, engine_id: EngineId) -> None:
         """Reconsider all that waits for any generation of the engine."""
-        self.local_ranks.reassign_fence_pages(engine_id, self.sessions)
+        self.fence_pages.reassign(engine_id, self.sessions)
         self.handshake_server.reconsider(engine_id)
         self.grant_server.reconsider(engine_id)
         self.member.reply_to_polling_requests()
