@@ -18,8 +18,8 @@ from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
 # 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
-# Ended pulls leave the queue when it has doubled since they last did, and not before it is this long: an
-# engine whose pulls end while there is no daemon would else keep some 1 KB of each.
+# Ended pulls are dropped when they may be a quarter of a queue that is at least this long: an engine whose
+# pulls end while there is no daemon would else keep some 1 KB of each, and get no room for others.
 MIN_PRUNED = 1024
 
 
@@ -46,7 +46,7 @@ class Outbox:
         self._publishes = publishes
         self._first: deque[Outgoing] = deque()
         self._queue: deque[QueuedItem] = deque()
-        self._prune_at = MIN_PRUNED
+        self._num_ended_before = 0  # pulls that had ended unsent when the queue was pruned last
         self._stream = 0
 
     def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -56,15 +56,24 @@ class Outbox:
 
     def check_room(self, what: str) -> None:
         """Raise BusyError when the daemon is too far behind to queue more."""
+        self._prune()
         if len(self._queue) >= MAX_QUEUED:
             raise BusyError(f"cannot {what}: {MAX_QUEUED} messages wait for a daemon to take them", 1.0)
 
     def queue(self, item: QueuedItem) -> None:
         """Queue an item, which is sent while the session is READY, in the order queued."""
-        if len(self._queue) >= self._prune_at:
-            self._queue = deque(queued for queued in self._queue if not _is_ended(queued))
-            self._prune_at = max(MIN_PRUNED, 2 * len(self._queue))
+        self._prune()
         self._queue.append(item)
+
+    def _prune(self) -> None:
+        """Drop ended pulls where there may be enough of them: a walk costs each at most four items, once."""
+        num_ended = self._pulls.num_ended_unsent - self._num_ended_before
+        if len(self._queue) >= MIN_PRUNED and 4 * num_ended >= len(self._queue):
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        self._queue = deque(item for item in self._queue if not _is_ended(item))
+        self._num_ended_before = self._pulls.num_ended_unsent
 
     def has_one_short_item(self, most_bytes: int) -> bool:
         """Return whether exactly one item waits, with at most `most_bytes` of block ids."""
@@ -80,9 +89,8 @@ class Outbox:
     def connection_lost(self) -> None:
         """Drop what was for the connection that has ended; keep what the next daemon must receive."""
         self._first.clear()
-        self._queue = deque(
-            item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT) and not _is_ended(item)
-        )
+        self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
+        self._drop_ended()
 
     def clear(self) -> None:
         """Drop everything."""

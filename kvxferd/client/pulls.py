@@ -24,6 +24,7 @@ DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better wh
 MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or something holds them
 # An engine of 1,024 running requests has at most as many pulls; 64 times that is one that leaks.
 MAX_LIVE_PULLS = 1 << 16
+MIN_STALE_TIMERS = 1024  # some 100 KB; with more, and more than the live pulls have, they are dropped
 
 
 class ClientPullPhase(Enum):
@@ -122,6 +123,7 @@ class ClientPulls:
         self._live: dict[Ticket, ClientPull] = {}
         self._timers: list[tuple[float, Ticket]] = []
         self._next_number = 1
+        self.num_ended_unsent = 0  # pulls that ended before they were sent; the outbox may still hold them
         self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_NOTICED)
 
     def __len__(self) -> int:
@@ -228,31 +230,30 @@ class ClientPulls:
 
     def connection_lost(self, epoch: int, now: float, code: Code, why: str) -> None:
         """Handle the end of the connection: its pulls are decided by the death of their mover."""
-        for pull in [
-            p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
-        ]:
+        for pull in self._sent_in(epoch):
             self._move(pull, ClientPullSignal.CONNECTION_LOST)
             if pull.phase is ClientPullPhase.LOST:
-                pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
+                _set_reason(pull, code, why)
                 self._set_timer(pull, min(now + MOVER_DEATH_S, pull.deadline + DEADLINE_GRACE_S))
 
     def movers_exited(self, epoch: int) -> None:
         """End the connection's pulls: nothing that it started writes any more. After `connection_lost`."""
-        for pull in [
-            p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED
-        ]:
+        for pull in self._sent_in(epoch):
             self._move(pull, ClientPullSignal.MOVERS_EXITED)
+
+    def _sent_in(self, epoch: int) -> list[ClientPull]:
+        return [p for p in self._live.values() if p.epoch == epoch and p.phase is not ClientPullPhase.QUEUED]
 
     def gpu_failed(self, pull: ClientPull, why: str) -> None:
         """Fail a pull that was never sent, if it has not ended."""
         if pull.phase is ClientPullPhase.QUEUED:
-            pull.code, pull.message = Code.DEVICE_ERROR, f"cannot pull {pull.ref.transfer_id}: {why}"
+            _set_reason(pull, Code.DEVICE_ERROR, why)
             self._move(pull, ClientPullSignal.DROPPED)
 
     def fail_queued(self, code: Code, why: str) -> None:
         """Fail every pull that was never sent."""
         for pull in [p for p in self._live.values() if p.phase is ClientPullPhase.QUEUED]:
-            pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
+            _set_reason(pull, code, why)
             self._move(pull, ClientPullSignal.DROPPED)
 
     def close(self, code: Code, why: str) -> None:
@@ -260,7 +261,7 @@ class ClientPulls:
         self.fail_queued(code, why)
         for pull in list(self._live.values()):
             if pull.phase is ClientPullPhase.SENT:
-                pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"
+                _set_reason(pull, code, why)
                 self._move(pull, ClientPullSignal.CONNECTION_LOST)
             if pull.phase is ClientPullPhase.LOST:
                 self._move(pull, ClientPullSignal.TIMER)
@@ -285,6 +286,11 @@ class ClientPulls:
     def _set_timer(self, pull: ClientPull, when: float) -> None:
         pull.timer_at = when
         heapq.heappush(self._timers, (when, pull.ticket.number))
+        # Timers of earlier phases and of ended pulls stay until they are due, which may be in years.
+        if len(self._timers) > MIN_STALE_TIMERS + 2 * len(self._live):
+            due = ((live.timer_at, number) for number, live in self._live.items())
+            self._timers = [(at, number) for at, number in due if at is not None]
+            heapq.heapify(self._timers)
 
     def _find(self, number: Ticket) -> ClientPull | None:
         # A pull that has ended here may have ended in the daemon at the same time: that changes nothing.
@@ -300,11 +306,13 @@ class ClientPulls:
                 f"pull {pull.ticket.number} cannot take {signal.name} while {pull.phase.name}",
                 Code.OUT_OF_PLACE,
             )
+        was_queued = pull.phase is ClientPullPhase.QUEUED
         pull.phase, event = move
         if pull.phase in (ClientPullPhase.ENDED, ClientPullPhase.IN_DOUBT):
             pull.timer_at = None
         if pull.phase is ClientPullPhase.ENDED:
             del self._live[pull.ticket.number]
+            self.num_ended_unsent += was_queued
         self._emit_event(pull, event, delivered)
         if pull.phase is ClientPullPhase.ENDED:
             pull.blocks = {}  # the outbox may still hold the pull, and must not keep its ids alive
@@ -322,3 +330,8 @@ class ClientPulls:
                 safe = event is EngineEvent.FAILED_SAFE
                 blocks = unpack_blocks(pull.blocks)
                 self._emit(Failed(pull.ticket, pull.code, pull.message, blocks, safe, pull.retry_after_s))
+
+
+def _set_reason(pull: ClientPull, code: Code, why: str) -> None:
+    """Set the code and message with which the pull fails."""
+    pull.code, pull.message = code, f"cannot pull {pull.ref.transfer_id}: {why}"

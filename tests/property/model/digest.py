@@ -33,6 +33,8 @@ SHOWN = {
     "posted_at",
     "published_at",
     "remote_plans",
+    "num_ended_unsent",
+    "_num_ended_before",
 }
 IGNORED = SHOWN | {"_learnt_bytes_share", "__weakref__"}
 CACHES = (PlanCache, TransferTopology, Expander)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from array import array
 
+import pytest
+
+from kvxferd.client import outbox
 from kvxferd.client.blocks import BlockList, pack_blocks
 from kvxferd.client.events import Event, Failed, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.outbox import MIN_PRUNED, Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.client.pulls import ClientPull, ClientPulls
+from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
 from kvxferd.client.refs import TransferRef
-from kvxferd.errors import Code
+from kvxferd.errors import BusyError, Code
 from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
@@ -116,6 +119,31 @@ def test_pulls_that_end_while_there_is_no_daemon_leave_the_queue() -> None:
     assert len(queue.outbox._queue) <= MIN_PRUNED
     queue.outbox.connection_lost()
     assert list(queue.outbox._queue) == [kept]
+
+
+def test_a_full_queue_has_room_again_once_a_quarter_of_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_QUEUED", 4 * MIN_PRUNED)
+    queue = Queue()
+    pulls = [queue.pull(deadline=30.0) for _ in range(MIN_PRUNED)]
+    for _ in range(3 * MIN_PRUNED):  # these never end
+        queue.outbox.queue(worker.Prepare(ref=REF))
+    with pytest.raises(BusyError):
+        queue.outbox.check_room("pull")
+    for pull in pulls:
+        queue.pulls.cancel(pull.ticket.number)
+    queue.outbox.check_room("pull")
+    assert len(queue.outbox._queue) == 3 * MIN_PRUNED
+
+
+def test_timers_of_ended_pulls_do_not_wait_for_their_deadline() -> None:
+    queue = Queue()
+    kept = queue.pull(deadline=30.0)
+    for _ in range(4 * MIN_STALE_TIMERS):
+        queue.pulls.cancel(queue.pull(deadline=1e9).ticket.number)
+    assert len(queue.pulls._timers) <= MIN_STALE_TIMERS + 4
+    assert queue.pulls.next_deadline() == 30.0
+    queue.pulls.expire(31.0)
+    assert kept.phase is ClientPullPhase.ENDED
 
 
 def test_a_refused_publish_is_not_sent_in_the_place_of_the_next_of_its_id() -> None:
