@@ -35,8 +35,7 @@ def wait_for_welcome(connection: Connection, timeout_s: float) -> None:
     if connection.connect_error is not None:
         raise KvxferdError(
             f"{where} within {timeout_s:g} s: {connection.connect_error.strerror}; start `kvxferd serve` on "
-            "this "
-            "node, or mount the folder of its socket here",
+            "this node, or mount the folder of its socket here",
             Code.DAEMON_LOST,
         )
     raise KvxferdError(

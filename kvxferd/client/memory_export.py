@@ -88,7 +88,7 @@ class FdTable:
             memory = region.memory
             if isinstance(memory, DeviceMemory):
                 under = memory.allocations_under(region.offset, size_bytes)
-                found.update({(memory.device, stretch): memory for stretch in under})
+                found.update({(memory.device, allocation): memory for allocation in under})
             elif not isinstance(memory, ResidentMemory):
                 self._memfds.setdefault(memory.fd, len(self._memfds))
         self._allocations = sorted(found.items(), key=lambda item: item[0])
@@ -120,7 +120,7 @@ class FdTable:
             memory.address + region.offset - under[0].base,
             kind="vmm",
             device=memory.device,
-            pieces=tuple(stretch.size_bytes for stretch in under),
+            pieces=tuple(allocation.size_bytes for allocation in under),
         )
 
     def open_fds(self) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class FdTable:
         own: list[int] = []
         try:
             own.extend(os.dup(fd) for fd in self._memfds)
-            own.extend(memory.export(stretch) for (_, stretch), memory in self._allocations)
+            own.extend(memory.export(allocation) for (_, allocation), memory in self._allocations)
         except OSError as error:
             close_fds(own)
             raise EngineError(f"cannot export a region's memory: {error}", Code.REGION_INVALID) from error

@@ -113,13 +113,13 @@ def _fold_by_stride(cluster: list[_StridedPart], stride: int) -> Iterator[_Strid
     """Yield the parts modulo their common outermost stride; a part that wraps around appears at both ends."""
     origin = cluster[0].start
     for part in cluster:
-        turn, start = divmod(part.start - origin, stride)
+        index, start = divmod(part.start - origin, stride)
         length = part.axes[0][0]
         inside = part._replace(axes=part.axes[1:])
-        yield inside._replace(start=start, index_ranges=(*part.index_ranges, (turn, turn + length)))
+        yield inside._replace(start=start, index_ranges=(*part.index_ranges, (index, index + length)))
         if start + inside.span_bytes > stride:
             yield inside._replace(
-                start=start - stride, index_ranges=(*part.index_ranges, (turn + 1, turn + 1 + length))
+                start=start - stride, index_ranges=(*part.index_ranges, (index + 1, index + 1 + length))
             )
 
 

@@ -226,8 +226,7 @@ def _check_end(tensor: CacheTensor, group: Group, region_bytes: int) -> None:
     if reach > region_bytes:
         raise LayoutError(
             f"{_cannot_use(tensor)}: its last block, {group.num_blocks - 1}, reaches to byte {reach} of "
-            "region "
-            f"{tensor.region!r}, which has {region_bytes}"
+            f"region {tensor.region!r}, which has {region_bytes}"
         )
 
 

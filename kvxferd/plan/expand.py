@@ -119,11 +119,12 @@ class Expander:
 
     def _batches(self, number: int, read: GroupRead, segments: Segments) -> list[_SegmentBatch]:
         """Group segments by shape, each in ascending order of its local blocks."""
-        places = (segments.local_item, segments.remote_item, segments.num_items)
         if segments.is_uniform:
-            alike = SegmentShape(*(int(place[0]) for place in places))
-            return [self._batch(number, read, alike, segments.local_block, segments.remote_block)]
-        codes = (places[0] << 42) | (places[1] << 21) | places[2]
+            shape = SegmentShape(
+                int(segments.local_item[0]), int(segments.remote_item[0]), int(segments.num_items[0])
+            )
+            return [self._batch(number, read, shape, segments.local_block, segments.remote_block)]
+        codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
         batches = []
         for code in [codes[0]] if (codes == codes[0]).all() else distinct(codes):
             mask = codes == code

@@ -217,13 +217,13 @@ def _sorted_patterns(patterns: dict[_PatternKey, list[Extent]]) -> tuple[StrideP
 def _check_one_sharding(tensor: CacheTensor, shard: TokenShard, shares: tuple[RankShare, ...]) -> None:
     """Raise PlanError where ranks interleave a component's tokens differently, or with too long a period."""
     kinds = sorted({(h.shard.count, h.shard.interleave) for h in shares})
-    turns = max(common_period_steps(shard, h.shard) for h in shares)
-    if len(kinds) > 1 or turns > MAX_PERIOD_STEPS:
+    period = max(common_period_steps(shard, h.shard) for h in shares)
+    if len(kinds) > 1 or period > MAX_PERIOD_STEPS:
         mine = (shard.count, shard.interleave)
         raise PlanError(
             f"cannot read layer {tensor.layer}'s component {tensor.component!r}: token_shard (count, "
             f"interleave) is {mine} here and {', '.join(map(str, kinds))} at the source"
-            + (", which repeat together too rarely" if turns > MAX_PERIOD_STEPS else ", on different ranks"),
+            + (", which repeat together too rarely" if period > MAX_PERIOD_STEPS else ", on different ranks"),
             Code.LAYOUT_INCOMPATIBLE,
         )
 

@@ -150,7 +150,6 @@ def _extent_runs(pattern: StridePattern, num_items: int) -> OffsetRuns:
     An axis whose step equals the length of its content, on both sides, lengthens the runs; every
     other axis multiplies them.
     """
-    _check_num_runs(max(pattern.local.num_chunks, pattern.remote.num_chunks))
     runs = _content_runs(pattern.local, pattern.remote)
     axes = [
         (pattern.num_units, pattern.local.unit, pattern.remote.unit),

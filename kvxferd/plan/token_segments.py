@@ -10,9 +10,7 @@ import numpy.typing as npt
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
 from kvxferd.plan.plan import BlockGeometry, GroupRead
-from kvxferd.plan.run_shapes import distinct
-
-Int64s = npt.NDArray[np.int64]
+from kvxferd.plan.run_shapes import Int64s, distinct
 
 
 class Segments(NamedTuple):
@@ -59,8 +57,8 @@ def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
 
 def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
     """Raise EngineError (blocks-invalid) for a list that begins inside an item or a period of the shards."""
-    turn = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
-    for step, what in ((granule_tokens, "granule"), (turn, "turn over the token shards")):
+    period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
+    for step, what in ((granule_tokens, "granule"), (period, "turn over the token shards")):
         if blocks.first_token % step:
             raise EngineError(
                 f"cannot use the blocks of group {side.group!r}: first_token {blocks.first_token} is no "
@@ -150,11 +148,11 @@ def _interleave_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
     if len(bounds) == 0:
         return bounds
     low, high = int(bounds[0]), int(bounds[-1])
-    turns = [
+    begins = [
         np.arange(-(-low // step) * step, high, step, dtype=np.int64)
         for step in {side.shard.interleave for side in (mine, theirs) if side.shard.count > 1}
     ]
-    return distinct(np.concatenate([bounds, *turns]))
+    return distinct(np.concatenate([bounds, *begins]))
 
 
 def _segments_between(bounds: Int64s, mine: _KernelBlocks, theirs: _KernelBlocks, granule: int) -> Segments:
@@ -180,5 +178,5 @@ def _held_positions(side: _KernelBlocks, tokens: Int64s) -> Int64s:
     shard = side.shard
     if shard.count == 1:
         return tokens - side.first
-    turn = shard.interleave * shard.count
-    return (tokens - side.first) // turn * shard.interleave + tokens % shard.interleave
+    period = shard.interleave * shard.count
+    return (tokens - side.first) // period * shard.interleave + tokens % shard.interleave

@@ -30,7 +30,7 @@ class BounceBuffers:
 
     def __init__(self, derived: DerivedCaches, buffers: Mapping[RegionId, SealedMemory]) -> None:
         """Pair each tensor with its buffer. `buffers` has one of the region's size for each copied region."""
-        images = {region: memory.torch() for region, memory in buffers.items()}
+        tensors = {region: memory.torch() for region, memory in buffers.items()}
         by_address = {s.owner.data_ptr(): s for s in derived.storages if s.region in buffers}
         self._pairs: dict[GroupName, list[_Pair]] = {}
         for group in derived.layout.groups:
@@ -41,7 +41,7 @@ class BounceBuffers:
                 key = (tensor.data_ptr(), tuple(tensor.shape))
                 if storage is not None and key not in seen:
                     seen.add(key)
-                    pairs.append(_pair(tensor, storage, images[storage.region], group.num_blocks))
+                    pairs.append(_pair(tensor, storage, tensors[storage.region], group.num_blocks))
 
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
         """Copy blocks from vLLM's tensors, before they are read. The caller has waited for their writers."""
@@ -61,21 +61,21 @@ class BounceBuffers:
         """Return every pair with the kernel blocks that the lists name."""
         import torch
 
-        touched = []
+        selected = []
         for name, listed in blocks.items():
             ids = np.array(listed.ids, dtype=np.int64)
             for pair in self._pairs[GroupName(name)] if len(ids) else ():
                 kernel_blocks = (ids[:, None] * pair.per_id + np.arange(pair.per_id)).ravel()
-                touched.append((pair, torch.from_numpy(kernel_blocks)))
-        return touched
+                selected.append((pair, torch.from_numpy(kernel_blocks)))
+        return selected
 
 
-def _pair(tensor: torch.Tensor, storage: CacheStorage, image: torch.Tensor, num_blocks: int) -> _Pair:
+def _pair(tensor: torch.Tensor, storage: CacheStorage, buffer: torch.Tensor, num_blocks: int) -> _Pair:
     """Return a tensor with its copy: the same bytes at the same offset of the buffer."""
     import torch
 
     own = tensor.detach().view(torch.uint8)  # some dtypes cannot be indexed
     start = own.data_ptr() - storage.address
     axis = 1 if own.dim() == 5 and own.shape[0] == 2 else 0
-    twin = torch.as_strided(image, tuple(own.shape), tuple(own.stride()), start)
-    return _Pair(own, twin, axis, own.shape[axis] // num_blocks)
+    copy = torch.as_strided(buffer, tuple(own.shape), tuple(own.stride()), start)
+    return _Pair(own, copy, axis, own.shape[axis] // num_blocks)

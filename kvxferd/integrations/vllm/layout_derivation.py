@@ -170,8 +170,7 @@ class _Derivation:
             raise layer_error(
                 layer.name,
                 f"its tensor has {num_kernel_blocks(view)} blocks of {kernel_block_tokens(view)} tokens, "
-                "its group "
-                f"{self._worker.num_blocks} of {group.block_tokens}",
+                f"its group {self._worker.num_blocks} of {group.block_tokens}",
             )
         if self._per_id.setdefault(group.index, ratio) != ratio:
             raise layer_error(

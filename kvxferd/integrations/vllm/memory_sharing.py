@@ -74,11 +74,11 @@ def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
                 )
                 region = found
             regions.append(region)
-        mirror = BounceBuffers(derived, buffers) if buffers else None
+        bounce_buffers = BounceBuffers(derived, buffers) if buffers else None
     except BaseException:
         SharedCaches(tuple(regions), ()).close()
         raise
-    return SharedCaches(tuple(regions), tuple(report), mirror, derived.storages)
+    return SharedCaches(tuple(regions), tuple(report), bounce_buffers, derived.storages)
 
 
 def device_region(storage: CacheStorage) -> tuple[Region, str]:

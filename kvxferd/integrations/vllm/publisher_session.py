@@ -26,17 +26,17 @@ def open_publisher(options: Options, engine: RegisteredEngine) -> Publisher:
 
 def open_publisher_in_thread(options: Options, engine: RegisteredEngine) -> Future[Publisher]:
     """Open the publisher in a thread, for an engine that runs already. Errors are the future's."""
-    arriving: Future[Publisher] = Future()
+    pending: Future[Publisher] = Future()
 
     def work() -> None:
         try:
-            arriving.set_result(open_publisher(options, engine))
+            pending.set_result(open_publisher(options, engine))
         except Exception as error:
-            arriving.set_exception(error)
+            pending.set_exception(error)
 
     # A daemon thread: an engine that exits does not wait for a daemon that is not running.
     threading.Thread(target=work, name="kvxferd-attach", daemon=True).start()
-    return arriving
+    return pending
 
 
 def connect_to_daemon(options: Options, name: str, deadline: float) -> client.Client:

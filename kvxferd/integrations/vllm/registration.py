@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvxferd import client
 from kvxferd.client.gpu_events import Completion
@@ -22,13 +22,6 @@ from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 from kvxferd.integrations.vllm.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
-
-
-class Registration(NamedTuple):
-    """A registered rank, and the engine as the scheduler needs it."""
-
-    worker: ConnectorWorker
-    engine: RegisteredEngine
 
 
 def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
@@ -51,10 +44,11 @@ def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_confi
 
 def register_caches(
     vllm_config: Any, derived: DerivedCaches, shared: SharedCaches, options: Options
-) -> Registration:
+) -> tuple[ConnectorWorker, RegisteredEngine]:
     """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
 
-    Every worker of the engine must call this, because they agree on the generation together.
+    Every worker of the engine must call this, because they agree on the generation together. Returns the
+    rank's side of the connector, and the engine as the scheduler needs it.
     """
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
     is_ahead = vllm_specs.draft_model(vllm_config) is not None and any(
@@ -81,14 +75,14 @@ def register_caches(
         sum(region.size_bytes for region in derived.layout.regions) / 2**20,
         time.monotonic() - began,
     )
-    side = ConnectorWorker(
+    worker = ConnectorWorker(
         rank,
         options.pull_deadline_s,
         is_lead_rank=(spec.pp_rank, spec.tp_rank) == (0, 0),
         bounce_buffers=shared.bounce_buffers,
         record_launched=_record_event if is_ahead else None,
     )
-    return Registration(side, RegisteredEngine(str(spec.engine_id), generation, needs_ready))
+    return worker, RegisteredEngine(str(spec.engine_id), generation, needs_ready)
 
 
 def _record_event() -> Completion:

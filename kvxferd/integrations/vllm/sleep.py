@@ -53,18 +53,18 @@ def remove_worker(worker: ConnectorWorker) -> None:
 
 def suspend_workers() -> None:
     """Return once no other process maps this process's caches. Raises KvxferdError(deadline)."""
-    for side in _workers.keys() - _suspended:
-        side.suspend()
-        _suspended.add(side)
+    for worker in _workers.keys() - _suspended:
+        worker.suspend()
+        _suspended.add(worker)
 
 
 def resume_workers(tags: Sequence[str] | None) -> None:
     """Register the caches again, if `tags` include them."""
     if tags is not None and CACHE_TAG not in tags:
         return
-    for side in list(_suspended):
-        side.resume(_workers[side]())
-        _suspended.discard(side)
+    for worker in list(_suspended):
+        worker.resume(_workers[worker]())
+        _suspended.discard(worker)
 
 
 def register_backend() -> None:

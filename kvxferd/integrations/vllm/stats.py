@@ -21,7 +21,7 @@ def is_empty(counted: dict[str, Any]) -> bool:
 
 
 def add(total: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add another side's or rank's interval to `total`."""
+    """Add the interval of another rank, or of the scheduler, to `total`."""
     for name in _LISTS:
         total[name].extend(more[name])
     for name in _COUNTS:

@@ -196,10 +196,10 @@ class ConnectorWorker:
         if self._copier is None or self._bounce_buffers is None:
             self._send_best_effort(partial(self._rank.ready, after=after), spec.transfer_id)
             return
-        mirror = self._bounce_buffers
+        buffers = self._bounce_buffers
 
         def copy() -> None:
-            mirror.copy_out(spec.blocks)
+            buffers.copy_out(spec.blocks)
             self._send_best_effort(self._rank.ready, spec.transfer_id)
 
         self._copies_out[spec.request_id] = copied = self._copier.submit(copy)

@@ -45,8 +45,8 @@ class TokenArray:
             "c": len(components),
             "b": group.num_blocks * group.physical_blocks_per_logical,
         }
-        alike = {(c.head_bytes, c.granule_tokens, c.num_heads, c.is_replicated) for c in components}
-        arrange = self._uniform_strides if len(alike) == 1 else self._concatenated_strides
+        sizes = {(c.head_bytes, c.granule_tokens, c.num_heads, c.is_replicated) for c in components}
+        arrange = self._uniform_strides if len(sizes) == 1 else self._concatenated_strides
         self._strides, self._starts = arrange("HND" if self._is_vectorised else choices.arrangement, choices)
         first = self._strides[components[0].name]
         self.block_bytes = first.block
