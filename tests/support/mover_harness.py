@@ -52,6 +52,7 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
+from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
 MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
@@ -300,10 +301,6 @@ async def sink(node: Node, rank: Worker, sources: list[Served], notices: int | N
     return reader
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def orphaned_directories() -> list[str]:
     """Shared memory directories whose owner is gone."""
     return [
@@ -316,8 +313,8 @@ def orphaned_directories() -> list[str]:
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
     """Assert that the body leaves no process, descriptor or shared memory."""
-    before = num_descriptors()
+    before = num_open_fds()
     yield
     assert marked_processes() == []
-    assert num_descriptors() <= before
+    assert num_open_fds() <= before
     assert orphaned_directories() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 
 from kvxferd.control.worker_socket import WorkerSocket
@@ -68,10 +67,6 @@ class Listening:
         message = DAEMON_MESSAGES.decode(frame.payload)
         assert isinstance(message, wk.Farewell)
         return message
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def register(num_descriptors: int = 0, notices: bool = False) -> wk.Register:

@@ -13,6 +13,7 @@ from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
+from tests.support.open_fds import num_open_fds
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_peer_that_is_gone_is_found_out_by_receiving(ends: tuple[FrameSocket, 
 
 
 def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_fds()
     left, right = (FrameSocket(end) for end in socket.socketpair())
     reader, writer = os.pipe()
     left.send(b"sent", dup_fds((reader,)))
@@ -105,11 +106,11 @@ def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
     frames = right.receive()
     os.close(frames[0].fds[0])
     right.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_fds() == before
 
 
 def test_descriptors_that_no_frame_takes_are_closed() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_fds()
     raw, end = socket.socketpair()
     stream = FrameSocket(end)
     pipe = os.pipe()
@@ -120,7 +121,7 @@ def test_descriptors_that_no_frame_takes_are_closed() -> None:
     raw.close()
     for fd in pipe:
         os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_fds() == before
 
 
 @pytest.mark.parametrize(

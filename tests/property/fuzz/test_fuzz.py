@@ -18,6 +18,7 @@ from tests.property.fuzz.frames import try_frames, try_payload
 from tests.property.fuzz.layouts import pairs, try_layouts
 from tests.property.fuzz.recorded_sessions import tapes
 from tests.property.fuzz.sessions import try_session
+from tests.support.open_fds import num_open_fds
 
 sources = st.binary(max_size=400)
 
@@ -68,15 +69,11 @@ def test_layouts_are_worth_changing(pair):
 # --- real descriptors
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.binary(max_size=40), st.integers(0, 3), st.integers(0, 4)), max_size=12))
 def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
     """Headers that lie about lengths and descriptors; frames taken, dropped half-way, or cut off."""
-    before = open_fds()
+    before = num_open_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     link = FrameSocket(ours)
     try:
@@ -93,12 +90,12 @@ def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
     finally:
         link.close()
         theirs.close()
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 def test_descriptors_of_a_frame_before_a_bad_one_are_closed():
     """Both come in one chunk: the good frame is never handed on."""
-    before = open_fds()
+    before = num_open_fds()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     link = FrameSocket(ours)
     passed = os.dup(0)
@@ -109,4 +106,4 @@ def test_descriptors_of_a_frame_before_a_bad_one_are_closed():
         link.receive()
     link.close()
     theirs.close()
-    assert open_fds() == before
+    assert num_open_fds() == before

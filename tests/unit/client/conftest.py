@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +12,14 @@ import pytest
 
 from kvxferd.memory import SealedMemory
 from tests.support.client_harness import SIZE, Stage
+from tests.support.open_fds import num_open_fds
 from tests.support.scripted_daemon import ScriptedDaemon, until
-
-
-def _open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """A daemon that listens; afterwards no descriptor, thread or process is left."""
-    threads, fds = threading.active_count(), _open_fds()
+    threads, fds = threading.active_count(), num_open_fds()
     with ExitStack() as stack:
         daemon = ScriptedDaemon(tmp_path / "worker.sock")
         stack.callback(daemon.stop)
@@ -33,4 +29,4 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         stack.callback(pool.shutdown)
         yield Stage(daemon, stack, pool, memory)
     until(lambda: threading.active_count() <= threads, "threads ended")
-    assert _open_fds() == fds
+    assert num_open_fds() == fds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.memory.validate import check_exports
 from kvxferd.wire.worker import RegionExport
 from tests.support.devices import Segment
+from tests.support.open_fds import num_open_fds
 
 UNIT = GRANULARITY
 UUID = FAKE_DEVICES[0].uuid
@@ -78,11 +78,11 @@ def test_host_and_gpu_memory_together(segment: Segment) -> None:
 
 
 def test_descriptors_are_closed_again(segment: Segment) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_fds()
     exports = export_memory(layout_of(a=UNIT), {RegionId("a"): memory_of(segment, 0, 5 * UNIT)})
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert num_open_fds() == before + 1
     exports.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_fds() == before
 
 
 def test_plain_memory_leads_to_a_resident_mover(driver: FakeDriver) -> None:

@@ -19,8 +19,9 @@ from kvxferd.ids import TransferId
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch, Message
+from tests.support.open_fds import num_open_fds
 from tests.support.other_user import open_directory
-from tests.support.worker_socket_harness import LAYOUT, Listening, open_fds, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, register
 
 NUM_OTHERS = 32
 
@@ -104,7 +105,7 @@ async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: in
 async def test_a_part_beyond_the_share_is_closed_once(
     socket_: Listening, memory: SealedMemory, others: Others
 ) -> None:
-    before = open_fds()
+    before = num_open_fds()
     connection = await admitted(socket_, memory, num_descriptors=4)
     socket_.workers._admission.memory_fds.limit = 1  # the part is kept and counted, and then too much
     await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
@@ -112,7 +113,7 @@ async def test_a_part_beyond_the_share_is_closed_once(
     connection.close()
     assert others.num_closed == 0
     others.close()
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -120,7 +121,7 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
     socket_: Listening, memory: SealedMemory, others: Others, first: int
 ) -> None:
     """A new start without descriptors, and one with a gap."""
-    before = open_fds()
+    before = num_open_fds()
     connection = await admitted(socket_, memory, num_descriptors=40)
     await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
     await socket_.said(FdBatch)
@@ -129,7 +130,7 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
     connection.close()
     assert others.num_closed == 0
     others.close()
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
 async def test_whatever_is_wrong_with_a_frame_it_leaves_nothing_open_and_closes_nothing_twice(
     socket_: Listening, memory: SealedMemory, others: Others, message: Message, count: int
 ) -> None:
-    before = open_fds()
+    before = num_open_fds()
     connection = await socket_.session()
     await socket_.say(connection, message, *[memory.fd] * count)
     connection.shutdown(socket.SHUT_WR)
@@ -149,7 +150,7 @@ async def test_whatever_is_wrong_with_a_frame_it_leaves_nothing_open_and_closes_
     connection.close()
     assert others.num_closed == 0
     others.close()
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 def pipe_end() -> int:

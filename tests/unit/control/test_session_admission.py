@@ -19,8 +19,9 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
+from tests.support.open_fds import num_open_fds
 from tests.support.other_user import open_directory
-from tests.support.worker_socket_harness import LAYOUT, Listening, open_fds, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, register
 
 
 @pytest.fixture
@@ -55,12 +56,12 @@ def memory() -> Iterator[SealedMemory]:
 async def test_hello_leaves_no_descriptor_behind(socket_: Listening) -> None:
     await socket_.session()
     await socket_.said(wk.Hello)
-    before = open_fds()
+    before = num_open_fds()
     for _ in range(8):
         await socket_.session()
         await socket_.said(wk.Hello)
     # The two ends of the connection, and what tells of the worker's death.
-    assert open_fds() - before == 8 * 3
+    assert num_open_fds() - before == 8 * 3
 
 
 @pytest.mark.parametrize(("version", "code"), [(1, Code.BAD_VERSION), (2, Code.OUT_OF_PLACE)])
@@ -78,12 +79,12 @@ async def test_what_a_refused_registration_brought_is_closed(
 ) -> None:
     connection = await socket_.session()
     await socket_.said(wk.Hello)
-    before = open_fds()
+    before = num_open_fds()
     await socket_.say(connection, register(), memory.fd)
     session = (await socket_.said(wk.Register)).session
-    assert open_fds() == before + 1
+    assert num_open_fds() == before + 1
     socket_.workers.send(session, wk.Refused(request=1, code=Code.BUSY, message="no"))
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
@@ -134,15 +135,15 @@ async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
     connections = [await socket_.session() for _ in range(8)]
     for _ in connections:
         await socket_.said(wk.Hello)
-    before = open_fds()
+    before = num_open_fds()
     for connection in connections:
         beginning = HEADER.pack(100, MAX_FDS_PER_FRAME, 0) + b"x"
         await socket_.send(connection, beginning, *[memory.fd] * MAX_FDS_PER_FRAME)
     async with asyncio.timeout(10):
         while not any(map(_is_readable, connections)):
-            assert open_fds() - before <= MAX_PARTIAL_FDS
+            assert num_open_fds() - before <= MAX_PARTIAL_FDS
             await asyncio.sleep(0.01)  # several turns of the loop: what is refused is closed on the next one
-    assert open_fds() - before <= MAX_PARTIAL_FDS
+    assert num_open_fds() - before <= MAX_PARTIAL_FDS
     codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
     assert codes
     assert set(codes) == {Code.BUSY}

@@ -24,16 +24,6 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def source(world):
-    return world.engine(world.host("p"), "prefill")[0]
-
-
-@pytest.fixture
-def sink(world):
-    return world.engine(world.host("d"), "decode")[0]
-
-
 def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world, source, sink):
     ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(ticket), wk.Delivered)

@@ -55,16 +55,6 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def source(world) -> Worker:
-    return world.engine(world.host("p"), "prefill")[0]
-
-
-@pytest.fixture
-def sink(world) -> Worker:
-    return world.engine(world.host("d"), "decode")[0]
-
-
 def tamper(world: World, kind: type[Message], **changes: object) -> None:
     """Change the next message of a kind that is under way, and let everything arrive."""
     while world.network:

@@ -22,16 +22,6 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def source(world):
-    return world.engine(world.host("p"), "prefill")[0]
-
-
-@pytest.fixture
-def sink(world):
-    return world.engine(world.host("d"), "decode")[0]
-
-
 def handshakes(host) -> int:
     return sum(isinstance(record, HandshakeRecord) for record in host.records)
 

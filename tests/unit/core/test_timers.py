@@ -20,16 +20,6 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def source(world: World) -> Worker:
-    return world.engine(world.host("p"), "prefill")[0]
-
-
-@pytest.fixture
-def sink(world: World) -> Worker:
-    return world.engine(world.host("d"), "decode")[0]
-
-
 def refs_to(host: Host, engine: str = "prefill") -> list[TransferRef]:
     return [TransferRef(host.endpoint, engine, "g1", f"t{n}", "nonce") for n in range(NUM)]
 

@@ -14,6 +14,7 @@ import torch
 from kvxferd.errors import Code, EngineError
 from kvxferd.memory import map_memfd
 from kvxferd.memory.adopt import Adopted, adopt
+from tests.support.open_fds import num_open_fds
 
 MIB = 1 << 20
 
@@ -143,9 +144,9 @@ class TestRefused:
 
     def test_nothing_is_left_behind_by_a_refusal(self, numbers: torch.Tensor) -> None:
         address, size = pages_around(numbers)
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_fds()
         self.refusal(address, size - mmap.PAGESIZE * 4, allocated_at=numbers.data_ptr())
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_fds() == before
         assert mappings_named("kvxferd-adopted") == []
 
     def test_an_allocator_that_is_not_glibcs(self, tmp_path: object) -> None:

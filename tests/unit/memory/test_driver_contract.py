@@ -13,6 +13,7 @@ from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from tests.support.devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
+from tests.support.open_fds import num_open_fds
 
 
 @pytest.fixture(params=DRIVERS)
@@ -136,10 +137,10 @@ def test_a_size_that_is_a_lie_maps_nothing(driver: Driver, uuid: str, unit: int)
     with Segment(driver, uuid, [unit]) as segment:
         memory = DeviceMemory(segment.address, unit, driver)
         fd = memory.export(memory.allocations[0])
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_fds()
         with pytest.raises(DeviceError):
             DeviceMapping.map(driver, uuid, [(fd, unit), (fd, 64 * unit)])
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_fds() == before
         os.close(fd)
 
 

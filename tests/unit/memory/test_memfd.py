@@ -14,6 +14,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
+from tests.support.open_fds import num_open_fds
 
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
@@ -50,9 +51,9 @@ def test_it_cannot_shrink_or_grow(memory: SealedMemory) -> None:
 
 
 def test_a_mapping_keeps_no_descriptor(memory: SealedMemory) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_fds()
     mapping = map_memfd(memory.fd, memory.size_bytes)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_fds() == before
     mapping.unmap()
 
 

@@ -25,15 +25,12 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from kvxferd.wire.mover import Bind, Polling
 from kvxferd.wire.worker import RegionExport
 from tests.support.memory_transport import Fabric, MemoryTransport
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+from tests.support.open_fds import num_open_fds
 
 
 def test_a_mover_that_reads_nonsense_closes_all_that_came() -> None:
     """Before it, with it and behind it: a resident mover's process goes on."""
-    before = open_fds()
+    before = num_open_fds()
     ours, theirs = socket.socketpair()
     daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     for first, count in ((0, 2), (5, 2), (2, 3)):  # the second leaves a gap
@@ -47,7 +44,7 @@ def test_a_mover_that_reads_nonsense_closes_all_that_came() -> None:
     mover.close()
     stream.close()
     daemon.close()
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 @pytest.fixture
@@ -58,7 +55,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen[bytes]) -> None:
     ended = asyncio.Event()
-    before = open_fds()
+    before = num_open_fds()
     ours, theirs = socket.socketpair()
     handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
     link = FrameSocket(theirs)
@@ -69,14 +66,14 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
     await asyncio.wait_for(ended.wait(), 10)
     link.close()
     await asyncio.sleep(0)
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part() -> None:
     """Its parts would be taken for the beginning of the next message's."""
     ours, theirs = socket.socketpair()
     handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None)
-    before = open_fds()
+    before = num_open_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + MAX_FDS_PER_FRAME + 20, hard))
     try:
@@ -84,7 +81,7 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part(
             handle.send(Polling(token=1), [theirs.fileno()] * (MAX_FDS_PER_FRAME + 100))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (handle.num_queued_bytes, open_fds()) == (0, before)
+    assert (handle.num_queued_bytes, num_open_fds()) == (0, before)
     handle.discard()
     theirs.close()
 
@@ -92,17 +89,17 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part(
 def test_a_frame_that_cannot_be_sent_has_its_descriptors_closed() -> None:
     ours, theirs = socket.socketpair()
     link = FrameSocket(ours)
-    before = open_fds()
+    before = num_open_fds()
     with pytest.raises(ProtocolError):
         link.send(bytes(MAX_FRAME_BYTES + 1), dup_fds([theirs.fileno()]))
-    assert open_fds() == before
+    assert num_open_fds() == before
     link.close()
     theirs.close()
 
 
 def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What watches the worker comes first: memory must not be bound in a mover that outlives its worker."""
-    before = open_fds()
+    before = num_open_fds()
     ours, theirs = socket.socketpair()
     daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
@@ -130,7 +127,7 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
     stream.close()
     daemon.close()
     os.close(*watched)
-    assert open_fds() == before
+    assert num_open_fds() == before
 
 
 def lowest_free() -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
-import pytest
 import structlog
 
 from kvxferd.config import LogConfig
@@ -21,16 +19,6 @@ from kvxferd.telemetry.log_limits import (
 )
 from kvxferd.telemetry.log_queue import LogCounts
 from kvxferd.telemetry.logs import configure_logs, set_log_level
-
-
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 class Clock:

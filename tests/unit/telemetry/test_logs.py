@@ -3,10 +3,8 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import msgspec
-import pytest
 import structlog
 
 from kvxferd.config import LogConfig
@@ -14,16 +12,6 @@ from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
 from kvxferd.telemetry.logs import configure_logs, log_record, operator_log
 from tests.support.node_samples import pull_record, records
-
-
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
