@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
@@ -29,6 +28,7 @@ from kvxferd.control.fd_budget import (
     release_reserved_fds,
 )
 from kvxferd.control.http_server import HttpServer
+from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.control.ownership_file import OwnershipFile
@@ -56,39 +56,26 @@ from kvxferd.core.events import (
     AllowlistChanged,
     DrainRequested,
     Event,
-    MoverAssigned,
-    MoverDied,
-    MoverMessage,
-    MoverUnavailable,
     OwnershipsLoaded,
     PidfdNotSent,
     Tick,
-    TransportsSeen,
 )
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
-from kvxferd.memory.driver import PLACEMENT_VARIABLE
-from kvxferd.mover.supervisor.handle import MoverHandle
-from kvxferd.mover.supervisor.pool import MoverPool
-from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
+from kvxferd.ids import BootId, Endpoint
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.endpoint import with_key
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.mover import FenceRefused, FromMover, MapFence
 from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_WAIT_S = 10.0  # the kernel kills a dead daemon's movers; the unmap may be slow
-MOVER_RETRY_AFTER_S = 1.0  # sessions that end release their descriptors
 
 
 class Daemon:
@@ -112,9 +99,6 @@ class Daemon:
         self._is_processing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._mover_handles: dict[MoverId, MoverHandle] = {}
-        self._exited_early: set[MoverId] = set()  # exited before the core handled MoverAssigned
-        self._tasks: set[asyncio.Task[None]] = set()
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -176,15 +160,20 @@ class Daemon:
         closing.push_async_callback(self._ownership_file.close)
 
     async def _start_movers(self, lock_fds: tuple[int, ...], closing: AsyncExitStack) -> None:
-        self._make_mover_pools(lock_fds)
+        self._make_movers(lock_fds)
         closing.push_async_callback(self._stop_movers)
-        await self._mover_pool.start()
+        await self._movers.pool.start()
+
+    def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
+        self._movers = MoverAssignment(
+            self._config.mover, self._boot, self._node, self._worker_socket, self._on_event, lock_fds
+        )
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
         self._admin = NodeAdmin(
             self._config,
             self._node,
-            self._mover_pool,
+            self._movers.pool,
             self._history,
             self._on_event,
             self.drain,
@@ -221,27 +210,6 @@ class Daemon:
         else:
             address = Endpoint(self._peer_socket.bound_endpoint)
         return with_key(address, self._allowlist.own_key)
-
-    def _make_mover_pools(self, lock_fds: tuple[int, ...]) -> None:
-        mover, numbers = self._config.mover, itertools.count(1)
-        self._resident_pool = ResidentPool(
-            boot=self._boot,
-            mover_ids=numbers,
-            is_name_used=lambda agent: self._node.movers.get_by_agent(agent) is not None,
-            on_message=self._on_mover_message,
-            on_exit=self._on_mover_exit,
-        )
-        self._mover_pool = MoverPool(
-            mover_ids=numbers,
-            boot=self._boot,
-            size=mover.pool_size,
-            on_message=self._on_mover_message,
-            on_exit=self._on_mover_exit,
-            on_transports=lambda mover, lanes: self._on_event(TransportsSeen(mover, lanes)),
-            lock_fds=lock_fds,
-            environment={**mover.environment, PLACEMENT_VARIABLE: mover.placement},
-            library=mover.library,
-        )
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -299,13 +267,10 @@ class Daemon:
         await asyncio.sleep(0)
 
     async def _stop_movers(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._movers.cancel_requests()
         if self._timer is not None:
             self._timer.cancel()
-        self._resident_pool.close()
-        await self._mover_pool.stop()
+        await self._movers.stop()
 
     # --- events in
 
@@ -346,59 +311,13 @@ class Daemon:
             delay_s = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
             self._timer_at = deadline
-        self._mover_pool.set_busy(len(self._node.pulls) > 0)
+        self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
 
     def _tick(self) -> None:
         self._timer = None
         self._on_event(Tick())
-
-    def _on_mover_message(self, mover: MoverId, message: FromMover) -> None:
-        self._on_event(MoverMessage(mover, message))
-
-    def _on_mover_exit(self, mover: MoverId) -> None:
-        handle = self._mover_handles.pop(mover, None)
-        if handle is None:
-            self._exited_early.add(mover)
-        else:
-            self._log_mover_death(handle)
-        self._on_event(MoverDied(mover))
-
-    def _log_mover_death(self, handle: MoverHandle) -> None:
-        """Log a mover that died unexpectedly; not one that exited because its worker is dead."""
-        mover = self._node.movers.get(handle.mover_id)
-        if (
-            mover is None
-            or mover.dying
-            or mover.resident
-            or not self._worker_socket.is_worker_alive(mover.session)
-        ):
-            return
-        engine = mover.engine.engine_id if mover.engine is not None else ""
-        log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
-
-    async def _assign_mover(self, session: SessionId, assigning: Coroutine[None, None, MoverHandle]) -> None:
-        try:
-            handle = await assigning
-        except KvxferdError as error:
-            log.warning("mover unavailable", session=session, code=error.code, reason=error.message)
-            self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
-            return
-        except OSError as error:  # most likely no descriptors are left: the rank must not wait for ever
-            log.exception("mover unavailable", session=session)
-            self._on_event(
-                MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
-            )
-            return
-        self._mover_handles[handle.mover_id] = handle
-        resident = isinstance(handle, ResidentHandle)
-        self._on_event(MoverAssigned(session, handle.mover_id, handle.agent, handle.library, resident))
-        for lanes in list(handle.transports_used):
-            self._on_event(TransportsSeen(handle.mover_id, lanes))
-        if handle.mover_id in self._exited_early:
-            self._exited_early.discard(handle.mover_id)
-            self._on_mover_exit(handle.mover_id)
 
     # --- effects out
 
@@ -415,16 +334,15 @@ class Daemon:
             case OverwriteFenceWord():
                 self._worker_socket.overwrite_fence_word(effect.session, effect.slot)
             case RequestMover():
-                self._acquire_mover(effect)
+                self._movers.acquire(effect)
             case KillMover():
-                if handle := self._mover_handles.get(effect.mover):
-                    handle.kill()
+                self._movers.kill(effect.mover)
             case SendToMover():
-                self._send_to_mover(effect.mover, effect.message)
+                self._movers.send(effect.mover, effect.message)
             case BindMover():
-                self._bind_mover(effect)
+                self._movers.bind(effect)
             case ShareFencePage():
-                self._share_fence_page(effect)
+                self._movers.share_fence_page(effect)
             case SendToPeer():
                 self._peer_socket.send(effect.endpoint, effect.message, effect.uid)
             case ReplyToPeer():
@@ -438,62 +356,18 @@ class Daemon:
             case _:
                 assert_never(effect)
 
-    def _acquire_mover(self, effect: RequestMover) -> None:
-        try:
-            resident = self._worker_socket.detach_mover(effect.session) if effect.resident else None
-        except OSError as error:
-            log.warning("resident mover not assigned", session=effect.session, reason=error.strerror)
-            text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
-            refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
-            self._on_event(MoverUnavailable(effect.session, refusal))
-            return
-        if effect.resident and resident is None:
-            refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
-            self._on_event(MoverUnavailable(effect.session, refusal))
-            return
-        taking = self._resident_pool.accept(*resident) if resident is not None else self._mover_pool.acquire()
-        task = asyncio.get_running_loop().create_task(self._assign_mover(effect.session, taking))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _send_to_worker(self, effect: SendToWorker) -> None:
         if effect.with_fence_page:
             self._worker_socket.send_with_fence_page(effect.session, effect.message)
             return
-        handle = self._mover_handles.get(effect.pidfd_of) if effect.pidfd_of is not None else None
         try:
-            fds = (os.dup(handle.pidfd),) if handle is not None else ()
+            fds = self._movers.dup_pidfd(effect.pidfd_of) if effect.pidfd_of is not None else ()
         except OSError as error:
             assert effect.pidfd_of is not None
             log.warning("mover pidfd not sent", session=effect.session, reason=error.strerror)
             self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
             return
         self._worker_socket.send(effect.session, effect.message, fds)
-
-    def _send_to_mover(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:
-        if handle := self._mover_handles.get(mover):
-            handle.send(message, fds)
-
-    def _bind_mover(self, effect: BindMover) -> None:
-        """Send the regions to the mover. If that fails, kill it: its rank is bound again once it is dead."""
-        try:
-            self._send_to_mover(effect.mover, effect.message, self._worker_socket.bind_fds(effect.session))
-        except OSError as error:
-            log.warning("mover not bound", session=effect.session, reason=error.strerror)
-            self._mover_handles[effect.mover].kill()
-
-    def _share_fence_page(self, effect: ShareFencePage) -> None:
-        fd = self._worker_socket.fence_page_fd(effect.session)
-        if fd < 0:
-            return
-        try:
-            message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
-            self._send_to_mover(effect.mover, message, (fd,))
-        except OSError as error:
-            log.warning("fence page not shared", session=effect.session, reason=error.strerror)
-            text = f"cannot hand the page to its mover: {error.strerror}; try again later"
-            refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
-            self._on_event(MoverMessage(effect.mover, refused))
 
     def _emit_record(self, record: Record) -> None:
         self._history.add(record)

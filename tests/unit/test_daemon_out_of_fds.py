@@ -51,9 +51,6 @@ class Workers:
     def detach_mover(self, session: SessionId) -> None:
         raise none_left()
 
-    def set_busy(self, busy: bool) -> None:
-        pass
-
 
 class Handle:
     """A mover to which nothing can be sent."""
@@ -71,8 +68,9 @@ def do(effect: fx.Effect) -> tuple[list[Any], Handle]:
     """Have a daemon without descriptors do it; return what the core is fed then, and the mover."""
     daemon, core, handle = Daemon(Config()), Core(effect), Handle()
     daemon._node = core  # type: ignore[assignment]
-    daemon._worker_socket = daemon._mover_pool = Workers()  # type: ignore[assignment]
-    daemon._mover_handles[MOVER] = handle  # type: ignore[assignment]
+    daemon._worker_socket = Workers()  # type: ignore[assignment]
+    daemon._make_movers(())
+    daemon._movers._handles[MOVER] = handle  # type: ignore[assignment]
     daemon._on_event(ev.Tick())
     return core.fed[1:], handle
 

@@ -72,11 +72,11 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         new_token=lambda: "token",
     )
     daemon._has_node = daemon._is_serving = True
-    daemon._make_mover_pools(())
+    daemon._make_movers(())
     daemon._admin = NodeAdmin(
         running,
         daemon._node,
-        daemon._mover_pool,
+        daemon._movers.pool,
         daemon._history,
         daemon._on_event,
         daemon.drain,

@@ -166,7 +166,7 @@ class Overwritten:
 async def test_what_fails_keeps_nothing_else_from_being_done():
     daemon = Daemon(Config())
     daemon._node = FailingNode()
-    daemon._worker_socket = daemon._mover_pool = shell = Overwritten()
+    daemon._worker_socket = daemon._movers = shell = Overwritten()
     daemon._on_event(ev.Tick())
     daemon._on_event(ev.DrainRequested())
     daemon._on_event(ev.Tick())

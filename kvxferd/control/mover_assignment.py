@@ -1,0 +1,194 @@
+"""Assigns movers to ranks, sends them what the core decides, and reports their messages and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Coroutine
+
+import structlog
+
+from kvxferd.config import MoverConfig
+from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core.effects import BindMover, RequestMover, ShareFencePage
+from kvxferd.core.events import (
+    Event,
+    MoverAssigned,
+    MoverDied,
+    MoverMessage,
+    MoverUnavailable,
+    TransportsSeen,
+)
+from kvxferd.core.node import Node
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import BootId, MoverId, SessionId
+from kvxferd.memory.driver import PLACEMENT_VARIABLE
+from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.mover.supervisor.pool import MoverPool
+from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
+from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from kvxferd.wire.mover import FenceRefused, FromMover, MapFence
+
+log = structlog.get_logger()
+
+MOVER_RETRY_AFTER_S = 1.0  # sessions that end release their descriptors
+
+
+class MoverAssignment:
+    """Both pools of movers, and the handles of those that ranks have. Call it on the loop's thread."""
+
+    def __init__(
+        self,
+        config: MoverConfig,
+        boot: BootId,
+        node: Node,
+        worker_socket: WorkerSocket,
+        on_event: Callable[[Event], None],
+        lock_fds: tuple[int, ...] = (),
+    ) -> None:
+        """`on_event` feeds the core. Movers inherit `lock_fds`."""
+        self._node = node
+        self._worker_socket = worker_socket
+        self._on_event = on_event
+        self._handles: dict[MoverId, MoverHandle] = {}
+        self._exited_early: set[MoverId] = set()  # exited before the core handled MoverAssigned
+        self._tasks: set[asyncio.Task[None]] = set()
+        numbers = itertools.count(1)
+        self._resident_pool = ResidentPool(
+            boot=boot,
+            mover_ids=numbers,
+            is_name_used=lambda agent: node.movers.get_by_agent(agent) is not None,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+        )
+        self.pool = MoverPool(
+            mover_ids=numbers,
+            boot=boot,
+            size=config.pool_size,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
+            lock_fds=lock_fds,
+            environment={**config.environment, PLACEMENT_VARIABLE: config.placement},
+            library=config.library,
+        )
+
+    async def cancel_requests(self) -> None:
+        """Stop waiting for movers that are not assigned yet."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End all movers."""
+        self._resident_pool.close()
+        await self.pool.stop()
+
+    # --- effects
+
+    def acquire(self, effect: RequestMover) -> None:
+        try:
+            resident = self._worker_socket.detach_mover(effect.session) if effect.resident else None
+        except OSError as error:
+            log.warning("resident mover not assigned", session=effect.session, reason=error.strerror)
+            text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
+            refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
+            self._on_event(MoverUnavailable(effect.session, refusal))
+            return
+        if effect.resident and resident is None:
+            refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
+            self._on_event(MoverUnavailable(effect.session, refusal))
+            return
+        taking = self._resident_pool.accept(*resident) if resident is not None else self.pool.acquire()
+        task = asyncio.get_running_loop().create_task(self._assign(effect.session, taking))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def kill(self, mover: MoverId) -> None:
+        """Kill the mover, if it has not exited."""
+        if handle := self._handles.get(mover):
+            handle.kill()
+
+    def dup_pidfd(self, mover: MoverId) -> tuple[int, ...]:
+        """Return a copy of the mover's pidfd; none if it has exited. Raises OSError."""
+        handle = self._handles.get(mover)
+        return (os.dup(handle.pidfd),) if handle is not None else ()
+
+    def set_busy(self, is_busy: bool) -> None:
+        """Report whether pulls run."""
+        self.pool.set_busy(is_busy)
+
+    def send(self, mover: MoverId, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if handle := self._handles.get(mover):
+            handle.send(message, fds)
+
+    def bind(self, effect: BindMover) -> None:
+        """Send the regions to the mover. If that fails, kill it: its rank is bound again once it is dead."""
+        try:
+            self.send(effect.mover, effect.message, self._worker_socket.bind_fds(effect.session))
+        except OSError as error:
+            log.warning("mover not bound", session=effect.session, reason=error.strerror)
+            self._handles[effect.mover].kill()
+
+    def share_fence_page(self, effect: ShareFencePage) -> None:
+        fd = self._worker_socket.fence_page_fd(effect.session)
+        if fd < 0:
+            return
+        try:
+            message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
+            self.send(effect.mover, message, (fd,))
+        except OSError as error:
+            log.warning("fence page not shared", session=effect.session, reason=error.strerror)
+            text = f"cannot hand the page to its mover: {error.strerror}; try again later"
+            refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
+            self._on_event(MoverMessage(effect.mover, refused))
+
+    # --- events
+
+    def _on_message(self, mover: MoverId, message: FromMover) -> None:
+        self._on_event(MoverMessage(mover, message))
+
+    def _on_exit(self, mover: MoverId) -> None:
+        handle = self._handles.pop(mover, None)
+        if handle is None:
+            self._exited_early.add(mover)
+        else:
+            self._log_death(handle)
+        self._on_event(MoverDied(mover))
+
+    def _log_death(self, handle: MoverHandle) -> None:
+        """Log a mover that died unexpectedly; not one that exited because its worker is dead."""
+        mover = self._node.movers.get(handle.mover_id)
+        if (
+            mover is None
+            or mover.dying
+            or mover.resident
+            or not self._worker_socket.is_worker_alive(mover.session)
+        ):
+            return
+        engine = mover.engine.engine_id if mover.engine is not None else ""
+        log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
+
+    async def _assign(self, session: SessionId, assigning: Coroutine[None, None, MoverHandle]) -> None:
+        try:
+            handle = await assigning
+        except KvxferdError as error:
+            log.warning("mover unavailable", session=session, code=error.code, reason=error.message)
+            self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
+            return
+        except OSError as error:  # most likely no descriptors are left: the rank must not wait for ever
+            log.exception("mover unavailable", session=session)
+            self._on_event(
+                MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
+            )
+            return
+        self._handles[handle.mover_id] = handle
+        resident = isinstance(handle, ResidentHandle)
+        self._on_event(MoverAssigned(session, handle.mover_id, handle.agent, handle.library, resident))
+        for lanes in list(handle.transports_used):
+            self._on_event(TransportsSeen(handle.mover_id, lanes))
+        if handle.mover_id in self._exited_early:
+            self._exited_early.discard(handle.mover_id)
+            self._on_exit(handle.mover_id)
