@@ -70,13 +70,14 @@ async def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def marked_processes() -> list[str]:
-    """Names of living processes that a rig of this run has started."""
+    """Return what each living process of a rig of this run is: its pid and its command line."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
                 if MARK.encode() in (process / "environ").read_bytes():
-                    found.append((process / "comm").read_text().strip())
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append(f"{process.name}: {command.strip()}")
             except OSError:  # it went while we looked
                 continue
     return found

@@ -1,4 +1,4 @@
-"""The pair of movers that all these tests share."""
+"""The pair of movers that all tests of this package share, and no other package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support.mover_pair import Movers, real_movers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def movers() -> Iterator[Movers]:
     with real_movers() as made:
         yield made
