@@ -52,8 +52,11 @@ def test_what_does_not_go_together_with_the_running_key_is_refused_whole() -> No
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
+    """None is free below the limit. It stays above the two that libzmq polls, or its poll aborts."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
     try:
         yield
     finally:
@@ -135,8 +138,8 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
         )
         read = config(worker__socket=str(directory / "w"), worker__allowed_uids="2", log__level="debug")
         async with parts_of_a_daemon(running, read) as daemon:
-            desk = daemon._admin
+            admin = daemon._admin
             del daemon._admin  # what comes on the way raises
             daemon._on_hangup()
-            daemon._admin = desk
+            daemon._admin = admin
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
