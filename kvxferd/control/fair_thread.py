@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeVar
+
+from kvxferd.control.fair_queue import FairQueue
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class FairThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._jobs: FairQueue[str, _Job] = FairQueue()
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -50,7 +51,7 @@ class FairThread:
                 return
             self._thread = thread
         with self._changed:
-            self._jobs.setdefault(client, deque()).append((work, hand_over))
+            self._jobs.put(client, (work, hand_over))
             self._changed.notify()
 
     def close(self) -> None:
@@ -81,13 +82,7 @@ class FairThread:
         with self._changed:
             while not self._jobs and not self._stopping:
                 self._changed.wait()
-            if self._stopping:
-                return None
-            client, jobs = self._jobs.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._jobs[client] = jobs  # behind all others
-            return job
+            return None if self._stopping else self._jobs.get()
 
     def _pause(self, worked_s: float) -> None:
         if worked_s < MIN_COUNTED_S:

@@ -11,13 +11,14 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
+from kvxferd.control.fair_queue import FairQueue
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare
 
@@ -77,7 +78,7 @@ class Resolver:
         self._queries: dict[str, _Query] = {}
         self._running = FairShare(MAX_QUERIES)
         self._num_queued = FairShare(MAX_QUEUED)
-        self._queues: OrderedDict[int, deque[str]] = OrderedDict()  # the next in turn first
+        self._queued: FairQueue[int, str] = FairQueue()
         self._last_addresses: OrderedDict[str, str] = OrderedDict()
         self._stopped = False
 
@@ -96,7 +97,7 @@ class Resolver:
                 return
             query = self._queries.setdefault(host, _Query())
             query.queued_uids.add(uid)
-            self._queues.setdefault(uid, deque()).append(host)
+            self._queued.put(uid, host)
         query.callbacks.append(on_address)
         if query.timer is None:
             query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
@@ -105,7 +106,7 @@ class Resolver:
     def _start_queued(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start queued lookups while there is room, a name of each user in turn."""
         while not self._stopped:
-            uid = next((uid for uid in self._queues if self._running.has_room(uid)), None)
+            uid = self._queued.next_user(self._running.has_room)
             if uid is None:
                 return
             host = self._dequeue(uid)
@@ -118,12 +119,9 @@ class Resolver:
                 loop.call_soon(self._on_looked_up, host, "", reason)
 
     def _dequeue(self, uid: int) -> str:
-        """Remove the first name of that user's queue, and move the queue behind all others."""
-        queue = self._queues.pop(uid)
-        host = queue.popleft()
+        """Remove the first of that user's names."""
+        host = self._queued.get_of(uid)
         self._num_queued.release(uid)
-        if queue:
-            self._queues[uid] = queue
         if query := self._queries.get(host):
             query.queued_uids.discard(uid)
         return host

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from kvxferd.control.fair_queue import FairQueue
 
 # The time of all sessions together in one turn of the loop. A session's own turn is 5 ms, or one frame: 16
 # sessions of one user, read one after the other, blocked the loop for 94 ms; 224 would block it for 1 s.
@@ -22,13 +23,13 @@ class RoundRobin(Generic[T]):
     def __init__(self, run_turn: Callable[[T], float]) -> None:
         """`run_turn` runs a session's turn and returns the processor time that it took."""
         self._run_turn = run_turn
-        self._queues: dict[int, deque[T]] = {}  # by user, the next in turn first
+        self._waiting: FairQueue[int, T] = FairQueue()
         self._spent_s = 0.0
         self._is_due = False
 
     def run_now(self, session: T) -> bool:
         """Run the session's turn now. False: others wait, or this turn of the loop has no time left."""
-        if self._queues or self._spent_s >= LOOP_TURN_S:
+        if self._waiting or self._spent_s >= LOOP_TURN_S:
             return False
         self._spent_s += self._run_turn(session)
         if self._spent_s >= MIN_COUNTED_S:
@@ -37,7 +38,7 @@ class RoundRobin(Generic[T]):
 
     def enqueue(self, uid: int, session: T) -> None:
         """Queue the session for a turn, behind its user's other waiting sessions."""
-        self._queues.setdefault(uid, deque()).append(session)
+        self._waiting.put(uid, session)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -49,16 +50,8 @@ class RoundRobin(Generic[T]):
         """Run queued turns, at the start of a new turn of the loop."""
         self._is_due, self._spent_s = False, 0.0
         try:
-            while self._queues and self._spent_s < LOOP_TURN_S:
-                self._spent_s += self._run_turn(self._dequeue())
+            while self._waiting and self._spent_s < LOOP_TURN_S:
+                self._spent_s += self._run_turn(self._waiting.get())
         finally:  # an exception must not stop the other sessions' turns
-            if self._queues or self._spent_s >= MIN_COUNTED_S:
+            if self._waiting or self._spent_s >= MIN_COUNTED_S:
                 self._schedule()
-
-    def _dequeue(self) -> T:
-        uid, sessions = next(iter(self._queues.items()))
-        del self._queues[uid]
-        session = sessions.popleft()
-        if sessions:
-            self._queues[uid] = sessions  # behind all other users
-        return session

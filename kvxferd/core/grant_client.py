@@ -19,7 +19,13 @@ from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
-from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_GRANTS_PER_RENEWAL, MAX_METADATA_BYTES, MAX_NAME_CHARS
+from kvxferd.wire.limits import (
+    FENCE_WORD_BYTES,
+    MAX_ADDRESS,
+    MAX_GRANTS_PER_RENEWAL,
+    MAX_METADATA_BYTES,
+    MAX_NAME_CHARS,
+)
 from kvxferd.wire.peer import (
     Acknowledge,
     AskGrant,
@@ -35,7 +41,6 @@ from kvxferd.wire.peer import (
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
-MAX_FENCE_ADDRESS = (1 << 64) - 1  # regions have the wire's MAX_ADDRESS, half of it
 MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
 
 
@@ -365,7 +370,7 @@ def _grant_error(granted: Granted) -> str:
         return f"a lease of {granted.lease_s} s"
     if len(granted.fence_word) != FENCE_WORD_BYTES:
         return f"a fence word of {len(granted.fence_word)} bytes"
-    if not 0 < granted.fence_address <= MAX_FENCE_ADDRESS - FENCE_WORD_BYTES:
+    if not 0 < granted.fence_address <= MAX_ADDRESS - FENCE_WORD_BYTES:
         return f"a fence word at address {granted.fence_address}"
     if not 0 < len(granted.fence_agent) <= MAX_NAME_CHARS:
         return f"an agent's name of {len(granted.fence_agent)} characters"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError
@@ -20,22 +20,6 @@ RETRY_LATER_S = 10.0
 # 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
 # forgotten early gets `transfer-unknown` instead of the reason for its end.
 MAX_TOMBSTONES = 1 << 17
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits that the operator sets. config/kvxferd.toml gives the arithmetic of each default."""
-
-    max_ranks: int = 128
-    max_transfers_per_engine: int = 8192
-    max_pulls_per_rank: int = 1024
-    max_inflight_bytes: int = 1 << 40
-    max_peers: int = 512
-    max_waiting_per_peer: int = 8192
-    max_waiting: int = 32_768
-
-
-DEFAULT_LIMITS = Limits()
 
 
 def check_count(
@@ -69,7 +53,7 @@ def check_share(
 class PullAdmission:
     """Counts the pulls that run on a node, by session, and their bytes, by user."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self._num_pulls: Counter[SessionId] = Counter()
         self._bytes = FairShare(limits.max_inflight_bytes)
@@ -107,7 +91,7 @@ class PullAdmission:
         self._bytes.release(uid, size_bytes)
 
 
-def check_waiting(num_of_peer: int, num_waiting: int, limits: Limits) -> None:
+def check_waiting(num_of_peer: int, num_waiting: int, limits: LimitsConfig) -> None:
     """Raise BusyError if one more waiting request of a peer passes a limit.
 
     `num_of_peer` of the `num_waiting` requests come from the same CURVE key, or without keys the same route.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
-from kvxferd.core.limits import DEFAULT_LIMITS, Limits
+
+DEFAULT_LIMITS = LimitsConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Settings:
     own_uid: int = 0  # the daemon's own user, who may replace engines that have no user here
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
-    limits: Limits = DEFAULT_LIMITS
+    limits: LimitsConfig = DEFAULT_LIMITS
     pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage
 
     @property

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings, worker_requests
 from kvxferd.core.fair_share import FairShare
-from kvxferd.core.limits import Limits, PullAdmission
+from kvxferd.core.limits import PullAdmission
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
@@ -30,7 +31,7 @@ def test_a_small_limit_is_nobodys_reserve() -> None:
 
 
 def test_ranks_have_a_share_of_each_user() -> None:
-    world = World(settings=Settings(limits=Limits(max_ranks=16)))
+    world = World(settings=Settings(limits=LimitsConfig(max_ranks=16)))
     host = world.host("p")
     first = [register(world, host, f"a{n}", FIRST) for n in range(16)]
     refused = [w.heard(wk.Refused) for w in first]
@@ -42,7 +43,7 @@ def test_ranks_have_a_share_of_each_user() -> None:
 
 
 def test_bytes_in_flight_have_a_share_of_each_user() -> None:
-    load = PullAdmission(Limits(max_inflight_bytes=1600))
+    load = PullAdmission(LimitsConfig(max_inflight_bytes=1600))
     session = SessionId(1)
     load.check(session, FIRST, 1400, "pull")
     load.add(session, FIRST, 1400)
@@ -79,7 +80,7 @@ def failed_of(worker: Worker, ticket: int) -> wk.Failed | None:
 
 
 def test_made_up_references_leave_peers_for_others() -> None:
-    world = World(settings=Settings(limits=Limits(max_peers=16)))
+    world = World(settings=Settings(limits=LimitsConfig(max_peers=16)))
     first, second = two_users(world)
     tickets = [first.pull(ref_to(f"nobody-{n}"), SINK_IDS, TOKENS) for n in range(16)]
     failed = [failed_of(first, ticket) for ticket in tickets]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings, grant_server
 from kvxferd.core import events as ev
 from kvxferd.core import home as core_home
@@ -12,7 +13,6 @@ from kvxferd.core import peers as core_peers
 from kvxferd.core.grant_server import MAX_READERS
 from kvxferd.core.handshake_client import MAX_ENGINES_PER_PEER
 from kvxferd.core.layout_cache import LayoutCache
-from kvxferd.core.limits import Limits
 from kvxferd.core.manifest_checks import check_manifest, checked_layouts
 from kvxferd.errors import Code, EngineError, PeerError
 from kvxferd.ids import Endpoint, Rank
@@ -81,7 +81,7 @@ def ask(world: World, host: Host, question: Message, route: bytes = b"stranger")
         {"lease_s": float("inf")},
         {"fence_word": b""},
         {"fence_address": -1},
-        {"fence_address": 2**64 - 1},
+        {"fence_address": 2**63 - 1},
         {"fence_agent": "x" * 300},
         {"fence_metadata": bytes(MAX_METADATA_BYTES + 1)},
     ],
@@ -611,7 +611,7 @@ def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, chan
 
 
 def test_many_routes_of_one_key_have_one_share():
-    world = World(settings=Settings(limits=Limits(max_waiting_per_peer=3, max_waiting=100)))
+    world = World(settings=Settings(limits=LimitsConfig(max_waiting_per_peer=3, max_waiting=100)))
     source = world.engine(world.host("p"), "prefill")[0]
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
     answers: list[Message] = []

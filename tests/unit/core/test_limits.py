@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S, Limits
+from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused
@@ -17,7 +18,7 @@ IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
 
 def world_of(**limits: int) -> World:
-    return World(settings=Settings(limits=Limits(**limits)))
+    return World(settings=Settings(limits=LimitsConfig(**limits)))
 
 
 def delivers(world: World, source, sink, name: str) -> bool:

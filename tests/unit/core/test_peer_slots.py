@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings, peers
 from kvxferd.core import events as ev
-from kvxferd.core.limits import Limits
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import attention_layout
@@ -22,7 +22,7 @@ LAYOUT = attention_layout(
 
 
 def world_of(max_peers: int = 8) -> World:
-    return World(settings=Settings(limits=Limits(max_peers=max_peers)))
+    return World(settings=Settings(limits=LimitsConfig(max_peers=max_peers)))
 
 
 def rank_of(world: World, host: Host, name: str, uid: int) -> Worker:

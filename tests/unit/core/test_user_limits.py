@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings, peers, registration_checks, transfer_table
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.limits import Limits
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.wire import worker as wk
@@ -247,7 +247,7 @@ def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
 
 
 def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
-    world = World(settings=Settings(limits=Limits(max_waiting=32, max_waiting_per_peer=16)))
+    world = World(settings=Settings(limits=LimitsConfig(max_waiting=32, max_waiting_per_peer=16)))
     host = world.host("a")
 
     def is_refused(key: str, number: int) -> bool:
