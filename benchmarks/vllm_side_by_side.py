@@ -96,7 +96,8 @@ def start(site: Site, connector: str, model: Path) -> list[Engine]:
     else:
         configs = [nixl_connector("kv_producer"), nixl_connector("kv_consumer")]
     return [
-        site.engine(name, Served(model, config))
+        # Held to one core, the connector whose agents spin in the engines would slow its own engine down.
+        site.engine(name, Served(model, config, on_all_cores=True))
         for name, config in zip(("prefill", "decode"), configs, strict=True)
     ]
 

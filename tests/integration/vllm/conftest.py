@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_servers.completions import prompt_of
+from tests.support.vllm_servers.processors import share_processors
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, Nodes, Site
 
@@ -38,7 +39,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print which cores the engines had, where any ran: results of one core are to be read with care."""
+    if config.stash.get(STARTED_ENGINES, False):
+        terminalreporter.write_line(f"vLLM: {share_processors(os.sched_getaffinity(0))}")
+
+
 SITE = pytest.StashKey[Site]()
+STARTED_ENGINES = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     python = str(Path(os.environ[PYTHON_VARIABLE]).absolute())
     site = Site(tmp_path_factory.mktemp("vllm"), python)
     request.session.stash[SITE] = site
+    request.config.stash[STARTED_ENGINES] = True
     try:
         yield site
     finally:

@@ -1,4 +1,7 @@
-"""Real vLLM servers: started in process groups of their own, watched, killed, and gone afterwards."""
+"""Real vLLM servers: started in process groups of their own, watched, killed, and gone afterwards.
+
+They run on all cores but one (`processors`), unless `Served` has it otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.vllm_servers.completions import complete
+from tests.support.vllm_servers.processors import engine_processors
 
 START_S = 180.0
 STOP_S = 30.0
@@ -74,6 +78,7 @@ class Served:
     num_blocks: int = 512
     flags: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    on_all_cores: bool = False  # else one core is kept for daemons and movers
 
 
 def kvxferd_connector(socket_path: str, role: str, policy: str = "", **extra: Any) -> dict[str, Any]:
@@ -116,7 +121,8 @@ class Engine:
             command.append(f"--kv-transfer-config={json.dumps(served.connector)}")
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
         environ |= ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | dict(served.environ)
-        with self.log.open("ab") as log:
+        cores = nullcontext() if served.on_all_cores else engine_processors()
+        with self.log.open("ab") as log, cores:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
