@@ -7,6 +7,7 @@ KvxferdError          .code is sent on the wire, str() is a sentence with what t
   EngineError         a local engine's request is invalid: refuse it, keep its session
     LayoutError       a layout that contradicts itself or its regions
     PlanError         two layouts that cannot be read from one another
+      NotPPAwareError   pipeline stages for a consumer that knows one only (also a ValueError)
   ProtocolError       undecodable, oversized or out of place: the sender loses that connection
   MoverError          a mover or its transport failed: one rank, not the node
   DeviceError         a GPU, its driver or the bindings to it: one rank, not the node
@@ -131,6 +132,15 @@ class PlanError(EngineError):
     """Two layouts cannot be read from one another; the message names the first reason."""
 
     default_code = Code.LAYOUT_INCOMPATIBLE
+
+
+class NotPPAwareError(PlanError, ValueError):
+    """A consumer that is not PP-aware would get ranks of later pipeline stages.
+
+    Also a ValueError: connectors that come from in-engine code expect one.
+    """
+
+    default_code = Code.NOT_PP_AWARE
 
 
 class ProtocolError(KvxferdError):

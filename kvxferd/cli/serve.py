@@ -51,6 +51,8 @@ def _settings_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _help(setting: Setting) -> str:
     # File modes are shown in octal.
     default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
+    if isinstance(default, bool):
+        default = str(default).lower()
     return f"{setting.expected_as_text}. Default: {default if default else 'empty'}."
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.fair_share import FairShare
+from kvxferd.core.handshake_metadata import aggregate_metadata
 from kvxferd.core.layout_cache import LayoutCache
 from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.core.manifest_checks import check_manifests
@@ -18,7 +19,7 @@ from kvxferd.core.remote_engines import RemoteEngine
 from kvxferd.core.snapshot import HandshakeRecord
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey
-from kvxferd.plan import check_engine, require_pp_aware
+from kvxferd.plan import check_engine
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import EngineManifest, FetchEngine, ReplyMessage, RequestMessage
 
@@ -164,8 +165,8 @@ class HandshakeClient:
             if sorted(ranks) != reply.ranks[0].spec.ranks():
                 text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
                 raise EngineError(text, Code.ENGINE_INCOMPLETE)
-            if not self._context.settings.pp_aware:
-                require_pp_aware(ranks, "this node")
+            workers = ({rank: manifest} for rank, manifest in ranks.items())
+            ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         except KvxferdError as error:
             return Refusal.of(error)
         return RemoteEngine(reply.ranks[0].spec, ranks)

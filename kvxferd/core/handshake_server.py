@@ -16,6 +16,7 @@ from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
 
 FetchKey = tuple[bytes, int]  # route and number
+READER = "the asking node"  # as refusals name it
 
 
 @dataclass(slots=True)
@@ -73,7 +74,9 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             return
         assert engine is not None
         manifest = EngineManifest(
-            request=message.request, boot=self._context.boot, ranks=self._registry.manifest(engine)
+            request=message.request,
+            boot=self._context.boot,
+            ranks=self._registry.manifest(engine, READER, message.pp_aware),
         )
         self._context.emit(ReplyToPeer(fetch.route, manifest))
 
@@ -94,7 +97,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             return KvxferdError(text, Code.NOT_HOME), 0.0
         if not message.pp_aware:
             try:
-                require_pp_aware(engine.spec.ranks(), "the asking node")
+                require_pp_aware(engine.spec.ranks(), READER)
             except KvxferdError as error:
                 return error, 0.0
         if lacking := engine.missing():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvxferd.core.handshake_metadata import aggregate_metadata
 from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
 from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.rank_holders import is_local_user
@@ -400,9 +401,13 @@ class Registry:
         if not older:
             del self._generations[key.engine_id]
 
-    def manifest(self, engine: LocalEngine) -> tuple[RankManifest, ...]:
-        """Return the manifests of all ranks of a complete engine, stage by stage."""
-        return tuple(engine.ranks[rank].manifest() for rank in engine.spec.ranks())
+    def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[RankManifest, ...]:
+        """Return the manifests of all ranks of a complete engine, stage by stage.
+
+        Raises NotPPAwareError, which names the reader, where it is not PP-aware and there are later stages.
+        """
+        workers = ({rank: record.manifest()} for rank, record in engine.ranks.items())
+        return tuple(aggregate_metadata(workers, reader, pp_aware).values())
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:

@@ -30,7 +30,7 @@ class Settings:
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
-    pp_aware: bool = True  # False: this node refuses engines with more than one pipeline stage
+    pp_aware: bool = True  # False: this node reads no engine with more than one pipeline stage
 
     @property
     def member_silent_after_s(self) -> float:

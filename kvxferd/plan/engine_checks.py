@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvxferd.errors import Code, EngineError, LayoutError, PlanError
+from kvxferd.errors import Code, EngineError, LayoutError, NotPPAwareError, PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
+
+Place = TypeVar("Place", bound=tuple[int, int])  # (pp_rank, tp_rank)
 
 # The fields of EngineSpec that differ from rank to rank; all others are the engine's.
 _RANK_FIELDS = {"pp_rank", "tp_rank"}
@@ -98,36 +100,35 @@ def _layers_missing(spec: EngineSpec, what: str) -> LayoutError:
     return LayoutError(f"cannot use engine {spec.key}: {what}", Code.LAYERS_MISSING)
 
 
-def require_pp_aware(ranks: Iterable[Rank], consumer: str) -> None:
-    """Raise PlanError (not-pp-aware) if any of `ranks` is beyond the first stage."""
-    other = next((rank for rank in sorted(ranks) if rank.pp_rank != 0), None)
+def require_pp_aware(ranks: Iterable[tuple[int, int]], consumer: str) -> None:
+    """Raise NotPPAwareError if any of `ranks`, ``(pp_rank, tp_rank)``, is beyond the first stage."""
+    other = min((rank for rank in ranks if rank[0] != 0), default=None)
     if other is not None:
-        raise PlanError(
-            f"cannot give rank {other} to {consumer}: it is not PP-aware and would read stage 0 alone",
-            Code.NOT_PP_AWARE,
+        raise NotPPAwareError(
+            f"cannot give rank {Rank(*other)} to {consumer}: it is not PP-aware and would read stage 0 "
+            "alone; set its pp_aware to true (peer.pp_aware of a node) if it can read pipeline stages, or "
+            "serve the source with one stage"
         )
 
 
 def set_xfer_handshake_metadata_pp_aware(
-    consumer: Any, metadata: Sequence[Mapping[tuple[int, int], Any] | None]
+    consumer: Any, metadata: Iterable[Mapping[Place, Any] | None]
 ) -> None:
-    """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and pass them to a connector.
+    """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and pass them to a consumer.
 
+    A consumer is a connector, or what the daemon makes of a reader (`kvxferd.core.handshake_metadata`).
     None, from a worker without metadata, is skipped. A consumer that has a method of this function's
-    name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}``
-    by `set_xfer_handshake_metadata` if every pp_rank is 0; else ValueError is raised, naming it.
+    name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}`` by
+    `set_xfer_handshake_metadata` if every pp_rank is 0; else NotPPAwareError, a ValueError, is raised.
+    It has the consumer's `name`, or its class where that is no text.
     """
-    merged: dict[tuple[int, int], Any] = {}
+    merged: dict[Place, Any] = {}
     for worker in metadata:
         merged.update(worker or {})
     pp_aware = getattr(consumer, "set_xfer_handshake_metadata_pp_aware", None)
     if callable(pp_aware):
         pp_aware(merged)
         return
-    other = next((rank for rank in sorted(merged) if rank[0] != 0), None)
-    if other is not None:
-        raise ValueError(
-            f"cannot give {type(consumer).__name__} the metadata of pp_rank {other[0]}, tp_rank {other[1]}: "
-            "it is not PP-aware"
-        )
+    name = getattr(consumer, "name", None)
+    require_pp_aware(merged, name if isinstance(name, str) else type(consumer).__name__)
     consumer.set_xfer_handshake_metadata({tp_rank: value for (_, tp_rank), value in merged.items()})

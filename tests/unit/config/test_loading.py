@@ -60,6 +60,8 @@ def test_the_environment_wins_over_the_file_and_a_flag_over_both(tmp_path: Path)
         ("http.bind", "[::1]:0", "[::1]:0"),
         ("peer.bind", "tcp://10.0.0.7:0", "tcp://10.0.0.7:0"),
         ("log.level", "debug", "debug"),
+        ("peer.pp_aware", "false", False),
+        ("peer.pp_aware", "True", True),
     ],
 )
 def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
@@ -93,6 +95,7 @@ def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
         ("[http]\nbind = '9440'", ["http.bind", "host:port"]),
         ("[mover]\nlibrary = 'ucx'", ["mover.library", "auto, nixl or rixl"]),
         ("[mover]\nenvironment = {UCX_TLS = 1}", ["mover.environment"]),
+        ("[peer]\npp_aware = 'no'", ["peer.pp_aware", "true or false"]),
         ("[mover\n", ["not TOML"]),
     ],
 )
@@ -116,6 +119,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, toml: str, names: list[st
         ("KVXFERD_WORKER_ALLOWED_UIDS", "root"),
         ("KVXFERD_MOVER_ENVIRONMENT", "UCX_TLS"),
         ("KVXFERD_MOVER_POOL_SIZE", "1.5"),
+        ("KVXFERD_PEER_PP_AWARE", "perhaps"),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(name: str, text: str) -> None:

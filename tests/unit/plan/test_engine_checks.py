@@ -128,8 +128,11 @@ def test_handshake_metadata_of_two_stages_needs_a_connector_that_knows_them() ->
     """GOLDEN row 3."""
     metadata = [{(0, 0): "a"}, {(1, 0): "b"}]
     legacy, staged = LegacyConnector(), StagedConnector()
-    with pytest.raises(ValueError, match="LegacyConnector"):
+    with pytest.raises(ValueError, match="LegacyConnector") as caught:
         set_xfer_handshake_metadata_pp_aware(legacy, metadata)
     assert legacy.given is None
+    # The daemon refuses a reader by the same error, with the code of the wire.
+    assert isinstance(caught.value, PlanError)
+    assert caught.value.code is Code.NOT_PP_AWARE
     set_xfer_handshake_metadata_pp_aware(staged, metadata)
     assert staged.given == {(0, 0): "a", (1, 0): "b"}
