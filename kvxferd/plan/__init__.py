@@ -32,7 +32,7 @@ from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import PlanCache
 from kvxferd.plan.planner import make_plan
-from kvxferd.plan.reads import Read, plan_reads
+from kvxferd.plan.reads import Read, ReadSummary, plan_reads
 from kvxferd.plan.regions import (
     CacheProperties,
     TransferRegion,
@@ -57,6 +57,7 @@ __all__ = [
     "Plan",
     "PlanCache",
     "Read",
+    "ReadSummary",
     "Runs",
     "SendPart",
     "TransferRegion",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvxferd.ids import RegionId
-from kvxferd.layout import CacheTensor, GroupKind, RankLayout
+from kvxferd.layout import CacheTensor, Group, GroupKind, RankLayout
 
 
 class CacheProperties(NamedTuple):
@@ -71,14 +71,18 @@ def get_transfer_cache_regions(layout: RankLayout, bases: Mapping[RegionId, int]
     `expand_region` returns them for K and V in one page, and for an array of either.
     """
     groups = {group.name: group for group in layout.groups}
-    found = []
-    for _, tensors in sorted(_attention_layers(layout).items()):
-        for tensor in tensors:
-            group = groups[tensor.group]
-            tokens = group.block_tokens // group.physical_blocks_per_logical
-            payload = tokens // tensor.granule_tokens * tensor.num_units * tensor.content_bytes
-            found.append(TransferRegion(bases[tensor.region] + tensor.offset, tensor.block_stride, payload))
-    return found
+    return [
+        transfer_region(tensor, groups[tensor.group], bases[tensor.region])
+        for _, tensors in sorted(_attention_layers(layout).items())
+        for tensor in tensors
+    ]
+
+
+def transfer_region(tensor: CacheTensor, group: Group, base_addr: int) -> TransferRegion:
+    """Return one tensor as a region. `base_addr`: the address of the exported region that it lies in."""
+    tokens = group.block_tokens // group.physical_blocks_per_logical
+    payload = tokens // tensor.granule_tokens * tensor.num_units * tensor.content_bytes
+    return TransferRegion(base_addr + tensor.offset, tensor.block_stride, payload)
 
 
 def _attention_layers(layout: RankLayout) -> dict[int, list[CacheTensor]]:
