@@ -154,7 +154,7 @@ class GrantClient:
             return
         hold.remote = outcome
         try:
-            hold.plan = self._remote_engines.plan(hold.rank, outcome)
+            hold.plan = self._remote_engines.plan(hold.rank, hold.ref.endpoint, outcome)
         except KvxferdError as error:
             self._settle(hold, Refusal.of(error))
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,7 +28,6 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
 from kvxferd.plan import (
     BlockRules,
-    Plan,
     TransferTopology,
     block_rules,
     check_engine,
@@ -47,15 +46,6 @@ class RankState(StrEnum):
     READY = "ready"
     SUSPENDING = "suspending"  # its mover is being ended
     SUSPENDED = "suspended"  # no process but the worker maps its memory
-
-
-@dataclass(slots=True)
-class RemotePlan:
-    """The plan by which a local rank reads a remote engine."""
-
-    remote: Callable[[], object]  # a weak reference to the engine that it was planned on
-    plan: Plan
-    last_used: float
 
 
 @dataclass(slots=True)
@@ -87,8 +77,7 @@ class LocalRank:
     metadata: bytes = b""
     placement: Placement = field(default_factory=Placement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
-    remote_plans: dict[EngineId, RemotePlan] = field(default_factory=dict)  # the longest unused first
-    topology: TransferTopology = field(init=False)
+    topology: TransferTopology = field(init=False)  # the remote engines that it reads
     block_bytes: dict[GroupName, int] = field(init=False)
     rules: BlockRules = field(init=False)
 

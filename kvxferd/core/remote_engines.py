@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import NO_USER, EmitRecord
-from kvxferd.core.registry import LocalRank, RemotePlan
+from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import TopologyRecord
-from kvxferd.ids import Rank
+from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import Plan, PlanCache, require_pp_aware
 from kvxferd.wire.common import RankManifest
 
-# Engines of which a rank keeps a plan: it reads from tens. The layouts of a hybrid engine stay with the plan.
-MAX_REMOTE_ENGINES = 256
 # The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
 
@@ -53,39 +51,40 @@ class RemoteEngineRegistry:
         self._context = context
         self._plan_cache = PlanCache()
 
-    def plan(self, rank: LocalRank, remote: RemoteEngine) -> Plan:
-        """Return the rank's plan for the engine, and register the engine in the rank's topology.
+    def plan(self, rank: LocalRank, home: Endpoint, remote: RemoteEngine) -> Plan:
+        """Return the rank's plan for the engine of that home, which the rank's topology has from now on.
 
         Raises PlanError where the layouts cannot be read from one another, EngineError where the
         engine is the rank's own, is too deep for one that is not PP-aware, or has other facts than
         the same generation had before.
         """
+        topology, now = rank.topology, self._context.now
         engine_id = remote.spec.engine_id
-        known = rank.remote_plans.get(engine_id)
-        if known is not None and known.remote() is remote:
-            known.last_used = self._context.now
-            rank.remote_plans[engine_id] = rank.remote_plans.pop(engine_id)  # the last used is the last
-            return known.plan
+        known = topology.use(engine_id, home, remote, now)
+        if known is not None:
+            return known
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
-        layouts = remote.layouts()
-        plan = self._plan_cache.get(rank.spec, rank.layout, remote.spec, layouts)
-        rank.topology.register_remote_ranks(remote.spec, layouts, plan)
-        self._forget_stale(rank)
-        rank.remote_plans.pop(engine_id, None)
-        rank.remote_plans[engine_id] = RemotePlan(weakref.ref(remote), plan, self._context.now)
-        for stage in range(remote.spec.pp_size):
-            text = rank.topology.describe(engine_id, stage)
+        plan = topology.register_remote_ranks(
+            remote.spec,
+            remote.layouts(),
+            home=home,
+            manifest=weakref.ref(remote),
+            plans=self._plan_cache,
+            now=now,
+        )
+        topology.expire(now - self._context.settings.max_hold_s)
+        self._report(rank, home, remote)
+        return plan
+
+    def _report(self, rank: LocalRank, home: Endpoint, remote: RemoteEngine) -> None:
+        """Emit a record of each stage that has layers."""
+        engine_id = remote.spec.engine_id
+        for stage, info in rank.topology.find(engine_id, home).stages.items():
+            if info.start_layer == info.end_layer:
+                continue  # a hostile manifest may have thousands of empty stages
+            text = rank.topology.describe(engine_id, stage, home=home)
             record = TopologyRecord(
                 sink=rank.spec.engine_id, rank=rank.spec.rank, source=engine_id, stage=stage, text=text
             )
             self._context.emit(EmitRecord(record))
-        return plan
-
-    def _forget_stale(self, rank: LocalRank) -> None:
-        while rank.remote_plans:
-            engine_id, known = next(iter(rank.remote_plans.items()))
-            if len(rank.remote_plans) < MAX_REMOTE_ENGINES and not self._context.is_stale(known.last_used):
-                return
-            del rank.remote_plans[engine_id]
-            rank.topology.unregister_remote_engine(engine_id)

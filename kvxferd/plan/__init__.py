@@ -1,8 +1,8 @@
 """Plans from layouts, and runs from plans and block ids: which rank reads which bytes. Pure arithmetic.
 
 `make_plan` makes a plan, `PlanCache` keeps plans, and `Expander` turns one request's block ids into runs.
-`TransferTopology`, `HybridReads`, `MambaConvSplitInfo` and `sender_plan` have the names of in-engine
-connectors. They are for users of such a connector; the daemon does not call them.
+`TransferTopology` is a local rank's registry of remote engines, from which the daemon plans and reads. It,
+`HybridReads`, `MambaConvSplitInfo` and `sender_plan` have the names of in-engine connectors.
 """
 
 from kvxferd.plan.block_list_checks import (
@@ -42,7 +42,7 @@ from kvxferd.plan.regions import (
     get_transfer_cache_regions,
 )
 from kvxferd.plan.sender import SendPart, sender_plan
-from kvxferd.plan.topology import TransferTopology
+from kvxferd.plan.topology import RegisteredEngine, TransferTopology
 
 __all__ = [
     "MAX_RUNS",
@@ -58,6 +58,7 @@ __all__ = [
     "PlanCache",
     "Read",
     "ReadSummary",
+    "RegisteredEngine",
     "Runs",
     "SendPart",
     "TransferRegion",

@@ -14,7 +14,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 Place = TypeVar("Place", bound=tuple[int, int])  # (pp_rank, tp_rank)
 
 # The fields of EngineSpec that differ from rank to rank; all others are the engine's.
-_RANK_FIELDS = {"pp_rank", "tp_rank"}
+RANK_FIELDS = {"pp_rank", "tp_rank"}
 
 
 def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
@@ -24,7 +24,7 @@ def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
     shape-mismatch; the message lists every field that differs with both values.
     """
     mine, theirs = msgspec.structs.asdict(known), msgspec.structs.asdict(new)
-    differing = [name for name in mine if name not in _RANK_FIELDS and mine[name] != theirs[name]]
+    differing = [name for name in mine if name not in RANK_FIELDS and mine[name] != theirs[name]]
     if not differing:
         return
     unequal = "tp_size" in differing and known.pp_rank != new.pp_rank
@@ -52,23 +52,27 @@ def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
     for rank, (_, layout) in sorted(ranks.items()):
         stages.setdefault(rank.pp_rank, {})[rank] = layout
     _check_stage_sizes(first, stages)
+    check_stage_layers(first, {pp_rank: _stage_layers(stage) for pp_rank, stage in stages.items()})
+
+
+def check_stage_layers(spec: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
+    """Raise LayoutError (layers-missing) unless the stages, by pp_rank, hold every layer exactly once."""
     expected = 0
-    for pp_rank, stage in sorted(stages.items()):
-        start, end = _stage_layers(stage)
+    for pp_rank, (start, end) in sorted(layers.items()):
         if start < expected:
             raise _layers_missing(
-                first,
+                spec,
                 f"stage {pp_rank} holds layers [{start}, {end}), and stage "
                 f"{pp_rank - 1} already holds those up to {expected - 1}",
             )
         if start > expected:
             raise _layers_missing(
-                first,
+                spec,
                 f"layers [{expected}, {start}) are held by no stage: stage {pp_rank} begins at layer {start}",
             )
         expected = end
-    if expected != first.num_layers:
-        raise _layers_missing(first, f"its stages hold layers [0, {expected}) of {first.num_layers}")
+    if expected != spec.num_layers:
+        raise _layers_missing(spec, f"its stages hold layers [0, {expected}) of {spec.num_layers}")
 
 
 def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, RankLayout]]) -> None:

@@ -19,6 +19,11 @@ MAX_LAYOUTS = 8192
 # a limit of these as well, 8,192 layouts were gigabytes.
 MAX_LAYOUT_TENSORS = 1 << 18
 
+# The extents of all plans, 100 to 300 bytes each: 64 MiB. 256 plans with 400 are 102,400; the plan of a
+# hostile layout may have 65,536.
+MAX_PLAN_EXTENTS = 1 << 18
+
+LayoutDigests = tuple[tuple[Rank, Digest], ...]  # of an engine's ranks, the lowest first
 _KeyPart = tuple[object, ...]
 
 
@@ -39,25 +44,49 @@ class PlanCache:
         self._max_layouts = max_layouts
         self._max_tensors = max_tensors
         self._num_tensors = 0
+        self._num_extents = 0
+        # Engines that are deployed alike share one tuple: that of 64 ranks is 5 KiB.
+        self._shared: OrderedDict[LayoutDigests, LayoutDigests] = OrderedDict()
+        self._num_shared_ranks = 0
 
     def __len__(self) -> int:
         return len(self._plans)
 
+    def digests(self, remote: Mapping[Rank, RankLayout]) -> LayoutDigests:
+        """Return the digest of each rank's layout; the same object for equal ones, unless it was evicted."""
+        digests = tuple((rank, self._digest(remote[rank])) for rank in sorted(remote))
+        shared = self._shared.get(digests)
+        if shared is not None:
+            self._shared.move_to_end(shared)
+            return shared
+        self._shared[digests] = digests
+        self._num_shared_ranks += len(digests)
+        while self._num_shared_ranks > self._max_layouts and len(self._shared) > 1:
+            self._num_shared_ranks -= len(self._shared.popitem(last=False)[0])
+        return digests
+
     def get(
-        self, spec: EngineSpec, layout: RankLayout, remote_spec: EngineSpec, remote: Mapping[Rank, RankLayout]
+        self,
+        spec: EngineSpec,
+        layout: RankLayout,
+        remote_spec: EngineSpec,
+        remote: Mapping[Rank, RankLayout],
+        digests: LayoutDigests | None = None,
     ) -> Plan:
-        """Return the plan of `make_plan`, from the cache if it is there. Raises what `make_plan` raises."""
-        key = (
-            _reader_key(spec),
-            self._digest(layout),
-            _source_key(remote_spec),
-            tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)),
-        )
+        """Return the plan of `make_plan`, from the cache if it is there. Raises what `make_plan` raises.
+
+        `digests`: of `remote`, where the caller has them.
+        """
+        of_remote = self.digests(remote) if digests is None else digests
+        key = (_reader_key(spec), self._digest(layout), _source_key(remote_spec), of_remote)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = make_plan(spec, layout, remote_spec, remote)
-            if len(self._plans) > self._max_plans:
-                self._plans.popitem(last=False)
+            self._num_extents += plan.num_extents
+            while len(self._plans) > self._max_plans or (
+                self._num_extents > MAX_PLAN_EXTENTS and len(self._plans) > 1
+            ):
+                self._num_extents -= self._plans.popitem(last=False)[1].num_extents
         else:
             self._plans.move_to_end(key)
         return plan

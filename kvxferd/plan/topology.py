@@ -1,35 +1,111 @@
-"""The names of in-engine connectors for who reads whom: views of a plan, not a second planner.
+"""The registry of remote engines of one local rank: what the daemon knows of each, and when it forgets it.
 
-The ratios are arithmetic that planning never uses. What is read comes from a plan; for an engine of
-which only `EngineTransferInfo` is known, it comes from the planner's choice among the ranks that such
-an engine has.
+A `TransferTopology` is a rank's own identity and layout, and one `RegisteredEngine` for each remote engine
+that the rank reads. An entry holds:
+
+* its name: the engine id and the home, which is the peer whose daemon sent the manifest. Two homes that name
+  one engine id have an entry each, and neither can refuse or evict the other's;
+* the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change;
+* one `EngineTransferInfo` for each pipeline stage, by pp_rank;
+* the plan: which bytes of which remote rank this rank reads. The cache of plans holds it too, by digest;
+* a weak reference to the manifest as it was fetched, with the addresses that every mapping of the memory
+  changes. The peer that sent it and the grants that read by it keep the manifest; the registry does not, as
+  its bytes count for a user for as long as anything refers to it;
+* when it was last used, by the caller's clock.
+
+Registration is idempotent. Other facts under one generation are refused, field by field. A new manifest with
+the same facts (memory was mapped again) replaces the manifest and keeps the plan. A new generation replaces
+the entry.
+
+An entry is forgotten
+
+* when its engine registers with a new generation,
+* by `expire`, which the daemon calls at each registration: if it was not used for `transfer.max_hold_s`, or
+  as the longest unused of more than `MAX_REMOTE_ENGINES` entries or `MAX_KEPT_PARTS` parts,
+* with the local rank itself.
+
+A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
+
+The questions have the names of in-engine connectors. The ratios are arithmetic that planning never uses.
+What is read comes from the plan; for an engine of which only `EngineTransferInfo` is known, it comes from the
+planner's choice among the ranks that such an engine has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
-from kvxferd.errors import Code, EngineError
-from kvxferd.ids import EngineId, Generation, Rank, RegionId
+import msgspec
+
+from kvxferd.errors import Code, EngineError, PlanError
+from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
 from kvxferd.layout.presets import shard_units
 from kvxferd.plan.assignment import RankShare, assign_units, preferred_rank
+from kvxferd.plan.engine_checks import RANK_FIELDS, check_stage_layers
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
 from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.planner import make_plan
+from kvxferd.plan.plan_cache import LayoutDigests, PlanCache
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
+BY_HAND = Endpoint("")  # the home of facts that no peer sent
+
+# Engines of which a rank keeps a plan: it reads from tens.
+MAX_REMOTE_ENGINES = 256
+# The ranks, stages and extents of all of them, which take 100 to 500 bytes each: 100 MiB at most. 256 engines
+# of 64 ranks in 8 stages, whose plans have 400 extents each, are 120,000. Without this limit 256 engines with
+# 65,536 extents each were gigabytes.
+MAX_KEPT_PARTS = 1 << 18
+
+MAX_LISTED_RANKS = 8  # in an error message
 
 
-class _PlannedEngine(NamedTuple):
-    """An engine whose layouts are known, with the plan that reads it."""
+class RemoteManifest(Protocol):
+    """A remote engine's manifest, of which the registry needs the layouts."""
 
-    plan: Plan
-    stages: dict[int, HybridReads]  # those that keep states, by pp_rank
+    def layouts(self) -> Mapping[Rank, RankLayout]:
+        """Return the layout of each rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LayoutsByHand:
+    """Layouts that come without a manifest."""
+
+    ranks: Mapping[Rank, RankLayout]
+
+    def layouts(self) -> Mapping[Rank, RankLayout]:
+        """Return the layout of each rank."""
+        return self.ranks
+
+
+def _no_manifest() -> None:
+    return None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RegisteredEngine:
+    """One remote engine as one local rank knows it."""
+
+    engine_id: EngineId
+    home: Endpoint  # the peer whose daemon sent its manifest; "" for facts built by hand
+    generation: Generation
+    last_used: float  # seconds of the caller's clock
+    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first where layouts are known
+    spec: EngineSpec | None = None  # of its first rank; None: it is known by facts alone
+    plan: Plan | None = None  # what this rank reads of it; None: it is known by facts alone
+    layout_digests: LayoutDigests = ()  # of each rank, the lowest first
+    manifest: Callable[[], RemoteManifest | None] = _no_manifest  # a weak reference; None: it is forgotten
+    num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
+
+    def layouts(self) -> Mapping[Rank, RankLayout] | None:
+        """Return the layout of each rank; None where only facts are known, or the manifest is forgotten."""
+        manifest = self.manifest()
+        return None if manifest is None else manifest.layouts()
 
 
 class TransferTopology:
@@ -40,12 +116,45 @@ class TransferTopology:
         self.layout = layout
         self._groups = {group.name: group for group in layout.groups}
         self._attention = [t for t in layout.tensors if self._groups[t.group].kind is GroupKind.ATTENTION]
-        self._infos: dict[tuple[EngineId, int], EngineTransferInfo] = {}
-        self._stages: dict[EngineId, list[int]] = {}  # of which there is an info
-        self._generations: dict[EngineId, Generation] = {}
-        self._reads: dict[EngineId, _PlannedEngine] = {}
+        self._engines: dict[tuple[EngineId, Endpoint], RegisteredEngine] = {}  # the longest unused first
+        self._num_parts = 0  # of all of them
 
     # --- this rank
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Return the id of this rank's engine."""
+        return self.spec.engine_id
+
+    @property
+    def tp_rank(self) -> int:
+        """Return this rank's position in tensor parallelism."""
+        return self.spec.tp_rank
+
+    @property
+    def tp_size(self) -> int:
+        """Return the number of tensor-parallel ranks of this rank's engine."""
+        return self.spec.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """Return this rank's pipeline stage."""
+        return self.spec.pp_rank
+
+    @property
+    def pp_size(self) -> int:
+        """Return the number of pipeline stages of this rank's engine."""
+        return self.spec.pp_size
+
+    @property
+    def total_num_kv_heads(self) -> int:
+        """Return the number of KV heads of the whole model; 0 where there are none."""
+        return self.spec.num_kv_heads
+
+    @property
+    def is_mamba(self) -> bool:
+        """Whether this rank keeps states (Mamba, GDN), alone or beside attention."""
+        return _has_states(self.layout)
 
     @property
     def is_mla(self) -> bool:
@@ -88,64 +197,190 @@ class TransferTopology:
 
     # --- remote engines
 
-    def register_remote_engine(
-        self, engine_id: EngineId, info: EngineTransferInfo, generation: Generation = UNKNOWN_GENERATION
-    ) -> EngineTransferInfo:
-        """Keep one stage's facts and return them; equal facts are kept once.
+    def engines(self) -> Iterator[RegisteredEngine]:
+        """Iterate over the remote engines, the longest unused first."""
+        return iter(self._engines.values())
 
-        A new generation replaces everything known of the old one. Raises EngineError with code
-        shape-mismatch, listing each differing field with both values, for other facts under one
-        generation, and not-allowed for this rank's own engine.
+    def find(self, engine_id: EngineId, home: Endpoint | None = None) -> RegisteredEngine:
+        """Return a remote engine; without a home, the last used one of that id.
+
+        Raises EngineError (engine-unknown) where none is registered.
         """
-        if engine_id == self.spec.engine_id:
+        if home is not None:
+            found = self._engines.get((engine_id, home))
+        else:
+            latest_first = reversed(self._engines.values())
+            found = next((engine for engine in latest_first if engine.engine_id == engine_id), None)
+        if found is None:
+            where = f" of {home}" if home else ""
             raise EngineError(
-                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
+                f"cannot tell of engine {engine_id!r}{where}: it is not registered", Code.ENGINE_UNKNOWN
             )
-        if self._generations.get(engine_id, generation) != generation:
-            self.unregister_remote_engine(engine_id)
-        known = self._infos.get((engine_id, info.remote_pp_rank))
-        if known is not None:
-            _require_same_facts(engine_id, known, info)
-            return known
-        self._generations[engine_id] = generation
-        self._infos[engine_id, info.remote_pp_rank] = info
-        self._stages.setdefault(engine_id, []).append(info.remote_pp_rank)
-        return info
+        return found
 
-    def register_remote_ranks(
-        self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan | None = None
-    ) -> Plan:
-        """Keep every stage of an engine whose layouts are known, with the plan that reads it.
-
-        The plan is made here unless given. Raises what `register_remote_engine` and `make_plan` raise.
-        """
-        made = make_plan(self.spec, self.layout, remote_spec, ranks) if plan is None else plan
-        stages = {}
-        for pp_rank, info in stage_infos(remote_spec, ranks).items():
-            own = {rank: layout for rank, layout in ranks.items() if rank.pp_rank == pp_rank}
-            if any(_has_states(layout) for layout in own.values()):
-                stages[pp_rank] = HybridReads(self.spec, self.layout, made, own)
-            facts = stages[pp_rank].info(info) if pp_rank in stages else info
-            self.register_remote_engine(remote_spec.engine_id, facts, remote_spec.generation)
-        self._reads[remote_spec.engine_id] = _PlannedEngine(made, stages)
-        return made
-
-    def unregister_remote_engine(self, engine_id: EngineId) -> None:
-        """Forget an engine with all its stages."""
-        self._generations.pop(engine_id, None)
-        self._reads.pop(engine_id, None)
-        for pp_rank in self._stages.pop(engine_id, ()):
-            del self._infos[engine_id, pp_rank]
-
-    def get_engine_info(self, engine_id: EngineId, remote_pp_rank: int = 0) -> EngineTransferInfo:
+    def get_engine_info(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> EngineTransferInfo:
         """Return one stage's facts; raises EngineError (engine-unknown)."""
-        info = self._infos.get((engine_id, remote_pp_rank))
+        info = self.find(engine_id, home).stages.get(remote_pp_rank)
         if info is None:
             raise EngineError(
                 f"cannot tell of engine {engine_id!r}, stage {remote_pp_rank}: it is not registered",
                 Code.ENGINE_UNKNOWN,
             )
         return info
+
+    def use(self, engine_id: EngineId, home: Endpoint, manifest: RemoteManifest, now: float) -> Plan | None:
+        """Return the plan of the engine that is registered with exactly that manifest, and count it as used.
+
+        None: it is not registered, or with another manifest; then `register_remote_ranks` is to be called.
+        """
+        engine = self._engines.get((engine_id, home))
+        if engine is None or engine.manifest() is not manifest:
+            return None
+        self._touch(engine, now)
+        return engine.plan
+
+    def register_remote_engine(
+        self,
+        engine_id: EngineId,
+        info: EngineTransferInfo,
+        generation: Generation = UNKNOWN_GENERATION,
+        *,
+        home: Endpoint = BY_HAND,
+        now: float = 0.0,
+    ) -> EngineTransferInfo:
+        """Keep and return the facts of one stage whose layouts are not known; equal ones are kept once.
+
+        A new generation replaces everything known of the old one. Raises EngineError with code
+        shape-mismatch, listing each differing field with both values, for other facts under one
+        generation, layers-missing for layers that another stage holds, and not-allowed for this
+        rank's own engine.
+        """
+        self._require_remote(engine_id)
+        engine = self._engines.get((engine_id, home))
+        if engine is None or engine.generation != generation:
+            engine = RegisteredEngine(engine_id, home, generation, now, {})
+            self._put(engine)
+        self._touch(engine, now)
+        known = engine.stages.get(info.remote_pp_rank)
+        if known is not None:
+            differing = _differing_fields(known, info, type(known))
+            if type(known) is not type(info):
+                differing.append(f"the facts were {type(known).__name__} and are {type(info).__name__}")
+            if differing:
+                raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
+            return known
+        _require_own_layers(engine, info)
+        engine.stages[info.remote_pp_rank] = info
+        return info
+
+    def register_remote_ranks(
+        self,
+        remote_spec: EngineSpec,
+        ranks: Mapping[Rank, RankLayout],
+        plan: Plan | None = None,
+        *,
+        home: Endpoint = BY_HAND,
+        manifest: Callable[[], RemoteManifest | None] | None = None,
+        plans: PlanCache | None = None,
+        now: float = 0.0,
+    ) -> Plan:
+        """Keep an engine whose layouts are known, with the plan that reads it, and return the plan.
+
+        Where the generation is registered already, its facts must be the same; then the plan stays and
+        `manifest` replaces the former one. Else the plan is `plan`, or made through `plans`. `manifest` is a
+        weak reference to what has the layouts; without one they are kept here.
+
+        Raises EngineError as `register_remote_engine` does (shape-mismatch for other specs and layouts
+        too), PlanError (layers-missing) where the stages do not hold every layer once, or a tensor that is
+        read lies outside its stage's layers, and what `make_plan` raises. Nothing has changed then.
+        """
+        engine_id = remote_spec.engine_id
+        self._require_remote(engine_id)
+        cache = PlanCache(max_plans=1) if plans is None else plans
+        digests = cache.digests(ranks)
+        kept = (lambda held=_LayoutsByHand(ranks): held) if manifest is None else manifest
+        known = self._engines.get((engine_id, home))
+        if known is not None and known.generation == remote_spec.generation:
+            if known.layout_digests is not digests or known.spec != remote_spec:
+                _require_same_facts(known, remote_spec, ranks, digests)
+            if known.plan is not None:
+                known.manifest = kept
+                self._touch(known, now)
+                return known.plan
+        made = cache.get(self.spec, self.layout, remote_spec, ranks, digests) if plan is None else plan
+        stages = self._stages_of(remote_spec, ranks, made)
+        self._put(
+            RegisteredEngine(
+                engine_id,
+                home,
+                remote_spec.generation,
+                now,
+                stages,
+                remote_spec,
+                made,
+                digests,
+                kept,
+                len(ranks) + len(stages) + made.num_extents,
+            )
+        )
+        return made
+
+    def _stages_of(
+        self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
+    ) -> dict[int, EngineTransferInfo]:
+        """Return the facts of each stage, once they are proved to hold the model and all that is read."""
+        stages = stage_infos(remote_spec, ranks)
+        layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in stages.items()}
+        check_stage_layers(remote_spec, layers)
+        _require_reads_inside(plan, remote_spec, layers)
+        ranks_of: dict[int, dict[Rank, RankLayout]] = {}
+        for rank, layout in ranks.items():
+            ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
+        for pp_rank, info in stages.items():
+            own = ranks_of[pp_rank]
+            if any(_has_states(layout) for layout in own.values()):
+                stages[pp_rank] = HybridReads(self.spec, self.layout, plan, own).info(info)
+        return stages
+
+    def unregister_remote_engine(self, engine_id: EngineId, home: Endpoint | None = None) -> None:
+        """Forget an engine with all its stages; without a home, at each home."""
+        for key in [key for key in self._engines if key[0] == engine_id and home in (None, key[1])]:
+            self._drop(key)
+
+    def expire(self, unused_since: float = -math.inf) -> None:
+        """Forget the engines last used before `unused_since`, and the longest unused of too many.
+
+        The last used one stays, however large it is.
+        """
+        while self._engines:
+            key, oldest = next(iter(self._engines.items()))
+            is_full = len(self._engines) > MAX_REMOTE_ENGINES or self._num_parts > MAX_KEPT_PARTS
+            if not (oldest.last_used < unused_since or (is_full and len(self._engines) > 1)):
+                return
+            self._drop(key)
+
+    def _require_remote(self, engine_id: EngineId) -> None:
+        if engine_id == self.spec.engine_id:
+            raise EngineError(
+                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
+            )
+
+    def _touch(self, engine: RegisteredEngine, now: float) -> None:
+        key = (engine.engine_id, engine.home)
+        engine.last_used = now
+        self._engines[key] = self._engines.pop(key)
+
+    def _put(self, engine: RegisteredEngine) -> None:
+        key = (engine.engine_id, engine.home)
+        if key in self._engines:
+            self._drop(key)
+        self._engines[key] = engine
+        self._num_parts += engine.num_parts
+
+    def _drop(self, key: tuple[EngineId, Endpoint]) -> None:
+        self._num_parts -= self._engines.pop(key).num_parts
 
     # --- arithmetic that planning never uses
 
@@ -179,21 +414,27 @@ class TransferTopology:
 
     # --- what is read
 
-    def is_kv_replicated(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+    def is_kv_replicated(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> bool:
         """Whether the remote engine has strictly more ranks than there are KV heads."""
-        info = self.get_engine_info(engine_id, remote_pp_rank)
+        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         return 0 < self.spec.num_kv_heads < info.remote_tp_size
 
-    def replicates_kv_cache(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+    def replicates_kv_cache(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> bool:
         """Whether remote ranks hold copies of each other's attention cache."""
-        return self.is_kv_replicated(engine_id, remote_pp_rank) or self.is_mla
+        return self.is_kv_replicated(engine_id, remote_pp_rank, home=home) or self.is_mla
 
-    def target_remote_ranks(self, engine_id: EngineId, remote_pp_rank: int = 0) -> list[int]:
+    def target_remote_ranks(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> list[int]:
         """Return the tp_ranks of a remote stage that this rank reads, ascending."""
-        info = self.get_engine_info(engine_id, remote_pp_rank)
-        known = self._reads.get(engine_id)
-        if known is not None:
-            return sorted({rank.tp_rank for rank in known.plan.sources if rank.pp_rank == remote_pp_rank})
+        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
+        plan = self.find(engine_id, home).plan
+        if plan is not None:
+            return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
         heads, wide = self.spec.num_kv_heads, info.remote_tp_size
         whole = (UnitRange(0, 1),)  # without heads every rank holds everything
         held = self._attention[0].units if heads and self._attention else whole
@@ -205,36 +446,60 @@ class TransferTopology:
         fragments, _ = assign_units(held, TokenShard(), shares, preferred)
         return sorted({fragment.rank.tp_rank for fragment in fragments})
 
-    def hybrid(self, engine_id: EngineId, remote_pp_rank: int = 0) -> HybridReads:
+    def hybrid(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> HybridReads:
         """Return what is read of a stage that keeps states.
 
-        Raises EngineError (layout-incompatible) for a stage without any, or one known by hand only.
+        Raises EngineError: layout-incompatible for a stage without any, or one known by hand only;
+        engine-unknown where the engine's manifest is forgotten (the next pull fetches it).
         """
-        self.get_engine_info(engine_id, remote_pp_rank)
-        known = self._reads.get(engine_id)
-        if known is None or remote_pp_rank not in known.stages:
+        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
+        engine = self.find(engine_id, home)
+        if engine.plan is None or not isinstance(info, MambaEngineTransferInfo):
             raise EngineError(
                 f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: it has "
                 "no state layers",
                 Code.LAYOUT_INCOMPATIBLE,
             )
-        return known.stages[remote_pp_rank]
+        layouts = engine.layouts()
+        if layouts is None:
+            raise EngineError(
+                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: its "
+                "manifest is forgotten",
+                Code.ENGINE_UNKNOWN,
+            )
+        stage = {rank: layout for rank, layout in layouts.items() if rank.pp_rank == remote_pp_rank}
+        return HybridReads(self.spec, self.layout, engine.plan, stage)
 
-    def should_skip_fa(self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0) -> bool:
+    def should_skip_fa(
+        self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> bool:
         """See `HybridReads.should_skip_fa`; this and the next five raise what `hybrid` raises."""
-        return self.hybrid(engine_id, remote_pp_rank).should_skip_fa(remote_rank)
+        return self.hybrid(engine_id, remote_pp_rank, home=home).should_skip_fa(remote_rank)
 
-    def fa_head_slot(self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0) -> int:
+    def fa_head_slot(
+        self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> int:
         """See `HybridReads.fa_head_slot`."""
-        return self.hybrid(engine_id, remote_pp_rank).fa_head_slot(remote_rank)
+        return self.hybrid(engine_id, remote_pp_rank, home=home).fa_head_slot(remote_rank)
 
-    def fa_rank_offset(self, engine_id: EngineId, remote_kv_block_len: int, remote_pp_rank: int = 0) -> int:
+    def fa_rank_offset(
+        self,
+        engine_id: EngineId,
+        remote_kv_block_len: int,
+        remote_pp_rank: int = 0,
+        *,
+        home: Endpoint | None = None,
+    ) -> int:
         """See `HybridReads.fa_rank_offset`."""
-        return self.hybrid(engine_id, remote_pp_rank).fa_rank_offset(remote_kv_block_len)
+        return self.hybrid(engine_id, remote_pp_rank, home=home).fa_rank_offset(remote_kv_block_len)
 
-    def needs_split_handles(self, engine_id: EngineId, remote_pp_rank: int = 0) -> bool:
+    def needs_split_handles(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> bool:
         """See `HybridReads.needs_split_handles`."""
-        return self.hybrid(engine_id, remote_pp_rank).needs_split_handles()
+        return self.hybrid(engine_id, remote_pp_rank, home=home).needs_split_handles()
 
     def compute_split_handle_data(
         self,
@@ -242,9 +507,11 @@ class TransferTopology:
         attention: Sequence[Descriptor],
         states: Sequence[Descriptor],
         remote_pp_rank: int = 0,
+        *,
+        home: Endpoint | None = None,
     ) -> dict[int, list[Descriptor]]:
         """See `HybridReads.compute_split_handle_data`."""
-        return self.hybrid(engine_id, remote_pp_rank).compute_split_handle_data(attention, states)
+        return self.hybrid(engine_id, remote_pp_rank, home=home).compute_split_handle_data(attention, states)
 
     def filter_block_ids_for_rank(
         self,
@@ -255,14 +522,15 @@ class TransferTopology:
         remote: Sequence[Ids],
         is_state_group: Sequence[bool],
         remote_pp_rank: int = 0,
+        home: Endpoint | None = None,
     ) -> tuple[list[Ids | list[int]], list[Ids | list[int]]]:
         """See `HybridReads.filter_block_ids_for_rank`."""
-        reads = self.hybrid(engine_id, remote_pp_rank)
+        reads = self.hybrid(engine_id, remote_pp_rank, home=home)
         return reads.filter_block_ids_for_rank(remote_rank, local, remote, is_state_group)
 
-    def describe(self, engine_id: EngineId, remote_pp_rank: int = 0) -> str:
+    def describe(self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None) -> str:
         """Return one line for the log: sizes, ranks, and what is read."""
-        info = self.get_engine_info(engine_id, remote_pp_rank)
+        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         try:
             ratio = str(self.tp_ratio(info.remote_tp_size))
         except ValueError:
@@ -271,7 +539,7 @@ class TransferTopology:
             f"TransferTopology(engine={engine_id}, tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
             f"local_tp={self.spec.tp_size}, remote_tp={info.remote_tp_size}, local_rank={self.spec.rank}, "
             f"remote_pp={remote_pp_rank}, layers=[{info.start_layer}, {info.end_layer}), "
-            f"reads={self.target_remote_ranks(engine_id, remote_pp_rank)}, "
+            f"reads={self.target_remote_ranks(engine_id, remote_pp_rank, home=home)}, "
             f"remote_block_len={info.remote_block_len}, remote_block_size={info.remote_block_size}"
         )
         if isinstance(info, MambaEngineTransferInfo):
@@ -289,18 +557,73 @@ def _has_states(layout: RankLayout) -> bool:
     return any(kinds[tensor.group] is GroupKind.STATE for tensor in layout.tensors)
 
 
-def _require_same_facts(engine_id: EngineId, known: EngineTransferInfo, new: EngineTransferInfo) -> None:
-    """Refuse other facts about a stage than those kept, field by field."""
-    differing = [
+def _require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
+    """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
+    for read in plan.group_reads:
+        start, end = layers.get(read.rank.pp_rank, (0, 0))
+        for pattern in read.patterns:
+            for extent in pattern.extents:
+                if not start <= extent.layer < end:
+                    raise PlanError(
+                        f"cannot read engine {remote.key}: rank {read.rank} holds component "
+                        f"{extent.component!r} of layer {extent.layer}, and its stage the layers "
+                        f"[{start}, {end})",
+                        Code.LAYERS_MISSING,
+                    )
+
+
+def _require_own_layers(engine: RegisteredEngine, info: EngineTransferInfo) -> None:
+    """Raise PlanError (layers-missing) where another stage holds some of the layers of `info`."""
+    for other in engine.stages.values():
+        if max(info.start_layer, other.start_layer) < min(info.end_layer, other.end_layer):
+            raise PlanError(
+                f"cannot register engine {engine.engine_id!r}: stage {info.remote_pp_rank} holds layers "
+                f"[{info.start_layer}, {info.end_layer}), and stage {other.remote_pp_rank} holds "
+                f"[{other.start_layer}, {other.end_layer})",
+                Code.LAYERS_MISSING,
+            )
+
+
+def _require_same_facts(
+    known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
+) -> None:
+    """Refuse another spec or other layouts than those registered, field by field. Bindings are no facts."""
+    differing = []
+    if known.spec is not None:
+        before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
+        differing += [
+            f"{name} was {before[name]!r} and is {after[name]!r}"
+            for name in before
+            if name not in RANK_FIELDS and before[name] != after[name]
+        ]
+    infos = stage_infos(spec, ranks)
+    for pp_rank, info in known.stages.items():
+        differing += _differing_fields(info, infos.get(pp_rank), EngineTransferInfo)
+    if known.spec is not None:
+        changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
+        if changed:
+            some = ", ".join(map(str, changed[:MAX_LISTED_RANKS]))
+            differing.append(f"{len(changed)} ranks have another layout than before, rank {some} first")
+    if differing:
+        raise _other_facts(known.engine_id, "", differing)
+
+
+def _differing_fields(
+    known: EngineTransferInfo, new: EngineTransferInfo | None, kind: type[EngineTransferInfo]
+) -> list[str]:
+    """Return each field of `kind` in which a stage's facts differ from those registered, with both values."""
+    if new is None:
+        return [f"stage {known.remote_pp_rank} was one of its stages"]
+    return [
         f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name, None)}"
-        for field in dataclasses.fields(known)
+        for field in dataclasses.fields(kind)
         if getattr(known, field.name) != getattr(new, field.name, None)
     ]
-    if type(known) is not type(new):
-        differing.append(f"the facts were {type(known).__name__} and are {type(new).__name__}")
-    if differing:
-        raise EngineError(
-            f"cannot register other facts for engine {engine_id!r}, stage {known.remote_pp_rank}, under one "
-            f"generation: {'; '.join(differing)}",
-            Code.SHAPE_MISMATCH,
-        )
+
+
+def _other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> EngineError:
+    return EngineError(
+        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: "
+        f"{'; '.join(differing)}",
+        Code.SHAPE_MISMATCH,
+    )

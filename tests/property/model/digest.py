@@ -32,7 +32,6 @@ SHOWN = {
     "learnt_at",
     "posted_at",
     "published_at",
-    "remote_plans",
     "num_ended_unsent",
     "_num_ended_before",
 }

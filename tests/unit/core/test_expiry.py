@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core import Settings, remote_engines
+from kvxferd.core import Settings
+from kvxferd.plan import topology
 from kvxferd.wire import worker as wk
 from tests.support.simulation import World
 
@@ -30,13 +31,13 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
     (mover,) = [m for m in decode.movers.values() if m.alive]
     assert len(mover.remotes) <= 2
     rank = decode.node.sessions[sink.session].rank
-    assert len(rank.remote_plans) <= 2
+    assert len(list(rank.topology.engines())) <= 2
     with pytest.raises(Exception, match="prefill-0"):
         rank.topology.get_engine_info("prefill-0")
 
 
 def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
-    monkeypatch.setattr(remote_engines, "MAX_REMOTE_ENGINES", 3)
+    monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 3)
     prefill, decode = world.host("p"), world.host("d")
     (sink,) = world.engine(decode, "decode")
     for number in range(8):
@@ -44,7 +45,7 @@ def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
         ticket = sink.pull(source.publish("t", IDS, TOKENS), IDS, TOKENS)
         assert isinstance(sink.ended(ticket), wk.Delivered)
     rank = decode.node.sessions[sink.session].rank
-    assert list(rank.remote_plans) == ["prefill-5", "prefill-6", "prefill-7"]
+    assert [e.engine_id for e in rank.topology.engines()] == ["prefill-5", "prefill-6", "prefill-7"]
 
 
 def test_what_is_wanted_again_and_again_is_kept(world):
