@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import events as ev
-from kvxferd.core.limits import Limits
 from kvxferd.core.settings import Settings
 from kvxferd.ids import (
     AgentName,
@@ -42,7 +42,7 @@ WIRE_S = 0.05
 HOLD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
 FAR_READERS = 200  # connections of readers to this node
 # The default limits are for a node of today's clusters; this simulation goes beyond them.
-LIMITS = Limits(max_peers=4096, max_transfers_per_engine=65_536, max_pulls_per_rank=65_536)
+LIMITS = LimitsConfig(max_peers=4096, max_transfers_per_engine=65_536, max_pulls_per_rank=65_536)
 FIRST = Rank(0, 0)
 
 

@@ -83,10 +83,6 @@ class _LayoutsByHand:
         return self.ranks
 
 
-def _no_manifest() -> None:
-    return None
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class RegisteredEngine:
     """One remote engine as one local rank knows it."""
@@ -99,12 +95,12 @@ class RegisteredEngine:
     spec: EngineSpec | None = None  # of its first rank; None: it is known by facts alone
     plan: Plan | None = None  # what this rank reads of it; None: it is known by facts alone
     layout_digests: LayoutDigests = ()  # of each rank, the lowest first
-    manifest: Callable[[], RemoteManifest | None] = _no_manifest  # a weak reference; None: it is forgotten
+    manifest: Callable[[], RemoteManifest | None] | None = None  # a weak reference, which returns None later
     num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
 
     def layouts(self) -> Mapping[Rank, RankLayout] | None:
         """Return the layout of each rank; None where only facts are known, or the manifest is forgotten."""
-        manifest = self.manifest()
+        manifest = self.manifest() if self.manifest is not None else None
         return None if manifest is None else manifest.layouts()
 
 
@@ -236,7 +232,7 @@ class TransferTopology:
         None: it is not registered, or with another manifest; then `register_remote_ranks` is to be called.
         """
         engine = self._engines.get((engine_id, home))
-        if engine is None or engine.manifest() is not manifest:
+        if engine is None or engine.manifest is None or engine.manifest() is not manifest:
             return None
         self._touch(engine, now)
         return engine.plan
