@@ -17,26 +17,35 @@ OffsetAndSize = tuple[int, int]  # bytes
 class MambaConvSplitInfo:
     """The parts of one rank's convolution state, in memory order (DS: channel by channel).
 
-    Mamba2: x, B, C. Gated delta nets: Q, K, V.
+    Mamba2: x, B, C. Gated delta nets: Q, K, V, where V is x, and Q and K are B and C. Mamba1: x alone.
     """
 
     conv_rows: int  # the kernel's width less one, and more with speculative tokens
-    local_proj_dims: tuple[int, int, int]  # columns per part on this rank
+    x_local: int  # columns of x, or of V, on this rank
+    b_local: int  # columns of B and of C each, or of Q and of K
     conv_dtype_size: int  # bytes
     ssm_sizes: tuple[int, int]  # bytes of the convolution state, and of the recurrent state behind it
+    is_gdn: bool = False  # V lies last; else x lies first
 
     @property
-    def proj_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of each part."""
-        first, second, third = (
-            width * self.conv_rows * self.conv_dtype_size for width in self.local_proj_dims
-        )
-        return first, second, third
+    def conv_dim_local(self) -> int:
+        """Return the columns of all parts on this rank."""
+        return self.x_local + 2 * self.b_local
+
+    @property
+    def x_bytes(self) -> int:
+        """Return the bytes of x, or of V, on this rank."""
+        return self.x_local * self.conv_rows * self.conv_dtype_size
+
+    @property
+    def b_bytes(self) -> int:
+        """Return the bytes of B and of C each, or of Q and of K."""
+        return self.b_local * self.conv_rows * self.conv_dtype_size
 
     @property
     def local_conv_offsets(self) -> list[OffsetAndSize]:
         """Return the offset and size of each part in this rank's own page."""
-        return _consecutive_parts(self.proj_bytes)
+        return _consecutive_parts(self._part_bytes)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[OffsetAndSize]:
         """Return the offset and size of each part that this rank reads of one remote page.
@@ -49,15 +58,22 @@ class MambaConvSplitInfo:
         if tp_ratio >= 1:
             if not 0 <= local_rank_offset < tp_ratio:
                 raise ValueError(f"cannot take share {local_rank_offset} of {tp_ratio}")
-            whole = _consecutive_parts([size * tp_ratio for size in self.proj_bytes])
+            whole = _consecutive_parts([size * tp_ratio for size in self._part_bytes])
             return [
                 (start + local_rank_offset * size, size)
-                for (start, _), size in zip(whole, self.proj_bytes, strict=True)
+                for (start, _), size in zip(whole, self._part_bytes, strict=True)
             ]
         ranks = -tp_ratio
-        if ranks < 1 or any(width % ranks for width in self.local_proj_dims):
-            raise ValueError(f"cannot divide parts of {self.local_proj_dims} columns by {ranks} remote ranks")
-        return _consecutive_parts([size // ranks for size in self.proj_bytes])
+        if ranks < 1 or self.x_local % ranks or self.b_local % ranks:
+            raise ValueError(
+                f"cannot divide parts of {self.x_local} and {self.b_local} columns by {ranks} remote ranks"
+            )
+        return _consecutive_parts([size // ranks for size in self._part_bytes])
+
+    @property
+    def _part_bytes(self) -> tuple[int, int, int]:
+        x, b = self.x_bytes, self.b_bytes
+        return (b, b, x) if self.is_gdn else (x, b, b)
 
 
 def derive_mamba_conv_split(
@@ -70,29 +86,33 @@ def derive_mamba_conv_split(
 ) -> MambaConvSplitInfo:
     """Return the parts of a convolution state from one rank's shapes.
 
-    `conv_shape` is (columns, rows), `ssm_shape` (heads, head_dim, ...), both of one rank. The columns
-    beside x (GDN: V) are B and C (Q and K) in equal halves; there may be none.
-    Raises ValueError where the columns are fewer than x, or the rest is odd.
+    `conv_shape` is (columns, rows), `ssm_shape` (heads, head_dim, ...), or (channels, state_size) of
+    Mamba1, both of one rank. The columns beside x (GDN: V) are B and C (Q and K) in equal halves; there
+    may be none. Raises ValueError where the columns are fewer than x, or the rest is odd.
     """
     columns, rows = conv_shape
-    own = ssm_shape[0] * ssm_shape[1]
-    rest = columns - own
+    heads, width = ssm_shape[0], 1 if len(ssm_shape) == 2 else ssm_shape[1]
+    rest = columns - heads * width
     if rest < 0 or rest % 2:
         raise ValueError(
-            f"cannot split {columns} convolution columns: {ssm_shape[0]} heads of {ssm_shape[1]} take {own}, "
+            f"cannot split {columns} convolution columns: {heads} heads of {width} take {heads * width}, "
             f"and {rest} are no two equal parts"
         )
-    half = rest // 2
     return MambaConvSplitInfo(
         conv_rows=rows,
-        local_proj_dims=(half, half, own) if is_gdn else (own, half, half),
+        x_local=heads * width,
+        b_local=rest // 2,
         conv_dtype_size=conv_dtype_size,
         ssm_sizes=(columns * rows * conv_dtype_size, math.prod(ssm_shape) * ssm_dtype_size),
+        is_gdn=is_gdn,
     )
 
 
 def compute_physical_blocks_per_logical(ssm_sizes: Sequence[int], block_len: int) -> int:
-    """Return how many kernel blocks of `block_len` bytes hold a request's states, rounded up."""
+    """Return how many kernel blocks of `block_len` bytes hold a request's states, rounded up.
+
+    An engine's own ratio is no smaller; it is larger where the engine rounds its blocks up to more.
+    """
     if block_len < 1:
         raise ValueError(f"cannot divide states of {sum(ssm_sizes)} bytes into blocks of {block_len}")
     return -(-sum(ssm_sizes) // block_len)

@@ -65,23 +65,26 @@ def expand_region(base_addr: int, block_len: int, *, is_blocks_first: bool) -> l
 
 
 def get_transfer_cache_regions(layout: RankLayout, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
-    """Return every attention tensor as a region, in order of layer and offset.
+    """Return every tensor of attention and of states as a region, in order of layer and offset.
 
     There is one per layer and component, with the bytes that the component has in a block, as
-    `expand_region` returns them for K and V in one page, and for an array of either.
+    `expand_region` returns them for K and V in one page, and for an array of either. A state has all of
+    its bytes in one block.
     """
     groups = {group.name: group for group in layout.groups}
     return [
         transfer_region(tensor, groups[tensor.group], bases[tensor.region])
-        for _, tensors in sorted(_attention_layers(layout).items())
-        for tensor in tensors
+        for tensor in sorted(layout.tensors, key=lambda t: (t.layer, t.offset))
+        if tensor.num_units
     ]
 
 
 def transfer_region(tensor: CacheTensor, group: Group, base_addr: int) -> TransferRegion:
     """Return one tensor as a region. `base_addr`: the address of the exported region that it lies in."""
-    tokens = group.block_tokens // group.physical_blocks_per_logical
-    payload = tokens // tensor.granule_tokens * tensor.num_units * tensor.content_bytes
+    items = 1
+    if group.kind is GroupKind.ATTENTION:
+        items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
+    payload = items * tensor.num_units * tensor.content_bytes
     return TransferRegion(base_addr + tensor.offset, tensor.block_stride, payload)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from math import prod
 
 from kvxferd.errors import LayoutError
 
@@ -60,6 +61,13 @@ class StateFacts:
     is_conv_dim_first: bool = False  # DS; else SD
     is_replicated: bool = False  # every tensor-parallel rank holds all of it
     num_groups: int | None = None  # of B and C in the whole model, where the model has them
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each part on this rank."""
+        return tuple(
+            prod(shape) * itemsize for shape, (_, itemsize) in zip(self.shapes, self.dtypes, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from kvxferd.integrations.vllm.facts import (
 )
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.layer_names import is_draft, layer_key_of
+from kvxferd.integrations.vllm.shared_pages import SharedPages
 from kvxferd.integrations.vllm.states import state_tensors
 from kvxferd.integrations.vllm.tensor_views import TensorView, tensor_view
 from kvxferd.integrations.vllm.units import unit_range_of_rank
@@ -101,6 +102,7 @@ class _Derivation:
         self._names = dict(zip((g.index for g in groups.groups), groups.names, strict=True))
         self._storages: dict[int, CacheStorage] = {}
         self._per_id: dict[int, int] = {}  # kernel blocks in an id, by group
+        self._shared_pages = SharedPages()
         self._tensors: list[CacheTensor] = []
         self._tensors_by_group: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
         described = {layer.name for layer in layers}
@@ -108,6 +110,7 @@ class _Derivation:
             if layer.name not in kv_caches:
                 raise layer_error(layer.name, "vLLM registered no tensor for it")
             self._add_layer(layer, _as_tuple(kv_caches[layer.name]))
+        self._shared_pages.check()
         owned = {_identity(t) for name in described for t in _as_tuple(kv_caches[name])}
         for name in kv_caches.keys() - described:
             if any(_identity(tensor) not in owned for tensor in _as_tuple(kv_caches[name])):
@@ -136,6 +139,7 @@ class _Derivation:
                 raise layer_error(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
             check_shape(layer, layer.cache, views[0])
             self._check_blocks(layer, group, views[0])
+            self._shared_pages.add_attention(views[0], self._per_id[group.index])
             heads = self._held_heads(layer, layer.cache, key.layer)
             self._tensors += attention_tensors(layer, layer.cache, key, views[0], name, heads)
         else:
@@ -147,6 +151,7 @@ class _Derivation:
                     f"its tensor has {views[0].shape[0]} blocks, its group {self._worker.num_blocks}",
                 )
             self._tensors += state_tensors(layer, layer.cache, key, views, name, self._worker)
+            self._shared_pages.add_state(layer, layer.cache, views[0].region)
         self._tensors_by_group[name].extend(tensors)
 
     def _view_of(self, tensor: torch.Tensor) -> TensorView:

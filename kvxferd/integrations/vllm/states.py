@@ -67,7 +67,7 @@ def state_tensors(
 
 def _page_parts(layer: LayerFacts, state: StateFacts, views: tuple[TensorView, ...]) -> list[_PagePart]:
     """Return each part's offset and strides, after checks of sizes and contiguity. Raises LayoutError."""
-    sizes = [prod(shape) * itemsize for shape, (_, itemsize) in zip(state.shapes, state.dtypes, strict=True)]
+    sizes = state.part_bytes
     if len(views) == 1 and views[0].shape[1:] != state.shapes[0]:
         (view,) = views
         inner = 1 if len(view.shape) == 1 else prod(view.shape[1:])

@@ -37,7 +37,8 @@ def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[in
 
 def test_parts_of_a_rank() -> None:
     """GOLDEN row 8: x 2048, B 256 columns; ssm behind them."""
-    assert AT_TP4.local_proj_dims == (2048, 256, 256)
+    assert (AT_TP4.x_local, AT_TP4.b_local, AT_TP4.conv_dim_local) == (2048, 256, 2560)
+    assert (AT_TP4.x_bytes, AT_TP4.b_bytes) == (12288, 1536)
     assert AT_TP4.local_conv_offsets == [(0, 12288), (12288, 1536), (13824, 1536)]
     assert AT_TP4.ssm_sizes == (15360, 524288)
     assert moved(4, 0, 4, 0) == {
@@ -76,9 +77,9 @@ def test_a_wider_peer(source: int) -> None:
 
 def test_a_ratio_of_minus_two() -> None:
     """GOLDEN row 8: a positive formula for a negative ratio."""
-    info = MambaConvSplitInfo(3, (20, 10, 10), 2, (0, 0))
+    info = MambaConvSplitInfo(3, 20, 10, 2, (0, 0))
     assert info.remote_conv_offsets(0, -2) == [(0, 60), (60, 30), (90, 30)]
-    with pytest.raises(ValueError, match=r"\(20, 10, 10\) columns by 3"):
+    with pytest.raises(ValueError, match="20 and 10 columns by 3"):
         info.remote_conv_offsets(0, -3)
     with pytest.raises(ValueError, match="share 2 of 2"):
         info.remote_conv_offsets(2, 2)
@@ -86,7 +87,8 @@ def test_a_ratio_of_minus_two() -> None:
 
 def test_shapes_that_do_not_split() -> None:
     """GOLDEN row 8: no B and C is legal; fewer columns than x, or an odd rest, is refused."""
-    assert derive_mamba_conv_split((2048, 3), (32, 64, 128)).local_proj_dims == (2048, 0, 0)
+    plain = derive_mamba_conv_split((2048, 3), (32, 64, 128))
+    assert (plain.x_local, plain.b_local, plain.conv_dim_local) == (2048, 0, 2048)
     for columns in (2000, 2049):
         with pytest.raises(ValueError, match=f"{columns} convolution columns"):
             derive_mamba_conv_split((columns, 3), (32, 64, 128))
@@ -95,8 +97,20 @@ def test_shapes_that_do_not_split() -> None:
 def test_gated_delta_nets_have_the_value_last() -> None:
     """Q, K, V: Qwen3-Next on one rank."""
     info = derive_mamba_conv_split((8192, 3), (32, 128, 128), ssm_dtype_size=4, is_gdn=True)
-    assert info.local_proj_dims == (2048, 2048, 4096)
+    assert (info.x_local, info.b_local, info.conv_dim_local) == (4096, 2048, 8192)
+    assert info.local_conv_offsets == [(0, 12288), (12288, 12288), (24576, 24576)]
+    assert info.remote_conv_offsets(1, 2) == [(12288, 12288), (36864, 12288), (73728, 24576)]
+    assert info.remote_conv_offsets(0, -2) == [(0, 6144), (6144, 6144), (12288, 12288)]
     assert info.ssm_sizes == (49152, 2097152)
+
+
+def test_mamba1_has_x_alone() -> None:
+    """Falcon-Mamba on two ranks: a channel of state for each column of the convolution."""
+    info = derive_mamba_conv_split((4096, 3), (4096, 16))
+    assert (info.x_local, info.b_local) == (4096, 0)
+    assert info.ssm_sizes == (24576, 131072)
+    with pytest.raises(ValueError, match="4095 convolution columns"):
+        derive_mamba_conv_split((4095, 3), (4096, 16))
 
 
 @pytest.mark.parametrize(

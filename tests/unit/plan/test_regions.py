@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from kvxferd.ids import Rank
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy, find_model
 from kvxferd.plan import (
     CacheProperties,
     SendPart,
@@ -88,6 +88,36 @@ def test_regions_of_a_cache(layout: str, want: list[TransferRegion]) -> None:
     own = spec(layers=1)
     made = TransferTopology(own, layout_of(own, layout=layout))
     assert made.get_transfer_cache_regions({KV: 4096}) == want
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "want"),
+    [
+        ("nemotron-h-8b", 4, 104),  # 4 attention layers of K and V, 24 states of x, B, C and ssm
+        ("qwen3-next", 2, 168),  # 12 of K and V, 36 of Q, K, V and ssm
+        ("falcon-mamba-7b", 2, 128),  # 64 of x and ssm
+        ("llama-3-8b", 2, 64),
+        ("deepseek-v3.2", 2, 183),  # a latent, an indexer's key and its scale
+    ],
+)
+@pytest.mark.parametrize("is_row_major", [False, True])
+def test_regions_have_states_too(model: str, tp: int, want: int, is_row_major: bool) -> None:
+    """A region for each tensor of every layer; together they have all bytes of a request's state."""
+    arrangement = "HND+SD" if is_row_major else "HND"
+    made = TransferTopology(*deploy(model, tp=tp, num_blocks=2, layout=arrangement)[Rank(0, 0)])
+    regions = made.get_transfer_cache_regions({KV: 4096})
+    assert len(regions) == want
+    kinds = {group.name: group.kind for group in made.layout.groups}
+    ordered = sorted(made.layout.tensors, key=lambda t: (t.layer, t.offset))
+    facts = find_model(model)
+    per_state = sum(state.num_units * state.unit_bytes for state in facts.states) // tp
+    found = [
+        region.kv_block_len
+        for region, tensor in zip(regions, ordered, strict=True)
+        if kinds[tensor.group] is GroupKind.STATE
+    ]
+    assert sum(found) == per_state * facts.kinds.count(LayerKind.STATE)
+    assert [region.base_addr for region in regions] == [4096 + tensor.offset for tensor in ordered]
 
 
 def parts(source: Engine, sink: Engine, producer: int) -> list[tuple[int, int, int, int]]:
