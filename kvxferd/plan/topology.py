@@ -149,13 +149,18 @@ class TransferTopology:
 
     @property
     def is_mamba(self) -> bool:
-        """Whether this rank keeps states (Mamba, GDN), alone or beside attention."""
-        return _has_states(self.layout)
+        """Whether this rank's engine keeps states (Mamba, GDN), alone or beside attention.
+
+        Every stage of an engine has every group, also one that holds no layer of it.
+        """
+        return any(group.kind is GroupKind.STATE for group in self.layout.groups)
 
     @property
     def is_mla(self) -> bool:
         """Whether the attention cache has no heads to divide."""
-        return bool(self._attention) and self.spec.num_kv_heads == 0
+        return self.spec.num_kv_heads == 0 and any(
+            group.kind is GroupKind.ATTENTION for group in self.layout.groups
+        )
 
     @property
     def block_size(self) -> int:
@@ -188,7 +193,7 @@ class TransferTopology:
         return cache_properties(self.layout).split_k_and_v
 
     def get_transfer_cache_regions(self, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
-        """Return every attention tensor as a region, given the addresses of the exported ones."""
+        """Return every tensor of attention and of states as a region, given the exported ones' addresses."""
         return get_transfer_cache_regions(self.layout, bases)
 
     # --- remote engines

@@ -7,7 +7,7 @@ import pytest
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, Generation, Rank
-from kvxferd.layout.presets import shard_units
+from kvxferd.layout.presets import deploy, shard_units
 from kvxferd.plan import (
     EngineTransferInfo,
     MambaEngineTransferInfo,
@@ -113,6 +113,23 @@ def test_an_engine_without_heads_is_replicated_but_not_by_its_heads() -> None:
     assert made.replicates_kv_cache(REMOTE)
     assert not made.is_kv_replicated(REMOTE)
     assert made.target_remote_ranks(REMOTE) == [2]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_mla", "is_mamba"),
+    [
+        ("llama-3-8b", False, False),
+        ("deepseek-v3", True, False),
+        ("nemotron-h-8b", False, True),
+        ("qwen3-next", False, True),
+        ("falcon-mamba-7b", False, True),  # states alone: no attention, so no latents either
+    ],
+)
+def test_kinds_of_models(model: str, is_mla: bool, is_mamba: bool) -> None:
+    """The same on every stage, also on one that holds no layer of a kind."""
+    for own, layout in deploy(model, tp=2, pp=16, num_blocks=2).values():
+        made = TransferTopology(own, layout)
+        assert (made.is_mla, made.is_mamba) == (is_mla, is_mamba)
 
 
 def test_two_stages_are_kept_apart() -> None:
