@@ -69,6 +69,7 @@ from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.telemetry.timer_watch import TimerWatch
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
@@ -104,6 +105,7 @@ class Daemon:
         self._idle = asyncio.Event()
         self._history = History()
         self._metrics = Metrics(self.snapshot)
+        self._timer_watch = TimerWatch(self._metrics.record_late_timer)
         limits = config.limits
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
@@ -133,6 +135,8 @@ class Daemon:
             fd_limit = raise_fd_limit()
             await self._start_http(fd_limit, closing)
             self._start_worker_socket(closing)
+            self._timer_watch.start()
+            closing.callback(self._timer_watch.stop)
             self._report_serving(fd_limit)
             # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
@@ -178,6 +182,7 @@ class Daemon:
             self._on_event,
             self.drain,
             self.reload,
+            self._timer_watch.warnings,
         )
         http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
         closing.push_async_callback(http.stop)

@@ -40,6 +40,7 @@ class NodeAdmin:
         on_event: Callable[[Event], None],
         start_drain: Callable[[], None],
         reload: Callable[[], ReloadResult],
+        timer_warnings: Callable[[], list[str]] = list,
     ) -> None:
         self._config = config
         self._node = node
@@ -48,6 +49,7 @@ class NodeAdmin:
         self._on_event = on_event
         self._start_drain = start_drain
         self._reload = reload
+        self._timer_warnings = timer_warnings
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- reading
@@ -84,7 +86,11 @@ class NodeAdmin:
 
     def warnings(self) -> list[str]:
         """Return what an operator should fix although the node works."""
-        return [*exposure_warnings(self._config.peer), *placement_warnings(self._node.engines_snapshot())]
+        return [
+            *exposure_warnings(self._config.peer),
+            *self._timer_warnings(),
+            *placement_warnings(self._node.engines_snapshot()),
+        ]
 
     def history(self) -> list[Record]:
         """Return the last records, oldest first."""

@@ -16,6 +16,7 @@ from kvxferd.errors import ConfigError, KvxferdError
 CHECKS = {
     "software": "software",
     "kernel": "kernel",
+    "processors": "processors",
     "same_node": "same_node",
     "tcp": "tcp",
     "shared_memory": "shared_memory",

@@ -11,7 +11,7 @@ from kvxferd.errors import Code, EngineError, LayoutError, NotPPAwareError, Plan
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 
-Place = TypeVar("Place", bound=tuple[int, int])  # (pp_rank, tp_rank)
+RankKey = TypeVar("RankKey", bound=tuple[int, int])  # (pp_rank, tp_rank)
 
 # The fields of EngineSpec that differ from rank to rank; all others are the engine's.
 RANK_FIELDS = {"pp_rank", "tp_rank"}
@@ -116,7 +116,7 @@ def require_pp_aware(ranks: Iterable[tuple[int, int]], consumer: str) -> None:
 
 
 def set_xfer_handshake_metadata_pp_aware(
-    consumer: Any, metadata: Iterable[Mapping[Place, Any] | None]
+    consumer: Any, metadata: Iterable[Mapping[RankKey, Any] | None]
 ) -> None:
     """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and pass them to a consumer.
 
@@ -126,7 +126,7 @@ def set_xfer_handshake_metadata_pp_aware(
     `set_xfer_handshake_metadata` if every pp_rank is 0; else NotPPAwareError, a ValueError, is raised.
     It has the consumer's `name`, or its class where that is no text.
     """
-    merged: dict[Place, Any] = {}
+    merged: dict[RankKey, Any] = {}
     for worker in metadata:
         merged.update(worker or {})
     pp_aware = getattr(consumer, "set_xfer_handshake_metadata_pp_aware", None)

@@ -27,6 +27,7 @@ from kvxferd.core.snapshot import (
     TransportsRecord,
 )
 from kvxferd.telemetry.gauges import gauges_of
+from kvxferd.telemetry.late_timers import Cause, Lateness
 from kvxferd.telemetry.log_queue import LOG_COUNTS
 
 # From a few blocks read on the same node to a pull that waits for its deadline; about three per decade.
@@ -117,6 +118,13 @@ class Metrics:
             "kvxferd_probe_bytes_per_second", "Speed of the read that proved a rank's memory.", ["placement"],
             buckets=SPEED_BUCKETS, registry=registry,
         )  # fmt: skip
+        self._late_timers = Counter(
+            "kvxferd_late_timers", "Timers of the daemon that were late by more than 0.5 s.", ["cause"],
+            registry=registry,
+        )  # fmt: skip
+        self._late_timer_seconds = Counter(
+            "kvxferd_late_timer_seconds", "By how much those were late, summed.", ["cause"], registry=registry
+        )
         build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
         build.labels(kvxferd.__version__).set(1)
         self._gauges = SnapshotCollector(snapshot)
@@ -145,6 +153,11 @@ class Metrics:
                 pass  # a gauge
             case _:
                 assert_never(record)
+
+    def record_late_timer(self, lateness: Lateness) -> None:
+        """Count a late timer."""
+        self._late_timers.labels(lateness.cause.value).inc()
+        self._late_timer_seconds.labels(lateness.cause.value).inc(lateness.late_s)
 
     def render(self, node: NodeSnapshot | None = None) -> bytes:
         """Return all metrics in Prometheus' text format; gauges from `node`, or else a new snapshot."""
@@ -177,4 +190,7 @@ class Metrics:
         self._delivered_seconds = self._pull_seconds.labels("delivered")
         self._retries.labels("delivered")
         self._handshakes.labels("ok")
+        for cause in Cause:
+            self._late_timers.labels(cause.value)
+            self._late_timer_seconds.labels(cause.value)
         self._seconds_by_phase = {phase: self._phase_seconds.labels(phase) for phase in PHASES}

@@ -1,0 +1,150 @@
+"""Whether a process's timers are late, and why: it had no processor, it computed, or it was stopped.
+
+Pure: the caller reads the clocks (`read_clocks`) before and after a sleep. A busy node delays leases,
+deadlines and replies without an error anywhere, so a daemon that is kept off the processors reports it.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+# Replies, renewals and deadlines are counted in seconds: half of one is felt.
+LATE_S = 0.5
+# A warning ends after this long without a late timer.
+CLEAR_AFTER_S = 300.0
+# At most one line for each cause in this time; its `times` counts all of them.
+LOG_EVERY_S = 60.0
+
+REMEDY = (
+    "keep a processor for daemons and movers (cpusets, CPUAffinity=), or raise their CPU limit: "
+    "docs/how-to/processors.md"
+)
+
+# Nanoseconds on a processor, nanoseconds ready without one, number of turns; of the thread that reads it.
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class Cause(StrEnum):
+    """Why a timer was late."""
+
+    STARVED = "starved"  # the thread was ready, and the node gave it no processor
+    BUSY = "busy"  # the process itself computed
+    STOPPED = "stopped"  # neither: SIGSTOP, a freezer, a paused virtual machine, a disk
+
+
+class ClockReading(NamedTuple):
+    """The clocks at one moment, in seconds."""
+
+    now: float  # CLOCK_MONOTONIC: it stands still while a machine is suspended
+    cpu_s: float  # CPU time of all threads of the process
+    waited_s: float | None  # how long this thread was ready without a processor; None: unknown
+
+
+class Lateness(NamedTuple):
+    """A timer that was late."""
+
+    late_s: float
+    cause: Cause
+
+
+def read_clocks() -> ClockReading:
+    """Return the clocks of the calling thread. A kernel without schedstat gives no `waited_s`."""
+    return ClockReading(time.monotonic(), time.process_time(), _read_waited_s())
+
+
+def _read_waited_s() -> float | None:
+    try:
+        ran_ns, waited_ns, num_turns = map(int, _SCHEDSTAT.read_bytes().split())
+    except (OSError, ValueError):
+        return None
+    # A kernel that does not count shows three zeros.
+    return waited_ns / 1e9 if ran_ns or waited_ns or num_turns else None
+
+
+def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> Lateness | None:
+    """Return by how much a timer of `sleep_s` was late, and why; None if by no more than `LATE_S`.
+
+    The cause is what the largest part of the lateness was spent in. Where the kernel does not count the
+    time without a processor, a process that did not compute counts as starved.
+    """
+    late_s = after.now - before.now - sleep_s
+    if late_s <= LATE_S:
+        return None
+    busy_s = min(late_s, after.cpu_s - before.cpu_s)
+    if before.waited_s is None or after.waited_s is None:
+        return Lateness(late_s, Cause.BUSY if 2 * busy_s >= late_s else Cause.STARVED)
+    waited_s = min(late_s, after.waited_s - before.waited_s)
+    parts = {Cause.BUSY: busy_s, Cause.STARVED: waited_s, Cause.STOPPED: late_s - busy_s - waited_s}
+    return Lateness(late_s, max(parts, key=lambda cause: parts[cause]))
+
+
+class LogLine(NamedTuple):
+    """What a log line reports: all late timers of a cause since the last one."""
+
+    cause: Cause
+    late_s: float  # the latest of them
+    times: int
+
+
+class LateTimers:
+    """The late timers of the last minutes, by cause."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[Cause, _Episode] = {}
+
+    def add(self, lateness: Lateness, now: float) -> LogLine | None:
+        """Record a late timer. Return what to log now; None: too soon after the last line."""
+        before = self._episodes.get(lateness.cause)
+        if before is not None and not before.is_over(now):
+            return before.add(lateness, now)
+        episode = self._episodes[lateness.cause] = _Episode(before.logged_at if before else None)
+        return episode.add(lateness, now)
+
+    def warnings(self, now: float) -> list[str]:
+        """Return a sentence for each cause that an operator can act on, with what to do."""
+        found = []
+        for cause, episode in sorted(self._episodes.items()):
+            if cause is Cause.STOPPED or episode.is_over(now):
+                continue
+            times = "once" if episode.times == 1 else f"{episode.times} times"
+            how = f"by up to {episode.late_s:.1f} s, {times}, last {now - episode.last_at:.0f} s ago"
+            if cause is Cause.STARVED:
+                found.append(
+                    f"the node starves this daemon: it had no processor, and its timers were late {how}; "
+                    f"{REMEDY}"
+                )
+            else:
+                found.append(
+                    f"this daemon computed, and its timers were late {how}; report it with the daemon's log"
+                )
+        return found
+
+
+class _Episode:
+    """Late timers of one cause, none `CLEAR_AFTER_S` after the one before it."""
+
+    def __init__(self, logged_at: float | None) -> None:
+        self.times = 0
+        self.late_s = 0.0
+        self.last_at = 0.0
+        self.logged_at = logged_at
+        self._unlogged_times = 0
+        self._unlogged_s = 0.0
+
+    def is_over(self, now: float) -> bool:
+        return now - self.last_at > CLEAR_AFTER_S
+
+    def add(self, lateness: Lateness, now: float) -> LogLine | None:
+        self.times += 1
+        self.late_s = max(self.late_s, lateness.late_s)
+        self.last_at = now
+        self._unlogged_times += 1
+        self._unlogged_s = max(self._unlogged_s, lateness.late_s)
+        if self.logged_at is not None and now - self.logged_at < LOG_EVERY_S:
+            return None
+        line = LogLine(lateness.cause, self._unlogged_s, self._unlogged_times)
+        self.logged_at, self._unlogged_times, self._unlogged_s = now, 0, 0.0
+        return line
