@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import urllib.parse
+
 import click
 import msgspec
 
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
+from kvxferd.core.topology_snapshot import TopologySnapshot
 from kvxferd.telemetry.gauges import engine_state
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table
 
 
 @click.command()
+@click.option(
+    "--topology",
+    "topology_of",
+    metavar="[ENGINE]",
+    is_flag=False,
+    flag_value="",
+    help="Show instead what local ranks know of remote engines, or of ENGINE alone.",
+)
 @json_option
 @with_control_client
-def engines(daemon: ControlClient, as_json: bool) -> None:
+def engines(daemon: ControlClient, topology_of: str | None, as_json: bool) -> None:
     """Show local engines and their ranks, and which user owns each engine id."""
+    if topology_of is not None:
+        _show_topologies(daemon, topology_of, as_json)
+        return
     answer = daemon.get("/v1/engines")
     if as_json:
         print_json(answer)
@@ -65,6 +79,21 @@ def engines(daemon: ControlClient, as_json: bool) -> None:
             for o in msgspec.convert(answer.get("ownerships", []), list[OwnershipSnapshot])
         ),
     )
+
+
+def _show_topologies(daemon: ControlClient, engine_id: str, as_json: bool) -> None:
+    """Print what local ranks know of one remote engine, or of all (the empty id)."""
+    path = f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/topology" if engine_id else "/v1/topology"
+    answer = daemon.get(path)
+    if as_json:
+        print_json(answer["topology"])
+    else:
+        from kvxferd.cli.topology_report import print_topologies  # it loads numpy
+
+        print_topologies(msgspec.convert(answer["topology"], list[TopologySnapshot], str_keys=True))
+    if num_left_out := answer["num_left_out"]:
+        more = "1 more is" if num_left_out == 1 else f"{num_left_out:,} more are"
+        click.echo(f"kvxferd: {more} not shown; name an ENGINE to see it alone", err=True)
 
 
 def _kept_for(ownership: OwnershipSnapshot) -> str:

@@ -14,6 +14,7 @@ from kvxferd.control.node_api import METRICS, NODE_API
 from kvxferd.control.response_cache import snapshot_for
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import render_status_page
+from kvxferd.control.topology_response import topology_response
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import record_to_json
@@ -96,6 +97,16 @@ async def layouts(request: web.Request) -> web.StreamResponse:
     return json_response({"ranks": [{"spec": spec, "layout": layout} for spec, layout in ranks]})
 
 
+async def topology(request: web.Request) -> web.StreamResponse:
+    """Each remote engine as each local rank knows it: facts, ratios, regions, splits and reads."""
+    return await topology_response(request, None)
+
+
+async def engine_topology(request: web.Request) -> web.StreamResponse:
+    """One remote engine as each local rank knows it: what `kvxferd engines --topology ENGINE` shows."""
+    return await topology_response(request, EngineId(request.match_info["engine_id"]))
+
+
 async def peers(request: web.Request) -> web.StreamResponse:
     """Other daemons, and the engines learnt from them."""
     return json_response({"peers": (await snapshot_for(request)).peers})
@@ -127,6 +138,8 @@ ROUTES = [
     Route("GET", "/v1/status", Access.ANYONE, status, is_cached=True),
     Route("GET", "/v1/engines", Access.ANYONE, engines, is_cached=True),
     Route("GET", "/v1/engines/{engine_id}/layouts", Access.ANYONE, layouts),
+    Route("GET", "/v1/engines/{engine_id}/topology", Access.ANYONE, engine_topology),
+    Route("GET", "/v1/topology", Access.ANYONE, topology),
     Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
     Route("GET", "/v1/history", Access.ANYONE, history, is_cached=True),

@@ -6,6 +6,7 @@ by the credentials that the kernel gives for a Unix socket. TCP has no credentia
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ from kvxferd.control.http_routes import ROUTES, Access, Route
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
+from kvxferd.control.topology_response import TOPOLOGY_LOCK
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.unix_socket import credentials_of, is_own_uid, listening_pid
@@ -100,6 +102,7 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
+    app[TOPOLOGY_LOCK] = asyncio.Lock()
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)

@@ -20,6 +20,7 @@ from kvxferd.core.events import (
 from kvxferd.core.node import Node
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.topology_builder import TopologyListing, list_topologies
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -71,6 +72,11 @@ class NodeAdmin:
             self._node.registry.get(newest) if newest else self._node.handshake_client.find_engine(engine_id)
         )
         return [(rank.spec, rank.layout) for rank in engine.ranks.values()] if engine else []
+
+    def topologies(self, engine_id: EngineId | None) -> TopologyListing:
+        """Return what local ranks know of remote engines, of all or of those with that id."""
+        self._on_event(Tick())
+        return list_topologies(self._node.registry, self._node.context, engine_id)
 
     def readiness(self) -> list[str]:
         """Return why the node cannot take registrations and pulls; empty if it can."""

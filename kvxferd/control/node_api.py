@@ -10,6 +10,7 @@ from aiohttp import web
 
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.telemetry.metrics import Metrics
@@ -46,6 +47,10 @@ class NodeApi(Protocol):
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """Return an engine's ranks, registered here or learnt from a peer; none for an unknown engine."""
+        ...
+
+    def topologies(self, engine_id: EngineId | None) -> TopologyListing:
+        """Return what local ranks know of remote engines, of all or of those with that id."""
         ...
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:

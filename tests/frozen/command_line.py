@@ -39,6 +39,9 @@ OUTPUT = "OUTPUT"  # in the arguments: a file that is not there
 RUNS: list[tuple[str, ...]] = [
     ("status", "--json"),
     ("engines", "--json"),
+    ("engines", "--topology", "--json"),
+    ("engines", "--topology", SOURCE, "--json"),
+    ("engines", "--topology", "nobody"),
     ("peers", "--json"),
     ("transfers", "--json"),
     ("reload", "--json"),

@@ -19,6 +19,7 @@ from msgspec import inspect as types
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.topology_snapshot import TopologySnapshot
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.telemetry.history import kind_of
 from tests.frozen.real_node import real_node
@@ -73,6 +74,7 @@ def surface() -> dict[str, Any]:
         ],
         **asyncio.run(_replies()),
         "node": struct_of(NodeSnapshot),
+        "topology": struct_of(TopologySnapshot),
         "reloaded": struct_of(ReloadResult),
         "history": _history(),
     }
@@ -133,6 +135,7 @@ async def _refused(served: Served) -> dict[str, Any]:
         found["no such path"] = await _reply(unix, "GET", "/v2/status")
         found["no such method"] = await _reply(unix, "GET", "/v1/drain")
         found["no such engine"] = await _reply(unix, "GET", "/v1/engines/nobody/layouts")
+        found["no such remote engine"] = await _reply(unix, "GET", "/v1/engines/nobody/topology")
         found["a large body"] = await _reply(unix, "POST", "/v1/drain", {"wait": "x" * (1 << 15)})
     return found
 

@@ -23,6 +23,7 @@ from kvxferd.core.snapshot import (
     TransportsRecord,
     TransportsSnapshot,
 )
+from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import (
     AgentName,
@@ -39,6 +40,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
+from tests.support.topology_samples import listing_of, sample_topologies
 
 SOURCE = EngineId("prefill-0")
 SINK = EngineId("decode-0")
@@ -253,6 +255,10 @@ class StillNode:
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """A tiny prefill engine, whole."""
         return list(deploy("tiny-dense", tp=2, engine_id=SOURCE).values()) if engine_id == SOURCE else []
+
+    def topologies(self, engine_id: EngineId | None) -> TopologyListing:
+        """Two of the prefill engine."""
+        return listing_of(sample_topologies() if engine_id in (None, SOURCE) else [])
 
     def reload(self) -> ReloadResult:
         """One of each."""

@@ -1,0 +1,69 @@
+"""Responses with the topologies of remote engines, within limits of size and time.
+
+One topology may have a megabyte, and a node has one for each local rank and remote engine. The event loop
+runs other work between the steps that build them. Root and the daemon's own user, on control.sock, are served
+as fast as that allows. All others together take a tenth of the loop's time: one request of theirs is served
+at a time, with pauses, and the next ones are refused meanwhile (`busy`). If they waited, one client could
+keep all connections of its share occupied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from kvxferd.control.node_api import NODE_API
+from kvxferd.control.response_cache import COST_FACTOR, is_operator
+from kvxferd.control.responses import error_response, json_response
+from kvxferd.core.topology_builder import TopologyListing
+from kvxferd.errors import Code
+from kvxferd.ids import EngineId
+
+# As much as the largest other response, of 8,192 transfers. It is exceeded by one topology at most.
+MAX_BYTES = 8 << 20
+# Half of what `kvxferd` waits for a response.
+MAX_BUILD_S = 5.0
+
+TOPOLOGY_LOCK: web.AppKey[asyncio.Lock] = web.AppKey("topology lock", asyncio.Lock)
+
+
+async def topology_response(request: web.Request, engine_id: EngineId | None) -> web.Response:
+    """Return the topologies of one engine, or (None) of all: 404 for an unknown engine, 503 for busy."""
+    listing = request.app[NODE_API].topologies(engine_id)
+    if engine_id is not None and not listing.num_topologies:
+        message = (
+            f"cannot show the topology of engine {engine_id!r}: no local rank knows it; a rank does once it "
+            "has planned a pull from it; 'kvxferd engines --topology' shows those that are known"
+        )
+        return error_response(404, Code.ENGINE_UNKNOWN, message)
+    if is_operator(request):
+        return await _build(listing, 0.0)
+    lock = request.app[TOPOLOGY_LOCK]
+    if lock.locked():
+        message = f"cannot GET {request.path}: another such request is being served; try again in a second"
+        return error_response(503, Code.BUSY, message)
+    async with lock:
+        return await _build(listing, COST_FACTOR)
+
+
+async def _build(listing: TopologyListing, pause_factor: float) -> web.Response:
+    """Build the response. After each step, pause for `pause_factor` times as long as it took."""
+    loop = asyncio.get_running_loop()
+    built: list[msgspec.Raw] = []
+    num_bytes, is_cut = 0, False
+    started = step_started = loop.time()
+    for topology in listing.steps:
+        if topology is not None:
+            encoded = msgspec.json.encode(topology)
+            built.append(msgspec.Raw(encoded))
+            num_bytes += len(encoded)
+        now = loop.time()
+        if num_bytes >= MAX_BYTES or now - started > MAX_BUILD_S:
+            is_cut = len(built) < listing.num_topologies
+            break
+        await asyncio.sleep((now - step_started) * pause_factor)
+        step_started = loop.time()
+    num_left_out = listing.num_topologies - len(built) if is_cut else 0
+    return json_response({"topology": built, "num_left_out": num_left_out})
