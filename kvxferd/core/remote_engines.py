@@ -11,7 +11,7 @@ from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import Plan, PlanCache, require_pp_aware
+from kvxferd.plan import Plan, PlanCache, RegisteredEngine, require_pp_aware
 from kvxferd.wire.common import RankManifest
 
 # The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
@@ -60,11 +60,12 @@ class RemoteEngineRegistry:
         """
         topology, now = rank.topology, self._context.now
         engine_id = remote.spec.engine_id
-        known = topology.use(engine_id, home, remote, now)
-        if known is not None:
-            return known
+        in_use = topology.use(engine_id, home, remote, now)
+        if in_use is not None:
+            return in_use
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
+        before = topology.get(engine_id, home)
         plan = topology.register_remote_ranks(
             remote.spec,
             remote.layouts(),
@@ -74,17 +75,21 @@ class RemoteEngineRegistry:
             now=now,
         )
         topology.expire(now - self._context.settings.max_hold_s)
-        self._report(rank, home, remote)
+        after = topology.find(engine_id, home)
+        if after is not before:
+            self._report(rank, after)
         return plan
 
-    def _report(self, rank: LocalRank, home: Endpoint, remote: RemoteEngine) -> None:
-        """Emit a record of each stage that has layers."""
-        engine_id = remote.spec.engine_id
-        for stage, info in rank.topology.find(engine_id, home).stages.items():
+    def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
+        """Emit a record of each stage that has layers; a hostile manifest may have thousands without."""
+        for stage, info in engine.stages.items():
             if info.start_layer == info.end_layer:
-                continue  # a hostile manifest may have thousands of empty stages
-            text = rank.topology.describe(engine_id, stage, home=home)
+                continue
             record = TopologyRecord(
-                sink=rank.spec.engine_id, rank=rank.spec.rank, source=engine_id, stage=stage, text=text
+                sink=rank.spec.engine_id,
+                rank=rank.spec.rank,
+                source=engine.engine_id,
+                stage=stage,
+                text=rank.topology.describe(engine.engine_id, stage, home=engine.home),
             )
             self._context.emit(EmitRecord(record))

@@ -61,8 +61,7 @@ MAX_REMOTE_ENGINES = 256
 # of 64 ranks in 8 stages, whose plans have 400 extents each, are 120,000. Without this limit 256 engines with
 # 65,536 extents each were gigabytes.
 MAX_KEPT_PARTS = 1 << 18
-
-MAX_LISTED_RANKS = 8  # in an error message
+MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 
 
 class RemoteManifest(Protocol):
@@ -202,13 +201,17 @@ class TransferTopology:
         """Iterate over the remote engines, the longest unused first."""
         return iter(self._engines.values())
 
+    def get(self, engine_id: EngineId, home: Endpoint) -> RegisteredEngine | None:
+        """Return the remote engine of that home; None: it is not registered."""
+        return self._engines.get((engine_id, home))
+
     def find(self, engine_id: EngineId, home: Endpoint | None = None) -> RegisteredEngine:
         """Return a remote engine; without a home, the last used one of that id.
 
         Raises EngineError (engine-unknown) where none is registered.
         """
         if home is not None:
-            found = self._engines.get((engine_id, home))
+            found = self.get(engine_id, home)
         else:
             latest_first = reversed(self._engines.values())
             found = next((engine for engine in latest_first if engine.engine_id == engine_id), None)
@@ -236,7 +239,7 @@ class TransferTopology:
 
         None: it is not registered, or with another manifest; then `register_remote_ranks` is to be called.
         """
-        engine = self._engines.get((engine_id, home))
+        engine = self.get(engine_id, home)
         if engine is None or engine.manifest is None or engine.manifest() is not manifest:
             return None
         self._touch(engine, now)
@@ -259,7 +262,7 @@ class TransferTopology:
         rank's own engine.
         """
         self._require_remote(engine_id)
-        engine = self._engines.get((engine_id, home))
+        engine = self.get(engine_id, home)
         if engine is None or engine.generation != generation:
             engine = RegisteredEngine(engine_id, home, generation, now, {})
             self._put(engine)
@@ -294,15 +297,16 @@ class TransferTopology:
         weak reference to what has the layouts; without one they are kept here.
 
         Raises EngineError as `register_remote_engine` does (shape-mismatch for other specs and layouts
-        too), PlanError (layers-missing) where the stages do not hold every layer once, or a tensor that is
-        read lies outside its stage's layers, and what `make_plan` raises. Nothing has changed then.
+        too), LayoutError or PlanError (layers-missing) where the stages do not hold every layer once, or a
+        tensor that is read lies outside its stage's layers, and what `make_plan` raises. Nothing has changed
+        then.
         """
         engine_id = remote_spec.engine_id
         self._require_remote(engine_id)
         cache = PlanCache(max_plans=1) if plans is None else plans
         digests = cache.digests(ranks)
         kept = (lambda held=_LayoutsByHand(ranks): held) if manifest is None else manifest
-        known = self._engines.get((engine_id, home))
+        known = self.get(engine_id, home)
         if known is not None and known.generation == remote_spec.generation:
             if known.layout_digests is not digests or known.spec != remote_spec:
                 _require_same_facts(known, remote_spec, ranks, digests)
@@ -601,12 +605,40 @@ def _require_same_facts(
     for pp_rank, info in known.stages.items():
         differing += _differing_fields(info, infos.get(pp_rank), EngineTransferInfo)
     if known.spec is not None:
-        changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
-        if changed:
-            some = ", ".join(map(str, changed[:MAX_LISTED_RANKS]))
-            differing.append(f"{len(changed)} ranks have another layout than before, rank {some} first")
+        differing += _differing_layouts(known, ranks, digests)
     if differing:
         raise _other_facts(known.engine_id, "", differing)
+
+
+def _differing_layouts(
+    known: RegisteredEngine, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
+) -> list[str]:
+    """Return how many ranks have another layout; of the first one its first field, if that is known still."""
+    changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
+    if not changed:
+        return []
+    first, former = changed[0], known.layouts() or {}
+    text = f"the layouts of {len(changed)} ranks have changed, of rank {first} first"
+    if first in former and first in ranks:
+        before, after = msgspec.to_builtins(former[first]), msgspec.to_builtins(ranks[first])
+        text += f": {_first_difference('layout', before, after)}"
+    return [text]
+
+
+def _first_difference(where: str, before: object, after: object) -> str:
+    """Return the first field, or item of a list, in which two values differ, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                return _first_difference(f"{where}.{name}", before.get(name), after.get(name))
+    if isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
+        index = next(index for index, item in enumerate(before) if item != after[index])
+        return _first_difference(f"{where}[{index}]", before[index], after[index])
+    return f"{where} was {_brief(before)} and is {_brief(after)}"
+
+
+def _brief(value: object) -> str:
+    return f"{len(value)} items" if isinstance(value, list | tuple | dict) else repr(value)
 
 
 def _differing_fields(
@@ -623,8 +655,9 @@ def _differing_fields(
 
 
 def _other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> EngineError:
+    more = len(differing) - MAX_LISTED_DIFFERENCES
+    listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     return EngineError(
-        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: "
-        f"{'; '.join(differing)}",
+        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}",
         Code.SHAPE_MISMATCH,
     )

@@ -36,7 +36,7 @@ SHOWN = {
     "_num_ended_before",
 }
 IGNORED = SHOWN | {"_learnt_bytes_share", "__weakref__"}
-CACHES = (PlanCache, TransferTopology, Expander)
+CACHES = (PlanCache, Expander)
 
 
 class _Walk:
@@ -105,6 +105,12 @@ class _Walk:
                     self.walk(at)
                     self.walk(live[1])
 
+    def topology(self, item: TransferTopology) -> None:
+        """Walk what a registration is compared with: plans follow from it, and it is far from expiry."""
+        if self.is_new(item):
+            facts = [(e.engine_id, e.home, e.generation, e.layout_digests) for e in item.engines()]
+            self.out.append(repr(sorted(facts)))
+
     def function(self, item: types.FunctionType) -> None:
         if self.is_new(item):
             self.out.append(item.__qualname__)
@@ -158,6 +164,7 @@ _BY_TYPE: dict[type, Callable[[_Walk, Any], None]] = {
     dict: _Walk.dict,
     OrderedDict: _Walk.dict,
     Timers: _Walk.timers,
+    TransferTopology: _Walk.topology,
     types.FunctionType: _Walk.function,
     types.MethodType: _Walk.method,
     types.BuiltinMethodType: _Walk.builtin,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from kvxferd.core import Settings
-from kvxferd.core.snapshot import TopologyRecord
+from kvxferd.core.snapshot import HandshakeRecord, TopologyRecord
+from kvxferd.plan import topology
 from kvxferd.wire import worker as wk
 from tests.support.simulation import World
 
@@ -30,10 +34,100 @@ def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(w
             ticket = sink.pull(source.publish(f"t{turn}-{number}", ids, TOKENS), IDS, TOKENS)
             assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
             assert sink.num_wrong(IDS, TOKENS, seed=number) == 0
-    topology = sink.host.node.sessions[sink.session].rank.topology
+    known = sink.host.node.sessions[sink.session].rank.topology
     homes = [source.host.endpoint for source, _ in sources]
-    assert [(e.engine_id, e.home) for e in topology.engines()] == [("prefill", home) for home in homes]
-    sizes = [topology.get_engine_info("prefill", home=home).remote_block_size for home in homes]
+    assert [(e.engine_id, e.home) for e in known.engines()] == [("prefill", home) for home in homes]
+    sizes = [known.get_engine_info("prefill", home=home).remote_block_size for home in homes]
     assert sizes == [4, 8]
-    assert topology.find("prefill").home == homes[1]  # the last used
+    assert known.find("prefill").home == homes[1]  # the last used
     assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 2  # none is planned again
+
+
+def registered(sink) -> list[tuple[str, str, object]]:
+    """Return the id, the generation and the plan of each engine that the sink's registry has."""
+    known = sink.host.node.sessions[sink.session].rank.topology
+    return [(engine.engine_id, engine.generation, engine.plan) for engine in known.engines()]
+
+
+def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monkeypatch):
+    """The registry has forgotten the engine, and so has the peer; the grant reads by what it was given."""
+    prefill, decode = world.host("p"), world.host("d")
+    (source,), (other,) = world.engine(prefill, "prefill"), world.engine(prefill, "other")
+    (sink,) = world.engine(decode, "decode")
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Prepare(ref=ref))
+    (hold,) = [hold for held in decode.node.grant_client._held.values() for hold in held.values()]
+    manifest = weakref.ref(hold.remote)
+    monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 1)
+    assert isinstance(sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.Delivered)
+    decode.node.handshake_client.forget_engine(prefill.endpoint, ref.engine)
+    gc.collect()
+    assert [engine for engine, _, _ in registered(sink)] == ["other"]
+    assert manifest() is hold.remote
+    fetched = len([r for r in decode.records if isinstance(r, HandshakeRecord)])
+    ticket = sink.pull(ref, IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
+    assert len([r for r in decode.records if isinstance(r, HandshakeRecord)]) == fetched
+    del hold
+    gc.collect()
+    assert manifest() is None  # nothing else kept it
+
+
+def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_engine(world):
+    """The new one has blocks of another size, so by its plan the old one's bytes would be wrong."""
+    prefill, decode = world.host("p"), world.host("d")
+    (old,) = world.engine(prefill, "prefill")
+    (sink,) = world.engine(decode, "decode")
+    old.fill(IDS, TOKENS, seed=1)
+    ref = old.publish("t1", IDS, TOKENS)
+    sink.say(wk.Prepare(ref=ref))
+    (new,) = world.engine(prefill, "prefill", generation="g2", block_tokens=8)
+    new.fill(IDS[:2], TOKENS, seed=2)
+    ticket = sink.pull(new.publish("t2", IDS[:2], TOKENS), [4, 5, 6], TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert [generation for _, generation, _ in registered(sink)] == ["g2"]
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.Delivered)
+    assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
+    assert sink.num_wrong([4, 5, 6], TOKENS, seed=2) == 0
+
+
+def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_there(world):
+    """Bindings are no facts: nothing is refused, planned or reported again."""
+    (source,) = world.engine(world.host("p"), "prefill")
+    (sink,) = world.engine(world.host("d"), "decode")
+    plans = []
+    for turn in range(3):
+        source.fill(IDS, TOKENS, seed=turn)
+        ticket = sink.pull(source.publish(f"t{turn}", IDS, TOKENS), IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
+        assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
+        plans += [plan for _, _, plan in registered(sink)]
+        source.say(wk.Suspend())
+        region = source.layout.regions[0]
+        source.say(
+            wk.Resume(
+                request=2 + turn,
+                regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
+                incarnation=f"mapping-{turn}",
+            )
+        )
+    assert len(plans) == 3
+    assert plans[0] is plans[1] is plans[2]
+    assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 1
+    assert len([r for r in sink.host.records if isinstance(r, HandshakeRecord)]) == 3
+
+
+def test_what_the_registry_knows_is_not_charged_to_a_user(world):
+    """It refers to a manifest weakly: forgotten by its peer, its bytes are free, and facts and plan stay."""
+    (source,) = world.engine(world.host("p"), "prefill")
+    (sink,) = world.engine(world.host("d"), "decode")
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.Delivered)
+    share = sink.host.node.handshake_client._learnt_bytes_share
+    assert share.held > 0
+    sink.host.node.handshake_client.forget_engine(source.host.endpoint, ref.engine)
+    gc.collect()
+    assert share.held == 0
+    assert [engine for engine, _, plan in registered(sink) if plan is not None] == ["prefill"]

@@ -1,0 +1,279 @@
+"""The registry of a rank's remote engines: what is kept of each, refused, replaced and forgotten."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.errors import Code, EngineError, KvxferdError, PlanError
+from kvxferd.ids import Endpoint, EngineId, Generation, Rank
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.plan import EngineTransferInfo, PlanCache, TransferTopology, stage_infos
+from kvxferd.plan import topology as registry
+from tests.support.attention_engines import engine, layout_of, spec
+
+REMOTE = EngineId("remote")
+P, Q = Endpoint("tcp://p:9441"), Endpoint("tcp://q:9441")
+Ranks = dict[Rank, RankLayout]
+
+
+class Manifest:
+    """A manifest as fetched: it alone keeps its layouts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def layouts(self) -> Mapping[Rank, RankLayout]:
+        return self.ranks
+
+
+def topology() -> TransferTopology:
+    """Return the topology of rank (0, 0) of a TP=1 engine."""
+    own = spec()
+    return TransferTopology(own, layout_of(own))
+
+
+def remote(engine_id: str = REMOTE, generation: str = "g1", **facts: int | str) -> tuple[EngineSpec, Ranks]:
+    """Return the spec and the layouts of a remote engine."""
+    ranks = engine(**facts)  # type: ignore[arg-type]
+    first = ranks[Rank(0, 0)][0]
+    named = msgspec.structs.replace(first, engine_id=EngineId(engine_id), generation=Generation(generation))
+    return named, {rank: layout for rank, (_, layout) in ranks.items()}
+
+
+def test_an_entry_holds_facts_generation_plan_and_last_use() -> None:
+    """The seeds' facts by pp_rank, and what the daemon adds."""
+    made = topology()
+    remote_spec, ranks = remote(tp=2, pp=2)
+    plan = made.register_remote_ranks(remote_spec, ranks, home=P, now=7.0)
+    (kept,) = made.engines()
+    assert kept is made.find(REMOTE) is made.find(REMOTE, P)
+    assert (kept.engine_id, kept.home, kept.generation, kept.last_used) == (REMOTE, P, "g1", 7.0)
+    assert kept.plan is plan
+    assert kept.stages == stage_infos(remote_spec, ranks)
+    assert [(s.start_layer, s.end_layer) for s in kept.stages.values()] == [(0, 1), (1, 2)]
+    assert kept.layouts() == ranks
+
+
+def test_the_seeds_attributes() -> None:
+    """A rank's own identity has the names of in-engine connectors."""
+    own = spec(tp=4, pp=2, heads=8, rank=(1, 3))
+    made = TransferTopology(own, layout_of(own, block_tokens=16))
+    assert (made.engine_id, made.tp_rank, made.tp_size, made.pp_rank, made.pp_size) == ("prefill", 3, 4, 1, 2)
+    assert (made.block_size, made.total_num_kv_heads, made.local_physical_heads) == (16, 8, 2)
+    assert (made.is_mla, made.is_mamba) == (False, False)
+
+
+def test_registering_again_keeps_the_plan_and_counts_as_a_use() -> None:
+    """Idempotent: with the same manifest, and with the next one of equal facts."""
+    made, plans = topology(), PlanCache()
+    remote_spec, ranks = remote(tp=2)
+    first, second = Manifest(ranks), Manifest(dict(ranks))
+    plan = made.register_remote_ranks(
+        remote_spec, ranks, home=P, manifest=weakref.ref(first), plans=plans, now=1.0
+    )
+    assert made.use(REMOTE, P, first, 2.0) is plan
+    assert made.use(REMOTE, P, second, 3.0) is None
+    assert made.find(REMOTE).last_used == 2.0
+    again = made.register_remote_ranks(
+        remote_spec, second.ranks, home=P, manifest=weakref.ref(second), plans=PlanCache(), now=4.0
+    )
+    assert again is plan  # though that cache had none
+    assert made.use(REMOTE, P, first, 5.0) is None
+    assert made.use(REMOTE, P, second, 5.0) is plan
+    assert len(list(made.engines())) == 1
+
+
+def test_the_registry_does_not_keep_a_manifest() -> None:
+    """Its bytes count for a user for as long as anything refers to it. Facts and plan stay."""
+    made = topology()
+    remote_spec, ranks = remote(tp=2)
+    manifest = Manifest(ranks)
+    plan = made.register_remote_ranks(remote_spec, ranks, home=P, manifest=weakref.ref(manifest))
+    freed = weakref.ref(manifest)
+    del manifest
+    gc.collect()
+    assert freed() is None
+    assert made.find(REMOTE).layouts() is None
+    assert made.target_remote_ranks(REMOTE) == [0, 1]
+    assert made.find(REMOTE).plan is plan
+    assert made.register_remote_ranks(remote_spec, ranks, home=P) is plan
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"tp": 4}, ["tp_size was 2 and is 4", "remote_tp_size was 2 and is 4"]),
+        ({"block_tokens": 8}, ["remote_block_size was 4 and is 8", "the layouts of 2 ranks have changed"]),
+        ({"layout": "NHD"}, ["of rank pp0.tp0 first: layout.tensors[0].token_stride was 4 and is 8"]),
+        ({"pp": 2}, ["pp_size was 1 and is 2", "end_layer was 2 and is 1"]),
+    ],
+)
+def test_other_facts_under_one_generation_are_refused_field_by_field(
+    other: dict[str, int | str], named: list[str]
+) -> None:
+    """And what was known stays, as it was last used."""
+    made = topology()
+    plan = made.register_remote_ranks(*remote(tp=2), home=P, now=1.0)
+    with pytest.raises(EngineError) as caught:
+        made.register_remote_ranks(*remote(**{"tp": 2} | other), home=P, now=2.0)
+    assert caught.value.code is Code.SHAPE_MISMATCH
+    for text in named:
+        assert text in str(caught.value)
+    assert made.find(REMOTE).plan is plan
+    assert made.find(REMOTE).last_used == 1.0
+
+
+def test_layouts_that_are_forgotten_are_compared_by_their_digests() -> None:
+    """Then the refusal names the ranks alone."""
+    made = topology()
+    manifest = Manifest(remote(tp=2)[1])
+    made.register_remote_ranks(
+        remote(tp=2)[0], manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=PlanCache()
+    )
+    del manifest
+    gc.collect()
+    with pytest.raises(EngineError, match=r"the layouts of 2 ranks have changed, of rank pp0\.tp0 first$"):
+        made.register_remote_ranks(*remote(tp=2, layout="NHD"), home=P)
+
+
+def test_facts_by_hand_are_facts_of_the_generation_too() -> None:
+    """Layouts that do not have them are refused; those that do add the plan."""
+    made = topology()
+    remote_spec, ranks = remote(tp=2)
+    info = stage_infos(remote_spec, ranks)[0]
+    made.register_remote_engine(REMOTE, info, Generation("g1"), home=P)
+    with pytest.raises(EngineError, match="remote_tp_size was 2 and is 4"):
+        made.register_remote_ranks(*remote(tp=4), home=P)
+    assert made.find(REMOTE, P).plan is None
+    assert made.register_remote_ranks(remote_spec, ranks, home=P) is made.find(REMOTE, P).plan
+    assert made.register_remote_engine(REMOTE, info, Generation("g1"), home=P) == info
+
+
+def test_a_new_generation_replaces_everything_of_the_old_one() -> None:
+    """One entry for each engine and home."""
+    made = topology()
+    made.register_remote_ranks(*remote(tp=2, pp=2), home=P)
+    made.register_remote_ranks(*remote(tp=4, generation="g2"), home=P)
+    (kept,) = made.engines()
+    assert kept.generation == "g2"
+    assert list(kept.stages) == [0]
+    assert made.target_remote_ranks(REMOTE) == [0, 1, 2, 3]
+
+
+def test_a_new_generation_that_cannot_be_read_leaves_the_old_one() -> None:
+    """Nothing is dropped for it."""
+    made = topology()
+    plan = made.register_remote_ranks(*remote(tp=2), home=P)
+    with pytest.raises(PlanError):
+        made.register_remote_ranks(*remote(layers=3, generation="g2"), home=P)
+    assert made.find(REMOTE).plan is plan
+
+
+def test_two_homes_of_one_engine_id_have_an_entry_each() -> None:
+    """With one generation and different facts: neither refuses, replaces or answers for the other."""
+    made = topology()
+    made.register_remote_ranks(*remote(tp=2), home=P, now=1.0)
+    made.register_remote_ranks(*remote(tp=4), home=Q, now=2.0)
+    assert [made.get_engine_info(REMOTE, home=home).remote_tp_size for home in (P, Q)] == [2, 4]
+    assert [made.target_remote_ranks(REMOTE, home=home) for home in (P, Q)] == [[0, 1], [0, 1, 2, 3]]
+    assert made.get_engine_info(REMOTE).remote_tp_size == 4  # of the last used
+    made.register_remote_ranks(*remote(tp=2), home=P, now=3.0)
+    assert made.get_engine_info(REMOTE).remote_tp_size == 2
+    assert "remote_tp=4" in made.describe(REMOTE, home=Q)
+    made.unregister_remote_engine(REMOTE, P)
+    assert [kept.home for kept in made.engines()] == [Q]
+    with pytest.raises(EngineError, match="of tcp://p:9441") as caught:
+        made.find(REMOTE, P)
+    assert caught.value.code is Code.ENGINE_UNKNOWN
+
+
+def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time, by number, and by the parts of their layouts and plans."""
+    made = topology()
+    for number in range(6):
+        made.register_remote_ranks(*remote(f"e{number}"), home=P, now=float(number))
+    made.register_remote_ranks(*remote("e1"), home=P, now=9.0)
+    made.expire(3.0)
+    assert [kept.engine_id for kept in made.engines()] == ["e3", "e4", "e5", "e1"]
+    monkeypatch.setattr(registry, "MAX_REMOTE_ENGINES", 3)
+    made.expire()
+    assert [kept.engine_id for kept in made.engines()] == ["e4", "e5", "e1"]
+    parts = made.find(EngineId("e1")).num_parts
+    assert parts == 1 + 1 + 4  # a rank, a stage, and K and V of two layers
+    monkeypatch.setattr(registry, "MAX_KEPT_PARTS", 2 * parts)
+    made.expire()
+    assert [kept.engine_id for kept in made.engines()] == ["e5", "e1"]
+    monkeypatch.setattr(registry, "MAX_KEPT_PARTS", 1)
+    made.expire()
+    assert [kept.engine_id for kept in made.engines()] == ["e1"]  # the last used stays
+    made.expire(10.0)
+    assert not list(made.engines())
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({1: {"start_layer": 2}}, Code.LAYERS_MISSING, r"layers \[1, 2\) are held by no stage"),
+        ({1: {"start_layer": 0}}, Code.LAYERS_MISSING, "stage 0 already holds those up to 0"),
+        ({1: {"end_layer": 1}}, Code.LAYERS_MISSING, r"hold layers \[0, 1\) of 2"),
+        ({0: {"end_layer": 0}, 1: {"start_layer": 0}}, Code.LAYERS_MISSING, "component 'k' of layer 0"),
+    ],
+)
+def test_stages_hold_the_model_and_every_tensor_that_is_read(
+    change: dict[int, dict[str, int]], code: Code, text: str
+) -> None:
+    """Layouts by hand; those of a manifest are checked when they are fetched, too."""
+    remote_spec, ranks = remote(pp=2)
+    for pp_rank, fields in change.items():
+        ranks[Rank(pp_rank, 0)] = msgspec.structs.replace(ranks[Rank(pp_rank, 0)], **fields)
+    made = topology()
+    with pytest.raises(KvxferdError, match=text) as caught:
+        made.register_remote_ranks(remote_spec, ranks)
+    assert caught.value.code is code
+    assert not list(made.engines())
+
+
+def test_stages_by_hand_do_not_overlap() -> None:
+    """Not all of them are known yet, so a gap is none."""
+    made = topology()
+    made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 0, 0, 16))
+    with pytest.raises(PlanError, match=r"stage 2 holds layers \[15, 20\), and stage 0 holds \[0, 16\)"):
+        made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 2, 15, 20))
+    made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 2, 32, 48))
+    assert list(made.find(REMOTE).stages) == [0, 2]
+
+
+SMALL = {number: remote(f"e{number % 3}", f"g{number // 3 % 2}", tp=1 + number // 6) for number in range(12)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([P, Q]), st.floats(0, 5)), max_size=20))
+def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[int, Endpoint, float]]) -> None:
+    """Beside a model: a dict by (id, home), other facts under one generation refused, the order of use."""
+    made, now = topology(), 0.0
+    model: dict[tuple[str, str], tuple[str, int, float]] = {}
+    for number, home, later in steps:
+        remote_spec, ranks = SMALL[number]
+        now += later
+        key, tp = (remote_spec.engine_id, home), remote_spec.tp_size
+        known = model.get(key)
+        if known is not None and known[0] == remote_spec.generation and known[1] != tp:
+            with pytest.raises(EngineError):
+                made.register_remote_ranks(remote_spec, ranks, home=home, now=now)
+        else:
+            made.register_remote_ranks(remote_spec, ranks, home=home, now=now)
+            model.pop(key, None)
+            model[key] = (remote_spec.generation, tp, now)
+        if now > 8.0:
+            made.expire(now - 8.0)
+            model = {key: held for key, held in model.items() if held[2] >= now - 8.0}
+    assert [(e.engine_id, e.home) for e in made.engines()] == list(model)
+    assert [(e.generation, e.stages[0].remote_tp_size, e.last_used) for e in made.engines()] == [
+        *model.values()
+    ]
