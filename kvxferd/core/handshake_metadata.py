@@ -15,7 +15,7 @@ class _Consumer(Generic[Metadata]):
     """A reader as a consumer of metadata; it keeps what it is passed, by rank."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.consumer_name = name
         self.by_rank: dict[Rank, Metadata] = {}
 
 

@@ -54,7 +54,8 @@ def finding_of(measured: WakeUps, num_processors: int) -> Finding:
         "latest_s": round(measured.latest_s, 6),
         "cause": measured.late.cause.value if measured.late else "",
     }
-    of = f"of {measured.num_sleeps} wake-ups on {num_processors} processors"
+    processors = "one processor" if num_processors == 1 else f"{num_processors} processors"
+    of = f"of {measured.num_sleeps} wake-ups, with {processors} to run on,"
     if measured.late is None:
         return ok("processors", f"the latest {of} was {1000 * measured.latest_s:.1f} ms late", **facts)
     found = f"the latest {of} was {measured.late.late_s:.1f} s late"

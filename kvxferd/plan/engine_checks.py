@@ -124,7 +124,7 @@ def set_xfer_handshake_metadata_pp_aware(
     None, from a worker without metadata, is skipped. A consumer that has a method of this function's
     name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}`` by
     `set_xfer_handshake_metadata` if every pp_rank is 0; else NotPPAwareError, a ValueError, is raised.
-    It has the consumer's `name`, or its class where that is no text.
+    It has the consumer's `consumer_name`, or its class where there is none.
     """
     merged: dict[RankKey, Any] = {}
     for worker in metadata:
@@ -133,6 +133,6 @@ def set_xfer_handshake_metadata_pp_aware(
     if callable(pp_aware):
         pp_aware(merged)
         return
-    name = getattr(consumer, "name", None)
+    name = getattr(consumer, "consumer_name", None)
     require_pp_aware(merged, name if isinstance(name, str) else type(consumer).__name__)
     consumer.set_xfer_handshake_metadata({tp_rank: value for (_, tp_rank), value in merged.items()})

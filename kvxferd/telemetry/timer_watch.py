@@ -18,7 +18,7 @@ from kvxferd.telemetry.late_timers import (
 
 log = structlog.get_logger()
 
-# A stall of LATE_S and this is noticed for certain. A turn costs 20 us, so four a second 0.01 % of a core.
+# A stall of LATE_S and this is noticed for certain. A turn costs 40 us, so four a second 0.02 % of a core.
 INTERVAL_S = 0.25
 
 

@@ -34,7 +34,8 @@ def test_peers_transfers_and_a_drain(fleet: Fleet):
     assert (status, ready["reasons"]) == (200, [])
     assert "without keys" in ready["warnings"][0]
     assert "without keys" in prefill.log.read_text()
-    assert decode.control.request("GET", "/readyz")[1]["warnings"] == []
+    # A machine that is busy may add a warning of late timers.
+    assert not any("keys" in text for text in decode.control.request("GET", "/readyz")[1]["warnings"])
 
     (peer,) = decode.status()["peers"]
     code, said = kvxferd(decode, "drop-peer", peer["endpoint"])

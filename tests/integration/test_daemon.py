@@ -9,10 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from kvxferd.telemetry.late_timers import LATE_S
+from kvxferd.telemetry.timer_watch import INTERVAL_S
 from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.rank_process import RankError
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -189,6 +192,25 @@ def test_a_mover_that_dies_is_a_line_of_the_log_and_one_that_is_to_end_is_none(f
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     died = [line for line in lines if line["event"] == "mover died"]
     assert [(line["engine"], line["pid"], line["level"]) for line in died] == [("decode", mover, "warning")]
+
+
+def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm(fleet: Fleet):
+    """SIGSTOP is no lack of processors. A machine that is busy too may have starved it all the same."""
+    daemon = fleet.daemon("node")
+    resumed_at = time.monotonic() + LATE_S + 2 * INTERVAL_S
+    daemon.process.send_signal(signal.SIGSTOP)
+    while (left_s := resumed_at - time.monotonic()) > 0:
+        time.sleep(left_s)  # the daemon cannot act before this: lateness is time that passes
+    daemon.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "timers late" in daemon.log.read_text(), "the late timer logged")
+    warnings = daemon.control.get("/v1/status")["warnings"]
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    causes = {line["cause"] for line in lines if line["event"] == "timers late"}
+    if any("starves" in warning for warning in warnings):
+        assert "starved" in causes
+    metrics = daemon.metrics()
+    for cause in causes:
+        assert re.search(rf'kvxferd_late_timers_total\{{cause="{cause}"\}} [1-9]', metrics), cause
 
 
 def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
