@@ -25,7 +25,8 @@ def test_all_of_it_on_this_machine(tmp_path: Path):
     found = examine("--socket", str(tmp_path / "nobody.sock"))
     names = [finding["check"] for finding in found.findings]
     for check in ("python", "nixl", "kernel", "sealed memory", "processors", "same node", "tcp",
-                  "shared memory", "locked memory", "descriptors", "run directory", "daemon", "gpu", "rdma"):  # fmt: skip
+                  "shared memory", "locked memory", "descriptors", "run directory",
+                  "daemon", "gpu", "rdma"):  # fmt: skip
         assert check in names
     assert found.status == 0, found.findings
     assert found.of("nixl")["found"].startswith("nixl 1.")
