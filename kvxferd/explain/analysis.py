@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 import msgspec
@@ -13,15 +13,15 @@ import numpy as np
 from kvxferd.errors import PlanError
 from kvxferd.explain.engine_spec_parser import EngineDescription
 from kvxferd.explain.run_lengths import Lengths, describe_runs
+from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
+from kvxferd.explain.sends import RankSends, engine_sends
 from kvxferd.ids import Rank
-from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
+from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
-from kvxferd.plan.plan import BlockGeometry, GroupRead
+from kvxferd.plan.plan import GroupRead
 
-REQUEST_TOKENS = 1000  # tokens of the example request
-# Runs are counted over whole blocks of both sides if those have at most MAX_SAMPLE_TOKENS tokens, and over
-# fewer than REQUEST_TOKENS if there would be more than MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
-MAX_SAMPLE_TOKENS = 8192
+# Runs of consecutive ids are counted over fewer tokens than REQUEST_TOKENS if there would be more than
+# MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
 MAX_SAMPLE_RUNS = 1 << 19
 
 
@@ -88,6 +88,7 @@ class Explanation:
     prefill: EngineDescription
     decode: EngineDescription
     ranks: tuple[DecodeRankReads, ...] = ()
+    sends: tuple[RankSends, ...] = ()  # of every prefill rank
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -97,12 +98,8 @@ class Explanation:
         return sum(rank.num_bytes for rank in self.ranks)
 
     def bytes_by_source(self) -> dict[Rank, int]:
-        """Return the bytes read from each prefill rank, 0 if it is not read."""
-        given = dict.fromkeys(sorted(self.prefill.ranks), 0)
-        for rank in self.ranks:
-            for read in rank.reads:
-                given[read.source] += read.num_bytes
-        return given
+        """Return the bytes that each prefill rank sends, 0 if no decode rank reads it."""
+        return {sends.rank: sends.num_bytes for sends in self.sends}
 
 
 def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Explanation:
@@ -120,7 +117,9 @@ def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Expla
         ranks.append(DecodeRankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused))
-    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)))
+    layouts = {rank: layout for rank, (_, layout) in decode.ranks.items()}
+    sends = engine_sends(remote, layouts, (reads.plan for reads in ranks))
+    return Explanation(prefill, decode, tuple(ranks), sends, notes=tuple(_notes(ranks)))
 
 
 def _refusals(
@@ -147,7 +146,7 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
             for group_read in plan.group_reads
             if (group_read.rank, group_read.local.kind) == (read.source, read.kind)
         ]
-        num_bytes = scattered = in_a_row = 0.0
+        num_bytes = scattered = in_a_row = Fraction()
         sentences: dict[str, None] = {}
         for tokens, alike in _by_tokens(group_reads).items():
             part = msgspec.structs.replace(plan, group_reads=tuple(alike))
@@ -155,8 +154,8 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
             size = whole.bytes_per_token * tokens + whole.bytes_per_state
             apart, together = _run_lengths(part)
             num_bytes += size
-            scattered += size / apart.mean()
-            in_a_row += size / together.mean()
+            scattered += size * _runs_per_byte(apart)
+            in_a_row += size * _runs_per_byte(together)
             sentences[describe_runs(alike, apart, together)] = None
         yield RankRead(
             read.source,
@@ -174,42 +173,28 @@ def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:
     """Return the group reads by how many of the request's tokens they move: a sliding window only its own."""
     found: dict[int, list[GroupRead]] = {}
     for group_read in group_reads:
-        window = group_read.local.sliding_window
-        found.setdefault(REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window), []).append(
-            group_read
-        )
+        found.setdefault(tokens_moved(group_read.local.sliding_window), []).append(group_read)
     return found
 
 
-def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
-    """Return the run lengths of a request with scattered ids on both sides, and of one with consecutive ids.
+def _runs_per_byte(lengths: Lengths) -> Fraction:
+    return Fraction(len(lengths), int(lengths.sum()))
 
-    Scattered ids merge nothing, so a sample of a few blocks is as good as a whole request.
-    """
-    spans = [
-        side.id_tokens
-        for group_read in plan.group_reads
-        for side in (group_read.local, group_read.remote)
-        if side.id_tokens
-    ]
-    step = math.lcm(*spans) if spans else 1
-    if step > MAX_SAMPLE_TOKENS:
-        step = max(spans)
+
+def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
+    """Return the run lengths of a request with scattered ids on both sides, and with consecutive ids."""
+    sides = [side for group_read in plan.group_reads for side in (group_read.local, group_read.remote)]
+    step = sample_tokens(sides)
     apart = _sample_run_lengths(plan, step, 2)
-    steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if spans else 1
+    has_tokens = any(side.id_tokens for side in sides)
+    steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if has_tokens else 1
     return apart, _sample_run_lengths(plan, step * steps, 1)
 
 
 def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     """Return the run lengths of a request whose ids are `stride` apart on both sides."""
-    local = {
-        group_read.local.group: _sample_block_ids(group_read.local, tokens, stride)
-        for group_read in plan.group_reads
-    }
-    remote = {
-        group_read.remote.group: _sample_block_ids(group_read.remote, tokens, stride)
-        for group_read in plan.group_reads
-    }
+    local = sample_lists((group_read.local for group_read in plan.group_reads), tokens, stride)
+    remote = sample_lists((group_read.remote for group_read in plan.group_reads), tokens, stride)
     mine = dict.fromkeys((s.local.region for group_read in plan.group_reads for s in group_read.patterns), 0)
     theirs = dict.fromkeys(
         (s.remote.region for group_read in plan.group_reads for s in group_read.patterns), 0
@@ -217,13 +202,6 @@ def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     bases = {group_read.rank: theirs for group_read in plan.group_reads}
     parts = Expander(plan).parts(local, remote, tokens, mine, bases)
     return np.concatenate([runs.length for part in parts for runs in part.values()])
-
-
-def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBlocks:
-    """Return a made-up block list; its ids need not exist, as nothing is read."""
-    if side.kind is GroupKind.STATE:
-        return PackedBlocks(pack_ids([0]), state_at=tokens)
-    return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))
 
 
 def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:

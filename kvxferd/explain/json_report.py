@@ -6,15 +6,17 @@ from typing import Any
 
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
 from kvxferd.explain.byte_ranges import ByteRanges
+from kvxferd.explain.sends import RankSends, Send
 
 
 def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) -> dict[str, Any]:
-    """Return `ranks`, or `refused`; with `ranges`, also `byte_ranges` of the requested rank."""
+    """Return `ranks` and `sends`, or `refused`; with `ranges`, also `byte_ranges` of the requested rank."""
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
         return about | {"refused": [refusal._asdict() for refusal in explanation.refused]}
     about["bytes_per_1000_tokens"] = explanation.num_bytes
     about["ranks"] = [_rank(rank) for rank in explanation.ranks]
+    about["sends"] = [_sends(sends) for sends in explanation.sends]
     about["notes"] = list(explanation.notes)
     if ranges is not None:
         about["byte_ranges"] = [_ranges(item) for item in ranges]
@@ -45,6 +47,18 @@ def _read(read: RankRead) -> dict[str, Any]:
         "runs_per_1000_tokens_if_blocks_in_a_row": read.fewest_runs,
         "mean_run_bytes": round(read.mean_run_bytes, 1),
         "merges": read.merges,
+    }
+
+
+def _sends(sends: RankSends) -> dict[str, Any]:
+    return {"prefill_rank": list(sends.rank), "to": [_send(send) for send in sends.to]}
+
+
+def _send(send: Send) -> dict[str, Any]:
+    return {
+        "decode_rank": list(send.decode_rank),
+        "bytes_per_1000_tokens": send.num_bytes,
+        "runs_per_1000_tokens": send.num_runs,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.explain.analysis import REQUEST_TOKENS, DecodeRankReads, Explanation, RankRead
+from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
 from kvxferd.explain.formatting import (
     format_engine,
     format_heads,
@@ -12,6 +12,7 @@ from kvxferd.explain.formatting import (
     format_units,
 )
 from kvxferd.explain.matrix_axes import PipelineStage, UnitAxis, pipeline_stages, unit_axes
+from kvxferd.explain.sample_request import REQUEST_TOKENS
 from kvxferd.explain.svg import (
     ALARM,
     BLUE,

@@ -41,7 +41,7 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.sender import SendPart, sender_plan
+from kvxferd.plan.sender import SenderPlan, SendPart, SendPattern, sender_plan
 from kvxferd.plan.topology import RegisteredEngine, TransferTopology
 
 __all__ = [
@@ -61,6 +61,8 @@ __all__ = [
     "RegisteredEngine",
     "Runs",
     "SendPart",
+    "SendPattern",
+    "SenderPlan",
     "TransferRegion",
     "TransferTopology",
     "attention_descriptor_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
 from kvxferd.ids import Rank
@@ -71,10 +72,10 @@ def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
     )
 
 
-def shared_fraction(local: TokenShard, remote: TokenShard) -> float:
-    """Return the fraction of a sequence's tokens that both shards hold, 0 to 1."""
+def shared_fraction(local: TokenShard, remote: TokenShard) -> Fraction:
+    """Return the fraction of a sequence's tokens that both shards hold, 0 to 1, exact."""
     both = sum(t // remote.interleave % remote.count == remote.index for t in _local_tokens(local, remote))
-    return both / common_period_steps(local, remote)
+    return Fraction(both, common_period_steps(local, remote))
 
 
 def common_period_steps(local: TokenShard, remote: TokenShard) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.ids import Digest, GroupName, Rank, RegionId
-from kvxferd.layout import Group, GroupKind, TokenShard
+from kvxferd.layout import CacheTensor, Group, GroupKind, TokenShard
 
 
 class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +53,19 @@ class Strides(msgspec.Struct, frozen=True, array_like=True):
     chunk: int
     chunk_bytes: int
     num_chunks: int
+
+
+def strides_of(tensor: CacheTensor) -> Strides:
+    """Return a cache tensor's strides."""
+    return Strides(
+        tensor.region,
+        tensor.block_stride,
+        tensor.token_stride,
+        tensor.unit_stride,
+        tensor.chunk_stride,
+        tensor.chunk_bytes,
+        tensor.num_chunks,
+    )
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from kvxferd.plan.plan import (
     StridePattern,
     Strides,
     block_geometry,
+    strides_of,
 )
 
 # The longest common period of two interleavings, in gcd-sized steps; 64 ranks of 64 and 63 tokens take 4,032.
@@ -188,19 +189,7 @@ def _add_extent(
         local.offset + fragment.local_index * local.unit_stride,
         remote.offset + fragment.remote_index * remote.unit_stride,
     )
-    patterns.setdefault((_strides(local), _strides(remote), fragment.num_units), []).append(extent)
-
-
-def _strides(tensor: CacheTensor) -> Strides:
-    return Strides(
-        tensor.region,
-        tensor.block_stride,
-        tensor.token_stride,
-        tensor.unit_stride,
-        tensor.chunk_stride,
-        tensor.chunk_bytes,
-        tensor.num_chunks,
-    )
+    patterns.setdefault((strides_of(local), strides_of(remote), fragment.num_units), []).append(extent)
 
 
 def _sorted_patterns(patterns: dict[_PatternKey, list[Extent]]) -> tuple[StridePattern, ...]:

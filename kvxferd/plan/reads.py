@@ -42,7 +42,7 @@ class ReadSummary:
     def add(self, read: GroupRead) -> None:
         """Count one group read of a plan."""
         key = (read.rank, read.local.kind)
-        items_per_token = shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens
+        items_per_token = float(shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens)
         layers, units = self._layers.setdefault(key, set()), self._units.setdefault(key, {})
         for pattern in read.patterns:
             content = pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units

@@ -71,7 +71,7 @@ def shape_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, list[Pa
         )
         parts.setdefault(key, []).append(_pattern_runs(pattern, shape))
         num_runs += len(parts[key][-1][0])
-        _check_num_runs(num_runs)
+        check_num_runs(num_runs)
     return {key: _split_by_page(sort_and_merge(runs), key.local_block_stride) for key, runs in parts.items()}
 
 
@@ -164,7 +164,7 @@ def _extent_runs(pattern: StridePattern, num_items: int) -> OffsetRuns:
             break
         axes.remove(within)
         runs = (runs[0], runs[1], runs[2] * within[0])
-    _check_num_runs(len(runs[0]) * math.prod(count for count, _, _ in axes) * len(pattern.extents))
+    check_num_runs(len(runs[0]) * math.prod(count for count, _, _ in axes) * len(pattern.extents))
     for count, local_step, remote_step in axes:
         at = np.arange(count, dtype=np.int64)[:, None]
         runs = (
@@ -175,7 +175,8 @@ def _extent_runs(pattern: StridePattern, num_items: int) -> OffsetRuns:
     return runs
 
 
-def _check_num_runs(num_runs: int) -> None:
+def check_num_runs(num_runs: int) -> None:
+    """Raise PlanError (layout-incompatible) for more than MAX_RUNS_PER_BLOCK runs of one block."""
     if num_runs > MAX_RUNS_PER_BLOCK:
         raise PlanError(
             f"cannot expand the plan: one block is scattered over {num_runs} stretches, over "
@@ -186,7 +187,7 @@ def _check_num_runs(num_runs: int) -> None:
 
 def _content_runs(local: Strides, remote: Strides) -> OffsetRuns:
     """Return one unit's content of one item, cut where either side's chunks end."""
-    _check_num_runs(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
+    check_num_runs(max(local.num_chunks, remote.num_chunks))  # before there are arrays of that length
     content = local.num_chunks * local.chunk_bytes
     cuts = distinct(
         np.concatenate([np.arange(0, content, side.chunk_bytes, dtype=np.int64) for side in (local, remote)])

@@ -294,3 +294,32 @@ def lists(draw: st.DrawFn, engine: Engine, num_tokens: int, latest: int) -> dict
         skip = draw(st.integers(0, group.num_blocks - size))
         found[name] = PackedBlocks(pack_ids(ids[skip : skip + size]), first_token=first)
     return found
+
+
+def required_from(sink: Engine, mine: dict[GroupName, PackedBlocks], num_tokens: int) -> dict[GroupName, int]:
+    """Return the first token that must arrive in each group; `num_tokens` where none must."""
+    return {
+        name: max(mine[name].first_token, num_tokens - (group.sliding_window or num_tokens))
+        if mine[name].ids
+        else num_tokens
+        for name, group in sink.group_facts.items()
+    }
+
+
+def lacks_tokens(
+    sink: Engine,
+    source: Engine,
+    mine: dict[GroupName, PackedBlocks],
+    theirs: dict[GroupName, PackedBlocks],
+    num_tokens: int,
+) -> bool:
+    """Whether some group of the sink requires a token before some list of the source begins."""
+    begins = [
+        theirs[g.name].first_token for g in source.group_facts.values() if g.kind is not GroupKind.STATE
+    ]
+    needs = [
+        max(mine[g.name].first_token, num_tokens - (g.sliding_window or num_tokens))
+        for g in sink.group_facts.values()
+        if g.kind is not GroupKind.STATE and mine[g.name].ids
+    ]
+    return any(need < begin for need in needs for begin in begins)

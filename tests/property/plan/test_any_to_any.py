@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import GroupName, Rank
-from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.layout import PackedBlocks
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, Runs, check_blocks, check_request, decode_plan, encode_plan, make_plan
 from tests.support import brute_force
-from tests.support.layout_strategies import Engine, Model, engines, lists, models
+from tests.support.layout_strategies import (
+    Engine,
+    Model,
+    engines,
+    lacks_tokens,
+    lists,
+    models,
+    required_from,
+)
 
 BUDGET = settings(
     # A nightly run sets RANDOM_PAIRS to thousands.
@@ -63,16 +71,6 @@ def moved_bytes(parts: list[dict[Rank, Runs]]) -> int:
     return sum(int(runs.length.sum()) for part in parts for runs in part.values())
 
 
-def required_from(sink: Engine, mine: dict[GroupName, PackedBlocks], num_tokens: int) -> dict[GroupName, int]:
-    """Return the first token that must arrive in each group; `num_tokens` where none must."""
-    return {
-        name: max(mine[name].first_token, num_tokens - (group.sliding_window or num_tokens))
-        if mine[name].ids
-        else num_tokens
-        for name, group in sink.group_facts.items()
-    }
-
-
 @BUDGET
 @given(st.data())
 def test_any_deployment_reads_any_other(data: st.DataObject) -> None:
@@ -94,22 +92,3 @@ def test_any_deployment_reads_any_other(data: st.DataObject) -> None:
         return
     moved = pull(sink, rank, source, mine=mine, theirs=theirs, num_tokens=num_tokens)
     event("moved" if moved else "nothing to move")
-
-
-def lacks_tokens(
-    sink: Engine,
-    source: Engine,
-    mine: dict[GroupName, PackedBlocks],
-    theirs: dict[GroupName, PackedBlocks],
-    num_tokens: int,
-) -> bool:
-    """Whether some group of the sink requires a token before some list of the source begins."""
-    begins = [
-        theirs[g.name].first_token for g in source.group_facts.values() if g.kind is not GroupKind.STATE
-    ]
-    needs = [
-        max(mine[g.name].first_token, num_tokens - (g.sliding_window or num_tokens))
-        for g in sink.group_facts.values()
-        if g.kind is not GroupKind.STATE and mine[g.name].ids
-    ]
-    return any(need < begin for need in needs for begin in begins)

@@ -1,27 +1,21 @@
-"""Layout properties, transfer regions and the sender's plan: golden rows 10 to 12."""
+"""Layout properties and transfer regions: golden rows 10 and 11."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 
 from kvxferd.ids import Rank
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout
-from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy, find_model
+from kvxferd.layout import GroupKind
+from kvxferd.layout.presets import LayerKind, deploy, find_model
 from kvxferd.plan import (
     CacheProperties,
-    SendPart,
     TransferRegion,
     TransferTopology,
     cache_properties,
     cache_properties_of_shapes,
     expand_region,
-    sender_plan,
 )
-from tests.support.attention_engines import KV, engine, layout_of, plan_between, spec
-
-Engine = dict[Rank, tuple[EngineSpec, RankLayout]]
+from tests.support.attention_engines import KV, layout_of, spec
 
 
 def properties(blocks_first: bool = False, cross: bool = False, split: bool = False) -> CacheProperties:
@@ -118,71 +112,3 @@ def test_regions_have_states_too(model: str, tp: int, want: int, is_row_major: b
     ]
     assert sum(found) == per_state * facts.kinds.count(LayerKind.STATE)
     assert [region.base_addr for region in regions] == [4096 + tensor.offset for tensor in ordered]
-
-
-def parts(source: Engine, sink: Engine, producer: int) -> list[tuple[int, int, int, int]]:
-    """Return (consumer, source offset, destination offset, length) of what a producer sends of K."""
-    consumers = {rank: (held[1], plan_between(sink, source, tuple(rank))) for rank, held in sink.items()}
-    sent = sender_plan(Rank(0, producer), source[Rank(0, producer)][1], consumers)
-    first = sent[0].component if sent else ""
-    return [(p.consumer.tp_rank, *p[3:]) for p in sent if p.component == first]
-
-
-def plain(tp: int, heads: int) -> Engine:
-    """One layer; a head of a block of 512 tokens has 2048 bytes."""
-    return engine(tp=tp, heads=heads, layers=1, block_tokens=512)
-
-
-def test_one_producer_two_consumers() -> None:
-    """GOLDEN row 12: P1 to D2, parts of 4096."""
-    assert parts(plain(1, 4), plain(2, 4), 0) == [(0, 0, 0, 4096), (1, 4096, 0, 4096)]
-
-
-def test_four_producers_two_consumers() -> None:
-    """GOLDEN row 12: P4 to D2: ranks 0 to 3 at 0, 4096, 0, 4096."""
-    sent = [parts(plain(4, 8), plain(2, 8), producer) for producer in range(4)]
-    assert sent == [[(0, 0, 0, 4096)], [(0, 0, 4096, 4096)], [(1, 0, 0, 4096)], [(1, 0, 4096, 4096)]]
-
-
-def test_replicas_of_mla_do_not_all_send() -> None:
-    """GOLDEN row 12: MLA P4 to D2: 0 and 2 send, 1 and 3 do not."""
-    latent = TokenComponent("latent", 1, 8, is_replicated=True)
-    model = ModelFacts("mla", 0, (LayerKind.FULL,), ((latent,),))
-    source, sink = deploy(model, tp=4, num_blocks=2), deploy(model, tp=2, num_blocks=2)
-    sent = [parts(source, sink, producer) for producer in range(4)]
-    assert [[consumer for consumer, *_ in one] for one in sent] == [[0], [], [1], []]
-
-
-def test_replicated_heads_are_sent_once() -> None:
-    """GOLDEN row 12: P8 to D2, K4: D0 from P0 (slot 0) and P2 (slot 1), D1 from P4 and P6."""
-    sent = [parts(plain(8, 4), plain(2, 4), producer) for producer in range(8)]
-    assert sent == [
-        [(0, 0, 0, 2048)],
-        [],
-        [(0, 0, 2048, 2048)],
-        [],
-        [(1, 0, 0, 2048)],
-        [],
-        [(1, 0, 2048, 2048)],
-        [],
-    ]
-
-
-def test_each_unit_is_sent_exactly_once() -> None:
-    """Sizes that do not divide: the producers' parts fill each consumer's block without gap or overlap."""
-    source, sink = plain(3, 8), plain(2, 8)
-    sent = [part for producer in range(3) for part in parts(source, sink, producer)]
-    for consumer in range(2):
-        filled = sorted((at, at + length) for to, _, at, length in sent if to == consumer)
-        assert filled[0][0] == 0
-        assert filled[-1][1] == 4 * 2048
-        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(filled))
-
-
-def test_parts_name_layer_and_component() -> None:
-    """Both, for every consumer."""
-    source, sink = engine(layers=2), engine(layers=2)
-    consumers = {rank: (held[1], plan_between(sink, source)) for rank, held in sink.items()}
-    sent = sender_plan(Rank(0, 0), source[Rank(0, 0)][1], consumers)
-    assert sent[0] == SendPart(Rank(0, 0), 0, "k", 0, 0, 64)
-    assert [(part.layer, part.component) for part in sent] == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
