@@ -19,7 +19,7 @@ N ?= 2000
 .PHONY: test-random
 test-random: $(STAMP)
 	RANDOM_PAIRS=$(N) $(VENV)/bin/pytest -s tests/property/random_pairs/test_random_pairs.py \
-		tests/property/plan/test_any_to_any.py
+		tests/property/plan
 
 # Every order of events in sizes up to DEPTH, 1 to 3; 1 is part of `make test`.
 DEPTH ?= 2

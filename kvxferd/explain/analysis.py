@@ -18,6 +18,7 @@ from kvxferd.explain.sends import RankSends, engine_sends
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
+from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
 
 # Runs of consecutive ids are counted over fewer tokens than REQUEST_TOKENS if there would be more than
@@ -149,10 +150,8 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
         num_bytes = scattered = in_a_row = Fraction()
         sentences: dict[str, None] = {}
         for tokens, alike in _by_tokens(group_reads).items():
-            part = msgspec.structs.replace(plan, group_reads=tuple(alike))
-            (whole,) = plan_reads(part)
-            size = whole.bytes_per_token * tokens + whole.bytes_per_state
-            apart, together = _run_lengths(part)
+            size = sum((_bytes_read(group_read, tokens) for group_read in alike), Fraction())
+            apart, together = _run_lengths(msgspec.structs.replace(plan, group_reads=tuple(alike)))
             num_bytes += size
             scattered += size * _runs_per_byte(apart)
             in_a_row += size * _runs_per_byte(together)
@@ -175,6 +174,18 @@ def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:
     for group_read in group_reads:
         found.setdefault(tokens_moved(group_read.local.sliding_window), []).append(group_read)
     return found
+
+
+def _bytes_read(group_read: GroupRead, tokens: int) -> Fraction:
+    """Return the bytes of some tokens, exact, so that they round like those that a prefill rank sends."""
+    of_an_item = sum(
+        pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units * len(pattern.extents)
+        for pattern in group_read.patterns
+    )
+    if group_read.local.kind is GroupKind.STATE:
+        return Fraction(of_an_item)
+    both = shared_fraction(group_read.local.shard, group_read.remote.shard)
+    return of_an_item * tokens * both / group_read.granule_tokens
 
 
 def _runs_per_byte(lengths: Lengths) -> Fraction:

@@ -41,8 +41,8 @@ def format_ranks(ranks: Sequence[Rank]) -> str:
     stages: dict[int, list[int]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp_rank, []).append(rank.tp_rank)
-    texts = {pp: format_numbers(tps).replace(", ...,", "..").replace(", ", "+") for pp, tps in stages.items()}
-    return ", ".join(f"pp{pp}.tp{text}" for pp, text in texts.items()) or "-"
+    texts = {pp: format_numbers(tps).replace(", ..., ", "..") for pp, tps in stages.items()}
+    return ", ".join(f"pp{pp}.tp{text.replace(', ', '+')}" for pp, text in texts.items()) or "-"
 
 
 def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
@@ -97,11 +97,14 @@ def format_engine(engine: EngineDescription) -> str:
 
 
 def format_load(explanation: Explanation) -> str:
-    """Return which prefill rank is read most, and which are not read."""
+    """Return which prefill ranks send most, by how much, and which send nothing."""
     served = explanation.bytes_by_source()
+    most, mean = max(served.values()), sum(served.values()) / len(served)
+    if min(served.values()) == most:
+        return f"every prefill rank gives {format_bytes(most)}"
+    busiest = [rank for rank, given in served.items() if given == most]
     idle = [rank for rank, given in served.items() if not given]
-    busiest = max(served, key=lambda rank: served[rank])
-    sentence = f"the busiest prefill rank is {busiest} with {format_bytes(served[busiest])}"
-    if len(set(served.values())) == 1:
-        sentence = f"every prefill rank gives {format_bytes(served[busiest])}"
+    are, each = ("ranks are", " each") if len(busiest) > 1 else ("rank is", "")
+    sentence = f"the busiest prefill {are} {format_ranks(busiest)} with {format_bytes(most)}{each}"
+    sentence += f", {most / mean:.1f} times the mean"
     return sentence + (f"; not read at all: {format_ranks(idle)}" if idle else "")

@@ -9,6 +9,7 @@ from kvxferd.explain.formatting import (
     format_layers,
     format_load,
     format_numbers,
+    format_ranks,
     format_units,
 )
 from kvxferd.explain.matrix_axes import PipelineStage, UnitAxis, pipeline_stages, unit_axes
@@ -37,6 +38,7 @@ STAGE_BAND = 24.0  # height of a stage's band above the matrix
 STAGE_SIDE_BAND = 118.0  # width of a stage's band beside the matrix
 MAX_BAR = 150.0  # length of the longest bar
 NOT_READ = "#f4f5f7"
+AT_MOST_MEAN, ABOVE_MEAN = "#aab3bf", "#6b7686"  # bars of prefill ranks, against the mean
 MAX_SENTENCES = 4  # sentences on runs
 # (ranks along one side, a cell's width if they are columns, its height if they are rows)
 _CELLS = ((4, 128.0, 58.0), (8, 104.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
@@ -279,24 +281,28 @@ class _ReadMatrix:
             self.canvas.text(x + MAX_BAR + 8, y + self.height / 2 + size * 0.35, sentence, size=size)
 
     def _column_bars(self, y: float) -> float:
-        """Draw bars of the bytes read from each prefill rank; return the y below them."""
+        """Draw bars of the bytes that each prefill rank sends, and their mean; return the y below them."""
         served = self.explanation.bytes_by_source()
-        most = max(served.values()) or 1
+        most, mean = max(served.values()) or 1, sum(served.values()) / len(served)
         height = 44.0
         self.canvas.text(self.left - 8, y + 22, "each prefill rank gives", size=12, bold=True, anchor="end")
-        self.canvas.text(
-            self.left - 8, y + 37, f"at most {format_bytes(most)}", size=11, fill=FAINT, anchor="end"
-        )
-        for index, source in enumerate(self.columns):
+        load = f"at most {format_bytes(most)}" + (f", mean {format_bytes(mean)}" if mean < most else "")
+        self.canvas.text(self.left - 8, y + 37, load, size=11, fill=FAINT, anchor="end")
+        for index, sends in enumerate(self.explanation.sends):
             x = self.left + index * self.width
-            length = height * served[source] / most
-            title = f"prefill {source} gives {format_bytes(served[source])}"
-            self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), "#8b96a5", title=title)
-            label = longest_fitting(
-                (format_bytes(served[source]) if served[source] else "idle",), self.width, 10
-            )
+            length = height * sends.num_bytes / most
+            title = f"prefill {sends.rank} gives {format_bytes(sends.num_bytes)}"
+            if sends.to:
+                readers = format_ranks([send.decode_rank for send in sends.to])
+                title += f", {sends.num_bytes / mean:.0%} of the mean: {sends.num_runs:,} runs to {readers}"
+            fill = ABOVE_MEAN if sends.num_bytes > mean else AT_MOST_MEAN
+            self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), fill, title=title)
+            label = longest_fitting((format_bytes(sends.num_bytes) if sends.to else "idle",), self.width, 10)
             self.canvas.text(x + self.width / 2, y + height + 13, label, size=10, fill=FAINT, anchor="middle")
         self.canvas.line(self.left, y, self.right, y, RULE)
+        if mean < most:
+            at = y + height * mean / most
+            self.canvas.line(self.left, at, self.right, at, INK)
         return y + height + 18
 
     def _legend(self, y: float) -> float:

@@ -1,4 +1,4 @@
-"""The explanation as text: a matrix of ranks, a table of reads, sentences on runs, or the refusals."""
+"""The explanation as text: a matrix of ranks, tables of reads and loads, sentences, or the refusals."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvxferd.layout import GroupKind
 from kvxferd.tooling.output import format_bytes, plain_text
 
 SHADES = " ░▒▓█"
+LOAD_BAR = 24  # characters of the busiest rank's bar
 # Layers that are not in equal steps take a row each.
 MAX_RANGES = 48
 
@@ -36,8 +37,13 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
     for note in explanation.notes:
         console.print(plain_text(f"note: {note}"), soft_wrap=True)
-    sentence = f"in all {format_bytes(explanation.num_bytes)}; {format_load(explanation)}"
-    console.print(plain_text(sentence), soft_wrap=True)
+    total = f"in all {format_bytes(explanation.num_bytes)}"
+    if len(set(explanation.bytes_by_source().values()) - {0}) == 1:
+        console.print(plain_text(f"{total}; {format_load(explanation)}"), soft_wrap=True)
+        return
+    console.print(plain_text(total), soft_wrap=True)
+    console.print()
+    console.print(_loads_table(explanation))
 
 
 def _print_refused(console: Console, explanation: Explanation) -> None:
@@ -147,6 +153,24 @@ def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
         format_bytes(read.mean_run_bytes),
         f"{read.fewest_runs:,}",
     )
+
+
+def _loads_table(explanation: Explanation) -> Table:
+    """Return a table of the prefill ranks by load, most first; ranks of equal load share a row."""
+    table = Table(title="Load of prefill ranks, for a request of 1,000 tokens", title_justify="left")
+    table.add_column("prefill ranks")
+    for head in ("each gives", "of the mean", "runs each"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    alike: dict[tuple[int, int], list[Rank]] = {}
+    for sends in explanation.sends:
+        alike.setdefault((sends.num_bytes, sends.num_runs), []).append(sends.rank)
+    most = max(num_bytes for num_bytes, _ in alike)
+    mean = explanation.num_bytes / len(explanation.sends)
+    for (num_bytes, num_runs), ranks in sorted(alike.items(), reverse=True):
+        cells = (format_ranks(ranks), format_bytes(num_bytes), f"{num_bytes / mean:.0%}", f"{num_runs:,}")
+        table.add_row(*(plain_text(cell) for cell in cells), Text("█" * round(LOAD_BAR * num_bytes / most)))
+    return table
 
 
 def _count_run_sentences(explanation: Explanation) -> dict[str, int]:

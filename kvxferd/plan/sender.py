@@ -247,11 +247,11 @@ def sender_plans(
     producers: Mapping[Rank, RankLayout], consumers: Mapping[Rank, tuple[RankLayout, Plan]]
 ) -> dict[Rank, SenderPlan]:
     """Return the plan of each of some producers, as `sender_plan` does; each layout is indexed once."""
-    own = {rank: _Held(rank, layout) for rank, layout in sorted(producers.items())}
+    own = {rank: _RankTensors(rank, layout) for rank, layout in sorted(producers.items())}
     patterns: dict[Rank, list[SendPattern]] = {rank: [] for rank in own}
     for consumer in sorted(consumers):
         layout, plan = consumers[consumer]
-        theirs = _Held(consumer, layout)
+        theirs = _RankTensors(consumer, layout)
         reads: dict[Rank, list[GroupRead]] = {}
         for read in plan.group_reads:
             if read.rank in own:
@@ -326,7 +326,7 @@ class _HeldUnits(NamedTuple):
     offset: int  # from the component's first unit
 
 
-class _Held:
+class _RankTensors:
     """One rank's cache tensors by layer and component, and where units lie in them."""
 
     def __init__(self, rank: Rank, layout: RankLayout) -> None:
@@ -370,7 +370,7 @@ class _Held:
         return self._tensor_shapes[name]
 
 
-def _patterns(own: _Held, theirs: _Held, reads: Iterable[GroupRead]) -> Iterator[SendPattern]:
+def _patterns(own: _RankTensors, theirs: _RankTensors, reads: Iterable[GroupRead]) -> Iterator[SendPattern]:
     """Yield what `own` sends for some reads of `theirs`, in order of groups, regions and destination."""
     found: dict[tuple[int, int, int], list[SendBase]] = {}  # by both shapes and the number of units
     for read in reads:

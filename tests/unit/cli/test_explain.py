@@ -108,6 +108,33 @@ def test_an_idle_replica_is_told() -> None:
     assert "not read at all: pp0.tp1+3+5+7" in run("deepseek-v3,tp=8", "deepseek-v3,tp=4").stdout
 
 
+def test_unequal_loads_are_listed_most_first() -> None:
+    """With what each rank gives against the mean; equal ranks share a row."""
+    lines = run("llama-3-70b,tp=3", "llama-3-70b,tp=4").stdout.splitlines()
+    rows = [line for line in lines if "█" in line and "│" in line]
+    assert [row.replace("│", " ").split()[:4] for row in rows] == [
+        ["pp0.tp0-1", "117.2", "MiB", "112%"],
+        ["pp0.tp2", "78.1", "MiB", "75%"],
+    ]
+    assert rows[0].count("█") == 24
+    assert rows[1].count("█") == 16
+
+
+def test_json_lists_what_every_prefill_rank_sends() -> None:
+    """In bytes of integers, by decode rank; one that sends nothing has an empty list."""
+    found = report("deepseek-v3,tp=2", "deepseek-v3")
+    size = 61 * 576 * 2 * 1000
+    (read,) = found["ranks"][0]["reads"]
+    to = [
+        {
+            "decode_rank": [0, 0],
+            "bytes_per_1000_tokens": size,
+            "runs_per_1000_tokens": read["runs_per_1000_tokens"],
+        }
+    ]
+    assert found["sends"] == [{"prefill_rank": [0, 0], "to": to}, {"prefill_rank": [0, 1], "to": []}]
+
+
 def test_byte_ranges_in_text_and_json() -> None:
     """Of one decode rank, as asked."""
     result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")

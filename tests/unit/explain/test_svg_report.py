@@ -84,6 +84,26 @@ def test_colours_follow_bytes(tmp_path: Path) -> None:
     assert sorted(fills, reverse=True) == sorted(fills, key=lambda size: fills[size])
 
 
+def test_an_unequal_load_is_seen(tmp_path: Path) -> None:
+    """Bars of bytes, darker above the mean, which is written; each says what the rank gives, and to whom."""
+    picture = drawn(tmp_path, "llama-3-70b,tp=3", "llama-3-70b,tp=4")
+    bars = {
+        title.text: rect
+        for rect in picture.iter(f"{SVG}rect")
+        if (title := rect.find(f"{SVG}title")) is not None and " gives " in (title.text or "")
+    }
+    assert list(bars) == [
+        "prefill pp0.tp0 gives 117.2 MiB, 112% of the mean: 20,000 runs to pp0.tp0-1",
+        "prefill pp0.tp1 gives 117.2 MiB, 112% of the mean: 20,000 runs to pp0.tp1-2",
+        "prefill pp0.tp2 gives 78.1 MiB, 75% of the mean: 10,000 runs to pp0.tp3",
+    ]
+    heights = [float(bar.attrib["height"]) for bar in bars.values()]
+    assert heights[0] == heights[1] == pytest.approx(1.5 * heights[2], rel=0.01)
+    fills = [bar.attrib["fill"] for bar in bars.values()]
+    assert fills[0] == fills[1] != fills[2]
+    assert "at most 117.2 MiB, mean 104.2 MiB" in texts(picture)
+
+
 def test_everything_lies_inside_the_picture(tmp_path: Path) -> None:
     """Nothing is drawn beyond the edge."""
     picture = drawn(tmp_path, "llama-3-70b,tp=16,pp=4", "llama-3-70b,tp=8,pp=8")
