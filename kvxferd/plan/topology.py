@@ -239,10 +239,12 @@ class TransferTopology:
 
         None: it is not registered, or with another manifest; then `register_remote_ranks` is to be called.
         """
-        engine = self.get(engine_id, home)
+        key = (engine_id, home)
+        engine = self._engines.get(key)
         if engine is None or engine.manifest is None or engine.manifest() is not manifest:
             return None
-        self._touch(engine, now)
+        engine.last_used = now
+        self._engines[key] = self._engines.pop(key)
         return engine.plan
 
     def register_remote_engine(
@@ -275,6 +277,8 @@ class TransferTopology:
             if differing:
                 raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
             return known
+        if engine.plan is not None:
+            raise _other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
         _require_own_layers(engine, info)
         engine.stages[info.remote_pp_rank] = info
         return info
@@ -315,7 +319,7 @@ class TransferTopology:
                 self._touch(known, now)
                 return known.plan
         made = cache.get(self.spec, self.layout, remote_spec, ranks, digests) if plan is None else plan
-        stages = self._stages_of(remote_spec, ranks, made)
+        stages = self._stages_alike(remote_spec, digests, made) or self._stages_of(remote_spec, ranks, made)
         self._put(
             RegisteredEngine(
                 engine_id,
@@ -331,6 +335,25 @@ class TransferTopology:
             )
         )
         return made
+
+    def _stages_alike(
+        self, remote_spec: EngineSpec, digests: LayoutDigests, plan: Plan
+    ) -> dict[int, EngineTransferInfo]:
+        """Return the facts of the last used engine, if this one is deployed alike; else nothing.
+
+        A hybrid's facts take 300 us, and most engines that a rank reads have the same layouts.
+        """
+        latest = next(reversed(self._engines.values()), None)
+        if latest is None or latest.spec is None or latest.plan is not plan:
+            return {}
+        sizes = (remote_spec.pp_size, remote_spec.tp_size, remote_spec.num_layers)
+        if latest.layout_digests is not digests or sizes != (
+            latest.spec.pp_size,
+            latest.spec.tp_size,
+            latest.spec.num_layers,
+        ):
+            return {}
+        return dict(latest.stages)
 
     def _stages_of(
         self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
@@ -558,8 +581,8 @@ class TransferTopology:
 
 
 def _has_states(layout: RankLayout) -> bool:
-    kinds = {group.name: group.kind for group in layout.groups}
-    return any(kinds[tensor.group] is GroupKind.STATE for tensor in layout.tensors)
+    states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}
+    return bool(states) and any(tensor.group in states for tensor in layout.tensors)
 
 
 def _require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
