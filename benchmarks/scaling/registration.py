@@ -1,8 +1,8 @@
 """What a remote engine costs a daemon's registry: one local rank by itself, and a whole node.
 
 `python -m scaling.registration NUMBER` prints one measurement, of the kvxferd that it imports, as JSON.
-`scale.py --beside` starts it with each checkout's code in turn, also that of before `TransferTopology` was the
-registry.
+`scale.py --beside` starts it with each checkout's code in turn, also that of before `TransferTopology` was
+the registry.
 """
 
 from __future__ import annotations
