@@ -14,10 +14,9 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from kvxferd.control.node_api import NODE_API
+from kvxferd.control.node_api import NODE_API, NodeApi
 from kvxferd.control.response_cache import COST_FACTOR, is_operator
 from kvxferd.control.responses import error_response, json_response
-from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
 
@@ -31,39 +30,38 @@ TOPOLOGY_LOCK: web.AppKey[asyncio.Lock] = web.AppKey("topology lock", asyncio.Lo
 
 async def topology_response(request: web.Request, engine_id: EngineId | None) -> web.Response:
     """Return the topologies of one engine, or (None) of all: 404 for an unknown engine, 503 for busy."""
-    listing = request.app[NODE_API].topologies(engine_id)
-    if engine_id is not None and not listing.num_topologies:
-        message = (
-            f"cannot show the topology of engine {engine_id!r}: no local rank knows it; a rank does once it "
-            "has planned a pull from it; 'kvxferd engines --topology' shows those that are known"
-        )
-        return error_response(404, Code.ENGINE_UNKNOWN, message)
     if is_operator(request):
-        return await _build(listing, 0.0)
+        return await _build(request.app[NODE_API], engine_id, 0.0)
     lock = request.app[TOPOLOGY_LOCK]
     if lock.locked():
         message = f"cannot GET {request.path}: another such request is being served; try again in a second"
         return error_response(503, Code.BUSY, message)
     async with lock:
-        return await _build(listing, COST_FACTOR)
+        return await _build(request.app[NODE_API], engine_id, COST_FACTOR)
 
 
-async def _build(listing: TopologyListing, pause_factor: float) -> web.Response:
+async def _build(node: NodeApi, engine_id: EngineId | None, pause_factor: float) -> web.Response:
     """Build the response. After each step, pause for `pause_factor` times as long as it took."""
     loop = asyncio.get_running_loop()
-    built: list[msgspec.Raw] = []
-    num_bytes, is_cut = 0, False
     started = step_started = loop.time()
-    for topology in listing.steps:
+    listing = node.topologies(engine_id)
+    built: list[msgspec.Raw] = []
+    num_bytes, num_left_out = 0, 0
+    for topology in listing.steps if listing.num_topologies else ():
         if topology is not None:
             encoded = msgspec.json.encode(topology)
             built.append(msgspec.Raw(encoded))
             num_bytes += len(encoded)
         now = loop.time()
         if num_bytes >= MAX_BYTES or now - started > MAX_BUILD_S:
-            is_cut = len(built) < listing.num_topologies
+            num_left_out = max(0, listing.num_topologies - len(built))
             break
         await asyncio.sleep((now - step_started) * pause_factor)
         step_started = loop.time()
-    num_left_out = listing.num_topologies - len(built) if is_cut else 0
+    if engine_id is not None and not built and not num_left_out:
+        message = (
+            f"cannot show the topology of engine {engine_id!r}: no local rank knows it; a rank does once it "
+            "has planned a pull from it; 'kvxferd engines --topology' shows those that are known"
+        )
+        return error_response(404, Code.ENGINE_UNKNOWN, message)
     return json_response({"topology": built, "num_left_out": num_left_out})

@@ -88,7 +88,7 @@ async def test_what_is_forgotten_meanwhile_is_not_left_out(tmp_path: Path) -> No
 
 
 class Slow(StillNode):
-    """A node whose first listing does not end before the test says so."""
+    """A node whose listings do not end before the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +96,13 @@ class Slow(StillNode):
         self.may_end = False
 
     def topologies(self, engine_id: EngineId | None) -> TopologyListing:
-        """Pauses without end."""
+        """One, after many pauses."""
 
         def steps() -> Iterator[TopologySnapshot | None]:
             while not self.may_end:
                 self.started.set()
                 yield None
+            yield sample_topologies()[0]
 
         return TopologyListing(1, steps())
 

@@ -14,7 +14,7 @@ from kvxferd.core.topology_builder import BATCH, list_topologies, topology_steps
 from kvxferd.core.topology_snapshot import SplitPartSnapshot, StageSnapshot, TopologySnapshot
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import EngineId, Rank
-from kvxferd.layout import CacheTensor, Group, GroupKind, RankLayout
+from kvxferd.layout import CacheTensor, Group, GroupKind, RankLayout, UnitRange
 from kvxferd.layout.presets import LayerKind, ModelFacts
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import TransferTopology, plan_reads
@@ -184,40 +184,46 @@ def bytes_of_part(part: SplitPartSnapshot) -> Iterator[int]:
         yield from range(start, start + part.length)
 
 
-def bytes_of_tensor(tensor: CacheTensor, group: Group) -> set[int]:
-    """The bytes of block 0, from the definition of a cache tensor, from its first byte on."""
+def bytes_of_units(tensor: CacheTensor, group: Group, units: UnitRange) -> set[int]:
+    """The bytes of these units in block 0, from the definition of a cache tensor, from its first byte on."""
     num_items = 1
     if group.kind is GroupKind.ATTENTION:
         num_items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
+    held = [unit for some in tensor.units for unit in range(some.start, some.stop)]
     return {
-        item * tensor.token_stride + unit * tensor.unit_stride + chunk * tensor.chunk_stride + byte
+        item * tensor.token_stride
+        + held.index(unit) * tensor.unit_stride
+        + chunk * tensor.chunk_stride
+        + byte
         for item in range(num_items)
-        for unit in range(tensor.num_units)
+        for unit in range(units.start, units.stop)
         for chunk in range(tensor.num_chunks)
         for byte in range(tensor.chunk_bytes)
     }
 
 
 def check_splits(layout: RankLayout, topology: TopologySnapshot, num_shards: int) -> None:
-    """Every byte of each region is filled, and (without context parallelism) by one rank."""
-    filled: dict[tuple[int, str], Counter[int]] = {}
-    for stage in topology.stages:
-        for split in stage.splits:
-            for part in split.parts:
-                for layer in part.layers:
-                    filled.setdefault((layer, part.component), Counter()).update(bytes_of_part(part))
+    """Each part has the bytes of its units; a region's have all, each once without context parallelism."""
     groups = {group.name: group for group in layout.groups}
-    held = [t for t in layout.tensors if t.num_units]
-    assert set(filled) == {(t.layer, t.component) for t in held}
-    regions = {(r.layer, r.component): r for stage in topology.stages for r in stage.regions}
-    for tensor in held:
-        found = filled[tensor.layer, tensor.component]
-        want = bytes_of_tensor(tensor, groups[tensor.group])
+    held = {(t.layer, t.component): t for t in layout.tensors if t.num_units}
+    filled: dict[tuple[int, str], Counter[int]] = {key: Counter() for key in held}
+    every_part = [part for stage in topology.stages for split in stage.splits for part in split.parts]
+    for part, layer in ((one, layer) for one in every_part for layer in one.layers):
+        tensor = held[layer, part.component]
+        found = list(bytes_of_part(part))
+        want = bytes_of_units(tensor, groups[tensor.group], part.units)
+        assert len(found) == len(want)
         assert set(found) == want
-        if groups[tensor.group].kind is GroupKind.STATE or num_shards == 1:
-            assert max(found.values()) == 1
-        assert regions[tensor.layer, tensor.component].kv_block_len == len(want)
-        assert regions[tensor.layer, tensor.component].offset == tensor.offset
+        filled[layer, part.component].update(found)
+    regions = {(r.layer, r.component): r for stage in topology.stages for r in stage.regions}
+    for key, tensor in held.items():
+        group = groups[tensor.group]
+        every = set().union(*(bytes_of_units(tensor, group, units) for units in tensor.units))
+        assert set(filled[key]) == every
+        if group.kind is GroupKind.STATE or num_shards == 1:
+            assert max(filled[key].values()) == 1
+        assert regions[key].kv_block_len == len(every)
+        assert (regions[key].offset, regions[key].block_len) == (tensor.offset, tensor.block_stride)
 
 
 @given(st.data())
@@ -234,6 +240,21 @@ def test_splits_fill_each_block_of_any_layout(data: st.DataObject) -> None:
     pair = RegisteredPair(topology, remote.spec, remote.ranks)
     shards = {group.token_shard.count for engine in (local, remote) for group in engine.group_facts.values()}
     check_splits(local.ranks[rank], shown(pair), max(shards, default=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        ("HND", [(0, 16 * 2 * 16, (), ())]),  # two heads of 16 tokens of 16 bytes
+        ("NHD", [(0, 2 * 16, (16,), (4 * 16,))]),  # two of four heads, token by token
+    ],
+)
+def test_a_part_is_as_few_runs_as_it_can_be(layout: str, runs: list[tuple[object, ...]]) -> None:
+    """Four heads of 16 bytes on one rank, two from each of two."""
+    model = ModelFacts("plain", 4, (LayerKind.FULL,), key_and_value(4, 8))
+    stage = only_stage(registered(model, 1, 2, local={"layout": layout}))
+    k = [part for part in stage.splits[0].parts if part.component == "k"]
+    assert [(part.offset, part.length, part.counts, part.strides) for part in k] == runs
 
 
 # --- in steps
