@@ -1,7 +1,7 @@
 """Hybrids of attention and states as in-engine connectors describe them: which ranks are read for what.
 
 Attention and states may come from different numbers of ranks: heads are replicated where there are
-more ranks than heads, states hardly ever. Everything is derived from a plan, stage by stage.
+more ranks than heads, states hardly ever. Everything is derived from what is read, stage by stage.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import Rank
-from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout, UnitRange
+from kvxferd.layout import EngineSpec, Group, RankLayout
+from kvxferd.layout.tensors import num_units
 from kvxferd.plan.info import EngineTransferInfo
-from kvxferd.plan.plan import Extent, Plan, StridePattern
-from kvxferd.plan.regions import cache_properties
+from kvxferd.plan.plan import Plan
+from kvxferd.plan.stage_reads import AttentionRead, StageReads, assigned_reads, planned_reads
 
 Ids = TypeVar("Ids")
 Descriptor = tuple[int, int]  # address, length in bytes
@@ -40,7 +41,9 @@ def attention_descriptor_bytes(
     """Return the bytes of one attention descriptor: the smaller side's block, or its K half.
 
     `num_reads` ranks of a wider remote together fill one local block. Raises PlanError
-    (layout-incompatible) where their parts do not add up to it.
+    (layout-incompatible) where their parts do not add up to it. That holds for blocks of equal tokens,
+    without padding, of which every rank holds as many heads; other layouts are read too, and their plan
+    proves by coordinate that nothing is missing.
     """
     parts = 2 if is_blocks_first else 1
     mine, theirs = local_block_len // parts, remote_block_len // parts
@@ -54,58 +57,52 @@ def attention_descriptor_bytes(
 
 
 class HybridReads:
-    """A view of one local rank's plan: what it reads of one stage of a remote engine with states."""
+    """What one local rank reads of one stage of a remote engine: a view, for stages with states."""
 
     def __init__(
         self, spec: EngineSpec, layout: RankLayout, plan: Plan, stage: Mapping[Rank, RankLayout]
     ) -> None:
         """Take the rank, its plan for the engine, and the layouts of one stage of that engine."""
+        self._set(spec, layout, planned_reads(layout, plan, stage))
+
+    @classmethod
+    def by_facts(cls, spec: EngineSpec, layout: RankLayout, info: EngineTransferInfo) -> HybridReads:
+        """Return the reads of a stage of which only `info` is known."""
+        made = cls.__new__(cls)
+        made._set(spec, layout, assigned_reads(spec, layout, info))
+        return made
+
+    def _set(self, spec: EngineSpec, layout: RankLayout, reads: StageReads) -> None:
         self._spec = spec
-        self._layout = layout
-        self._remote = {rank.tp_rank: held for rank, held in stage.items()}
-        self._extents: dict[GroupKind, dict[int, list[tuple[StridePattern, Extent]]]] = {
-            kind: {} for kind in GroupKind
-        }
-        for read in plan.group_reads:
-            if read.rank in stage:
-                extents = self._extents[read.local.kind].setdefault(read.rank.tp_rank, [])
-                extents.extend((pattern, extent) for pattern in read.patterns for extent in pattern.extents)
+        self._groups = {group.name: group for group in layout.groups}
+        self._reads = reads
 
     @property
     def fa_source_ranks(self) -> tuple[int, ...]:
         """Return the tp_ranks read for attention."""
-        return tuple(sorted(self._extents[GroupKind.ATTENTION]))
+        return tuple(self._reads.attention)
 
     @property
     def state_source_ranks(self) -> tuple[int, ...]:
         """Return the tp_ranks read for states."""
-        return tuple(sorted(self._extents[GroupKind.STATE]))
+        return self._reads.states
 
     @property
     def all_source_ranks(self) -> tuple[int, ...]:
         """Return the tp_ranks read for attention or states."""
-        return tuple(sorted({*self.fa_source_ranks, *self.state_source_ranks}))
+        return tuple(self._reads.sources)
 
     def info(self, base: EngineTransferInfo) -> MambaEngineTransferInfo:
         """Return the stage's facts, extended by what this rank reads of it."""
-        mine = _first_attention(self._layout)
-        theirs = _first_attention(self._remote[min(self._remote)])
-        descriptor_bytes = 0
-        if mine is not None and theirs is not None:
-            descriptor_bytes = attention_descriptor_bytes(
-                mine.block_stride,
-                theirs.block_stride,
-                is_blocks_first=cache_properties(self._layout).is_kv_layout_blocks_first,
-            )
         return MambaEngineTransferInfo(
-            **dataclasses.asdict(base),
+            **{field.name: getattr(base, field.name) for field in dataclasses.fields(EngineTransferInfo)},
             remote_fa_source_ranks=self.fa_source_ranks,
             remote_all_source_ranks=self.all_source_ranks,
             remote_num_fa_reads=len(self.fa_source_ranks),
             remote_num_mamba_reads=len(self.state_source_ranks),
-            remote_fa_descriptor_bytes=descriptor_bytes,
+            remote_fa_descriptor_bytes=self._descriptor_bytes(base.remote_block_size),
             is_remote_replicated=0 < self._spec.num_kv_heads < base.remote_tp_size,
-            remote_physical_heads=0 if theirs is None else theirs.num_units,
+            remote_physical_heads=num_units(self._reads.units_of(0)),
         )
 
     def should_skip_fa(self, remote_rank: int) -> bool:
@@ -120,12 +117,11 @@ class HybridReads:
         sources = self.fa_source_ranks
         if remote_rank in sources:
             return sources.index(remote_rank)
-        tensor = _first_attention(self._remote[remote_rank])
-        held = () if tensor is None else tensor.units
-        for slot, source in enumerate(sources):
-            for pattern, extent in self._extents[GroupKind.ATTENTION][source]:
-                read = UnitRange(extent.first_unit, extent.first_unit + pattern.num_units)
-                if any(u.start < read.stop and read.start < u.stop for u in held):
+        held = self._reads.units_of(remote_rank)
+        for slot, read in enumerate(self._reads.attention.values()):
+            for fragment in read.fragments:
+                end = fragment.first_unit + fragment.num_units
+                if any(units.start < end and fragment.first_unit < units.stop for units in held):
                     return slot
         return 0
 
@@ -135,11 +131,10 @@ class HybridReads:
         `remote_kv_block_len` is the number of bytes read of it. Returns 0 where the remote is wider,
         or there are no heads to choose from.
         """
-        if self._is_mla or not self.fa_source_ranks or len(self._remote) > self._spec.tp_size:
+        if self._is_mla or not self._reads.attention or self._reads.num_ranks > self._spec.tp_size:
             return 0
-        source = self.fa_source_ranks[0]
-        pattern, extent = self._extents[GroupKind.ATTENTION][source][0]
-        return _extent_position(self._remote[source], extent) * remote_kv_block_len // pattern.num_units
+        fragment = self._first_read.fragments[0]
+        return fragment.remote_index * remote_kv_block_len // fragment.num_units
 
     def needs_split_handles(self) -> bool:
         """Whether a local block is filled from several ranks."""
@@ -176,11 +171,29 @@ class HybridReads:
     def _is_mla(self) -> bool:
         return self._spec.num_kv_heads == 0
 
+    @property
+    def _first_read(self) -> AttentionRead:
+        return self._reads.attention[self.fa_source_ranks[0]]
+
+    def _descriptor_bytes(self, remote_block_size: int) -> int:
+        """Return the bytes of K (or V) that one descriptor has: the heads of one read, of the smaller block.
+
+        That is `attention_descriptor_bytes` of dense blocks of equal tokens. Pages that are padded, or hold
+        all layers, and blocks of other sizes have no bytes that could be compared.
+        """
+        if not self._reads.attention:
+            return 0
+        read = self._first_read
+        tokens = _kernel_block_tokens(self._groups[read.tensor.group])
+        tokens = min(tokens, remote_block_size or tokens)
+        heads = sum(fragment.num_units for fragment in read.fragments)
+        return heads * (tokens // read.tensor.granule_tokens) * read.tensor.content_bytes
+
     def _heads_of(self, rank: int) -> tuple[int, int, int]:
         """Return the position and number of the local heads read from a rank, and how many there are."""
-        pattern, extent = self._extents[GroupKind.ATTENTION][rank][0]
-        tensor = _tensor(self._layout, extent)
-        return _unit_position(tensor, extent.first_unit), pattern.num_units, tensor.num_units
+        read = self._reads.attention[rank]
+        fragment = read.fragments[0]
+        return fragment.local_index, fragment.num_units, read.tensor.num_units
 
 
 def _states_only(ids: Sequence[Ids], is_state_group: Sequence[bool]) -> list[Ids | list[int]]:
@@ -197,26 +210,5 @@ def _slice_descriptor(one: Descriptor, at: int, size: int, total: int) -> Descri
     return address + at * length // total, size * length // total
 
 
-def _first_attention(layout: RankLayout) -> CacheTensor | None:
-    kinds = {group.name: group.kind for group in layout.groups}
-    held = [t for t in layout.tensors if kinds[t.group] is GroupKind.ATTENTION and t.num_units]
-    return min(held, key=lambda t: (t.layer, t.offset), default=None)
-
-
-def _tensor(layout: RankLayout, extent: Extent) -> CacheTensor:
-    key = (extent.layer, extent.component)
-    return next(tensor for tensor in layout.tensors if (tensor.layer, tensor.component) == key)
-
-
-def _extent_position(layout: RankLayout, extent: Extent) -> int:
-    """Return the position of an extent's first unit among the units that a rank holds."""
-    return _unit_position(_tensor(layout, extent), extent.first_unit)
-
-
-def _unit_position(tensor: CacheTensor, unit: int) -> int:
-    before = 0
-    for held in tensor.units:
-        if held.start <= unit < held.stop:
-            return before + unit - held.start
-        before += held.stop - held.start
-    raise AssertionError(f"unit {unit} is not held")  # a plan names only units that are
+def _kernel_block_tokens(group: Group) -> int:
+    return group.block_tokens // group.physical_blocks_per_logical

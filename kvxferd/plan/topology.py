@@ -28,7 +28,7 @@ A grant holds its plan and manifest itself until it has ended. So none of these 
 
 The questions have the names of in-engine connectors. The ratios are arithmetic that planning never uses.
 What is read comes from the plan; for an engine of which only `EngineTransferInfo` is known, it comes from the
-planner's choice among the ranks that such an engine has.
+planner's own assignment of units to the ranks that such an engine has (plan/stage_reads.py).
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ import msgspec
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout, TokenShard, UnitRange
-from kvxferd.layout.presets import shard_units
-from kvxferd.plan.assignment import RankShare, assign_units, preferred_rank
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.plan.engine_checks import RANK_FIELDS, check_stage_layers
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
 from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import LayoutDigests, PlanCache
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
+from kvxferd.plan.stage_reads import assigned_reads
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 BY_HAND = Endpoint("")  # the home of facts that no peer sent
@@ -258,6 +257,8 @@ class TransferTopology:
     ) -> EngineTransferInfo:
         """Keep and return the facts of one stage whose layouts are not known; equal ones are kept once.
 
+        Where this rank reads states of it, the result is a `MambaEngineTransferInfo`: which ranks are read
+        is the planner's own assignment of units, made here from this rank's layout and `info`.
         A new generation replaces everything known of the old one. Raises EngineError with code
         shape-mismatch, listing each differing field with both values, for other facts under one
         generation, layers-missing for layers that another stage holds, and not-allowed for this
@@ -269,19 +270,26 @@ class TransferTopology:
             engine = RegisteredEngine(engine_id, home, generation, now, {})
             self._put(engine)
         self._touch(engine, now)
+        facts = self._with_reads(info)
         known = engine.stages.get(info.remote_pp_rank)
         if known is not None:
-            differing = _differing_fields(known, info, type(known))
-            if type(known) is not type(info):
-                differing.append(f"the facts were {type(known).__name__} and are {type(info).__name__}")
+            differing = _differing_fields(known, facts, EngineTransferInfo)
+            if type(known) is not type(facts):
+                differing.append(f"the facts were {type(known).__name__} and are {type(facts).__name__}")
             if differing:
                 raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
             return known
+<<<<<<< HEAD
         if engine.plan is not None:
             raise _other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
         _require_own_layers(engine, info)
         engine.stages[info.remote_pp_rank] = info
         return info
+=======
+        _require_own_layers(engine, facts)
+        engine.stages[info.remote_pp_rank] = facts
+        return facts
+>>>>>>> 4de5edc (Plan: an engine known by its facts alone gets its hybrid geometry at registration, by the planner's own assignment of units)
 
     def register_remote_ranks(
         self,
@@ -366,11 +374,17 @@ class TransferTopology:
         ranks_of: dict[int, dict[Rank, RankLayout]] = {}
         for rank, layout in ranks.items():
             ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
-        for pp_rank, info in stages.items():
-            own = ranks_of[pp_rank]
-            if any(_has_states(layout) for layout in own.values()):
-                stages[pp_rank] = HybridReads(self.spec, self.layout, plan, own).info(info)
+        for pp_rank, info in stages.items() if self.is_mamba else ():
+            reads = HybridReads(self.spec, self.layout, plan, ranks_of[pp_rank])
+            stages[pp_rank] = reads.info(info) if reads.state_source_ranks else info
         return stages
+
+    def _with_reads(self, info: EngineTransferInfo) -> EngineTransferInfo:
+        """Return facts built by hand, extended by what this rank reads of the stage where that is states."""
+        if not self.is_mamba:
+            return info
+        reads = HybridReads.by_facts(self.spec, self.layout, info)
+        return reads.info(info) if reads.state_source_ranks else info
 
     def unregister_remote_engine(self, engine_id: EngineId, home: Endpoint | None = None) -> None:
         """Forget an engine with all its stages; without a home, at each home."""
@@ -463,40 +477,26 @@ class TransferTopology:
         plan = self.find(engine_id, home).plan
         if plan is not None:
             return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
-        heads, wide = self.spec.num_kv_heads, info.remote_tp_size
-        whole = (UnitRange(0, 1),)  # without heads every rank holds everything
-        held = self._attention[0].units if heads and self._attention else whole
-        shares = tuple(
-            RankShare(Rank(remote_pp_rank, tp), shard_units(heads, wide, tp) or whole, TokenShard())
-            for tp in range(wide)
-        )
-        preferred = preferred_rank(self.spec.tp_rank, self.spec.tp_size, wide)
-        fragments, _ = assign_units(held, TokenShard(), shares, preferred)
-        return sorted({fragment.rank.tp_rank for fragment in fragments})
+        return assigned_reads(self.spec, self.layout, info).sources
 
     def hybrid(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> HybridReads:
-        """Return what is read of a stage that keeps states.
+        """Return what is read of a stage from which this rank reads states.
 
-        Raises EngineError: layout-incompatible for a stage without any, or one known by hand only;
-        engine-unknown where the engine's manifest is forgotten (the next pull fetches it).
+        Raises EngineError: layout-incompatible for a stage from which it reads none; engine-unknown
+        where the engine's manifest is forgotten (the next pull fetches it).
         """
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         engine = self.find(engine_id, home)
-        if engine.plan is None or not isinstance(info, MambaEngineTransferInfo):
-            raise EngineError(
-                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: it has "
-                "no state layers",
-                Code.LAYOUT_INCOMPATIBLE,
-            )
+        cannot = f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: "
+        if not isinstance(info, MambaEngineTransferInfo):
+            raise EngineError(f"{cannot}this rank reads no states of it", Code.LAYOUT_INCOMPATIBLE)
+        if engine.plan is None:
+            return HybridReads.by_facts(self.spec, self.layout, info)
         layouts = engine.layouts()
         if layouts is None:
-            raise EngineError(
-                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: its "
-                "manifest is forgotten",
-                Code.ENGINE_UNKNOWN,
-            )
+            raise EngineError(f"{cannot}its manifest is forgotten", Code.ENGINE_UNKNOWN)
         stage = {rank: layout for rank, layout in layouts.items() if rank.pp_rank == remote_pp_rank}
         return HybridReads(self.spec, self.layout, engine.plan, stage)
 
@@ -580,11 +580,14 @@ class TransferTopology:
         return text + ")"
 
 
+<<<<<<< HEAD
 def _has_states(layout: RankLayout) -> bool:
     states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}
     return bool(states) and any(tensor.group in states for tensor in layout.tensors)
 
 
+=======
+>>>>>>> 4de5edc (Plan: an engine known by its facts alone gets its hybrid geometry at registration, by the planner's own assignment of units)
 def _require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
     """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
     for read in plan.group_reads:

@@ -106,7 +106,7 @@ def test_an_engine_without_states_is_told_so() -> None:
     made = TransferTopology(*deploy(plain, tp=1)[Rank(0, 0)])
     source = deploy(plain, tp=2, engine_id=REMOTE)
     made.register_remote_ranks(source[Rank(0, 0)][0], {r: held[1] for r, held in source.items()})
-    with pytest.raises(EngineError, match="engine 'remote', stage 0: it has no state layers") as caught:
+    with pytest.raises(EngineError, match="engine 'remote', stage 0: this rank reads no states") as caught:
         made.filter_block_ids_for_rank(REMOTE, 1, local=[], remote=[], is_state_group=[])
     assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
     assert not isinstance(made.get_engine_info(REMOTE), MambaEngineTransferInfo)
@@ -171,7 +171,7 @@ def test_stages_with_one_kind_only() -> None:
     assert (first.start_layer, first.end_layer) == (0, 1)
     assert not isinstance(second, MambaEngineTransferInfo)
     assert made.target_remote_ranks(REMOTE, 1) == [0, 1]
-    with pytest.raises(EngineError, match="stage 1: it has no state layers"):
+    with pytest.raises(EngineError, match="stage 1: this rank reads no states"):
         made.should_skip_fa(REMOTE, 0, 1)
 
 
