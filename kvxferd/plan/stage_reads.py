@@ -7,7 +7,8 @@ engine has: this rank's layout tells how many units each component of the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvxferd.ids import Rank
@@ -23,7 +24,7 @@ from kvxferd.layout import (
 from kvxferd.layout.presets import shard_units
 from kvxferd.plan.assignment import Fragment, RankShare, assign_units, preferred_rank
 from kvxferd.plan.info import EngineTransferInfo
-from kvxferd.plan.plan import Extent, Plan
+from kvxferd.plan.plan import Extent, GroupRead, Plan
 
 UnitsOfRank = Callable[[int], tuple[UnitRange, ...]]
 
@@ -53,9 +54,7 @@ def planned_reads(layout: RankLayout, plan: Plan, stage: Mapping[Rank, RankLayou
     """Return the reads of a stage whose layouts are known; `layout` is this rank's."""
     extents: dict[int, dict[tuple[int, str], list[tuple[Extent, int]]]] = {}
     states = set()
-    for read in plan.group_reads:
-        if read.rank not in stage:
-            continue
+    for read in _group_reads_of(plan, min(stage).pp_rank):
         if read.local.kind is GroupKind.STATE:
             states.add(read.rank.tp_rank)
             continue
@@ -189,6 +188,15 @@ def _layers_read(layout: RankLayout, info: EngineTransferInfo) -> Iterator[list[
         if is_inside and tensor.num_units and tensor.content_bytes:
             layers.setdefault(tensor.layer, []).append((tensor, groups[tensor.group]))
     yield from layers.values()
+
+
+def _group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:
+    """Return the group reads of one stage; a plan has them in order of rank."""
+    start, end = (
+        bisect.bisect_left(plan.group_reads, stage, key=lambda read: read.rank.pp_rank)
+        for stage in (pp_rank, pp_rank + 1)
+    )
+    return plan.group_reads[start:end]
 
 
 def _units_in(

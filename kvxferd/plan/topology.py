@@ -279,17 +279,11 @@ class TransferTopology:
             if differing:
                 raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
             return known
-<<<<<<< HEAD
         if engine.plan is not None:
             raise _other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
-        _require_own_layers(engine, info)
-        engine.stages[info.remote_pp_rank] = info
-        return info
-=======
         _require_own_layers(engine, facts)
         engine.stages[info.remote_pp_rank] = facts
         return facts
->>>>>>> 4de5edc (Plan: an engine known by its facts alone gets its hybrid geometry at registration, by the planner's own assignment of units)
 
     def register_remote_ranks(
         self,
@@ -374,9 +368,9 @@ class TransferTopology:
         ranks_of: dict[int, dict[Rank, RankLayout]] = {}
         for rank, layout in ranks.items():
             ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
-        for pp_rank, info in stages.items() if self.is_mamba else ():
+        for pp_rank in {read.rank.pp_rank for read in plan.group_reads if read.local.kind is GroupKind.STATE}:
             reads = HybridReads(self.spec, self.layout, plan, ranks_of[pp_rank])
-            stages[pp_rank] = reads.info(info) if reads.state_source_ranks else info
+            stages[pp_rank] = reads.info(stages[pp_rank])
         return stages
 
     def _with_reads(self, info: EngineTransferInfo) -> EngineTransferInfo:
@@ -580,14 +574,6 @@ class TransferTopology:
         return text + ")"
 
 
-<<<<<<< HEAD
-def _has_states(layout: RankLayout) -> bool:
-    states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}
-    return bool(states) and any(tensor.group in states for tensor in layout.tensors)
-
-
-=======
->>>>>>> 4de5edc (Plan: an engine known by its facts alone gets its hybrid geometry at registration, by the planner's own assignment of units)
 def _require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
     """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
     for read in plan.group_reads:
