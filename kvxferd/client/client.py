@@ -88,12 +88,14 @@ class Client:
             raise
         return RankHandle(self._connection, engine, layout)
 
-    def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
+    def attach(self, engine_id: str, generation: str | None = None, timeout_s: float = 30.0) -> Publisher:
         """Become a publisher without memory: an engine's scheduler. Blocks until the daemon has accepted.
 
         Args:
             engine_id: the engine, as its ranks register it.
-            generation: the engine's present generation, the same as its ranks'.
+            generation: the engine's present generation, the same as its ranks'. None: the newest one whose
+                ranks are registered with this daemon (`Publisher.generation`). A daemon of version 0.1
+                refuses that (`rank-invalid`), and one without a rank of the engine too (`engine-unknown`).
             timeout_s: seconds to wait for the daemon's reply.
 
         Raises:
@@ -102,7 +104,9 @@ class Client:
         """
         role = PublisherRole(
             EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
-            Generation(check_name(generation, "a generation", Code.RANK_INVALID)),
+            Generation(
+                "" if generation is None else check_name(generation, "a generation", Code.RANK_INVALID)
+            ),
         )
         self._register(role, timeout_s)
         return Publisher(self._connection)

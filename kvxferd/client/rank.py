@@ -34,6 +34,12 @@ class Publisher:
         self._session = connection.session
         self._groups = groups  # of the engine; None where they are not known here
 
+    @property
+    def generation(self) -> str:
+        """The engine's generation that this session publishes for."""
+        role = self._session.registration.role
+        return str(role.generation) if role is not None else ""
+
     def publish(
         self,
         transfer_id: str,

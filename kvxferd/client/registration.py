@@ -50,10 +50,10 @@ class PublisherRole:
     """The session is an engine's scheduler: it publishes, and has no memory."""
 
     engine_id: EngineId
-    generation: Generation
+    generation: Generation  # "": the newest, until the daemon has named it
 
     def __str__(self) -> str:
-        return f"publisher of {self.engine_id}@{self.generation}"
+        return f"publisher of {self.engine_id}@{self.generation or 'the newest generation'}"
 
 
 SessionRole = RankRole | PublisherRole
@@ -182,9 +182,16 @@ class Registration:
         self._unwatched_movers.append(mover)
         return mover.daemon_end
 
-    def handle_accepted(self, request: int, epoch: int) -> None:
-        """Record that the daemon has accepted the request."""
-        self._check_request_number(request)
+    def handle_accepted(self, message: worker.Registered, epoch: int) -> None:
+        """Record that the daemon has accepted the request. Raises ProtocolError for a wrong reply."""
+        self._check_request_number(message.request)
+        if isinstance(self.role, PublisherRole) and not self.role.generation:
+            if not message.generation:
+                raise ProtocolError(
+                    f"the daemon accepted a {self.role} and did not name the generation", Code.OUT_OF_PLACE
+                )
+            # A daemon that this session reconnects to must not bind it to a later start of the engine.
+            self.role = replace(self.role, generation=message.generation)
         self.close_daemon_ends()
         self.was_registered, self.caller_waits, self._registered_epoch = True, False, epoch
         if isinstance(self.role, RankRole):

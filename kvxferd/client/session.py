@@ -465,7 +465,7 @@ class ClientSession:
 
     def _handle_registered(self, message: worker.Registered, now: float) -> None:
         self._require_state(SessionState.REGISTERING, message)
-        self.registration.handle_accepted(message.request, self.epoch)
+        self.registration.handle_accepted(message, self.epoch)
         if self.registration.expects_fence_page:
             self._publishes.switch_fence_page()
         self.state, self._reply_deadline = SessionState.READY, None

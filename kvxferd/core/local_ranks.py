@@ -24,7 +24,7 @@ from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineKey, MoverId
+from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import Bind, Bound, ProbeResult
@@ -51,6 +51,7 @@ from kvxferd.wire.worker import (
 OFFER_TIMEOUT_S = 10.0
 MAX_UNACKNOWLEDGED = 3
 OFFER_RETRY_S = 0.5  # after which an offer is sent again, where the daemon had no descriptor for the pidfd
+ATTACH_RETRY_S = 0.5  # ranks that this daemon has lost are back within two seconds
 REBIND_AFTER_S = 0.5  # movers that die at once, again and again, must not keep the node busy
 
 
@@ -187,24 +188,41 @@ class LocalRanks:
         rank.request = message.request  # the reply that is due answers this request
 
     def attach(self, session: Session, message: Attach) -> None:
-        """Let the session publish for an engine."""
+        """Let the session publish for an engine, of the newest generation here where it names none."""
         if session.engine is not None:
             text = f"cannot attach: this connection is of engine {session.engine} already; open another"
             self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
             return
         try:
-            check_names("attach", message.engine_id, message.generation)
+            names = (message.engine_id, message.generation)
+            check_names("attach", *(names if message.generation else names[:1]))
             self._checks.check_owner(session, message.engine_id)
             self._checks.check_publisher(session, message.engine_id)
+            session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
         except EngineError as error:
-            self._refuse(session, message.request, error.code, error.message)
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
             return
-        session.attached = EngineKey(message.engine_id, message.generation)
         sends_fence_page = self._fence_pages.create(session)
         self._fence_pages.assign(session.attached, session)
         self._reports.add(session, session.attached)
-        registered = Registered(request=message.request, endpoint=self._context.endpoint)
+        registered = Registered(
+            request=message.request,
+            endpoint=self._context.endpoint,
+            generation=Generation("") if message.generation else session.attached.generation,
+        )
         self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=sends_fence_page))
+
+    def _newest(self, engine_id: EngineId) -> EngineKey:
+        """Return the engine's newest generation. Raises EngineError (engine-unknown): no local rank of it."""
+        newest = self._registry.newest(engine_id)
+        if newest is None or not self._registry.has_local_rank(engine_id):
+            raise EngineError(
+                f"cannot attach to the newest generation of engine {engine_id}: no rank of it is registered "
+                "here; register its ranks first, or name the generation",
+                Code.ENGINE_UNKNOWN,
+                retry_after_s=ATTACH_RETRY_S,
+            )
+        return newest
 
     def _refuse(
         self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0

@@ -82,7 +82,7 @@ class Attach(Message, frozen=True, tag="attach"):
 
     request: int
     engine_id: EngineId
-    generation: Generation
+    generation: Generation  # "": the newest whose ranks are registered, which `Registered` names
 
 
 class Publish(Message, frozen=True, tag="publish"):
@@ -203,6 +203,7 @@ class Registered(Message, frozen=True, tag="registered"):
 
     request: int
     endpoint: str  # of the engine's home, for references
+    generation: Annotated[Generation, NAME] = Generation("")  # in the reply to an `Attach` that named none
 
 
 class FdsWanted(Message, frozen=True, tag="descriptors-wanted"):

@@ -104,13 +104,15 @@ class EngineUnderTest:
         lease_s: float | None = None,
         mirror: Callable[[SealedMemory], Any] | None = None,
         launched: Callable[[], Completion] | None = None,
+        tag: str = "",
     ) -> None:
+        """`tag`: what the generation begins with."""
         self._stack = ExitStack()
         self.needs_ready = mirror is not None or launched is not None
         self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
         self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         self._stack.callback(lambda: setattr(self, "bytes", None))
-        self.engine_id, self.generation = engine_id, Generation(secrets.token_hex(4))
+        self.engine_id, self.generation = engine_id, Generation(tag + secrets.token_hex(4))
         spec = EngineSpec(
             engine_id=EngineId(engine_id),
             generation=self.generation,

@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
+from kvxferd.ids import Generation
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
@@ -160,13 +161,14 @@ class DaemonSide:
         self.say(worker.Registered(request=register.request, endpoint=endpoint), mover.pidfd)
         return register
 
-    def say_registered(self, request: int, endpoint: str = ENDPOINT) -> None:
+    def say_registered(self, request: int, endpoint: str = ENDPOINT, generation: str = "") -> None:
         """Answer `register` or `attach`: in version 2, with the fence page that is made here."""
         fds = ()
         if self.version >= worker.FIRST_WITH_FENCE_PAGES:
             self.page = self.page or UnmappedFencePage.create()
             fds = (self.page.fd,)
-        self.say(worker.Registered(request=request, endpoint=endpoint), *fds)
+        named = Generation(generation)
+        self.say(worker.Registered(request=request, endpoint=endpoint, generation=named), *fds)
 
     def offer(self, mover: Mover) -> None:
         """Return once the client watches the mover."""

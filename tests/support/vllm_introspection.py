@@ -4,6 +4,7 @@ python real_vllm.py views
 python real_vllm.py packing ISA BLOCK_TOKENS
 python real_vllm.py statistics
 python real_vllm.py windows
+python real_vllm.py handshake SOCKET ENGINE_ID START GENERATION BLOCK_TOKENS CHILD,CHILD...
 """
 
 from __future__ import annotations
@@ -236,6 +237,98 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
     ]
 
 
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+HANDSHAKING = {
+    "kv_connector": "HandshakingConnector",
+    "kv_connector_module_path": "tests.support.vllm_servers.handshaking_connector",
+    "kv_role": "kv_both",
+}
+
+
+def handshake(
+    socket_path: str, engine_id: str, start: str, generation: str, block_tokens: int, children: list[str]
+) -> dict[str, object]:
+    """What its MultiConnector, or ours alone, makes of two stages' handshakes and of the first request.
+
+    The ranks are registered at `socket_path` by the caller. `start` is vLLM's name of the start. `children`
+    are `ours`, `handshaking` and `example`; one alone is not wrapped. The first request ends before
+    anything came from a worker's step.
+    """
+    from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvxferd.ids import Generation
+    from kvxferd.integrations.vllm import KvxferdConnector
+    from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+
+    known = {
+        "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},
+        "handshaking": HANDSHAKING,
+        "example": EXAMPLE,
+    }
+    connectors = [known[child] for child in children]
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    chosen = connectors[0] if len(connectors) == 1 else several
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**chosen, engine_id=engine_id),
+        instance_id=start,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        cache_config=SimpleNamespace(block_size=block_tokens),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+    )
+    sizes = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    spec = FullAttentionSpec(block_size=block_tokens, **sizes)
+    caches = KVCacheConfig(32, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)])
+
+    content: dict[tuple[int, int], object] = {}
+    steps = []
+    for stage in range(2):
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
+        for one in getattr(worker, "sub_connectors", [worker]):
+            if isinstance(one, KvxferdConnector):
+                engine = RegisteredEngine(engine_id, Generation(generation), needs_ready=False)
+                one._registered_engine = engine  # as `register_kv_caches` leaves it
+        if (sent := worker.get_handshake_metadata()) is not None:
+            content[stage, 0] = sent
+        steps.append(worker.build_connector_worker_meta())
+    scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
+    scheduler.set_xfer_handshake_metadata_pp_aware(content)
+
+    def finish(name: str) -> object:
+        request = SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=2 * block_tokens,
+            num_computed_tokens=2 * block_tokens,
+            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
+            status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+            prompt_token_ids=None,
+            max_tokens=1,
+        )
+        scheduler.on_new_request(request)
+        keeps, params = scheduler.request_finished_all_groups(request, ([1, 2],))
+        return params if keeps else None
+
+    first = finish("first")
+    output = KVConnectorOutput(kv_connector_worker_meta=steps[0].aggregate(steps[1]))
+    scheduler.update_connector_output(output)
+    siblings = [getattr(one, "ranks", None) for one in getattr(scheduler, "sub_connectors", [])]
+    found = {"sent": [type(one).__name__ for one in content.values()], "first": first}
+    found |= {"second": finish("second"), "siblings": siblings}
+    scheduler.shutdown()
+    return found
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     asked: dict[str, Callable[[], object]] = {
@@ -244,5 +337,6 @@ if __name__ == "__main__":
         "windows": windows,
         "statistics": statistics,
         "packing": lambda: packing(rest[0], int(rest[1])),
+        "handshake": lambda: handshake(*rest[:4], int(rest[4]), rest[5].split(",")),
     }
     print("ANSWER " + json.dumps(asked[what]()))

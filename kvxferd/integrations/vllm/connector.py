@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,11 +25,16 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
+from kvxferd.integrations.vllm.generation import start_tag
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.memory_sharing import share_memory
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.publisher_session import (
+    open_publisher,
+    open_publisher_by_id,
+    open_publisher_in_thread,
+)
 from kvxferd.integrations.vllm.registration import derive_caches, register_caches
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine, StepMetadata
@@ -53,7 +59,7 @@ class KvxferdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KvxferdWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The same, sent with the first step: inside MultiConnector the handshake may be another child's."""
+    """The same, sent with the first step: inside MultiConnector the workers send no handshake of ours."""
 
     engine: RegisteredEngine
 
@@ -120,8 +126,14 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sleep.resume_workers(None)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the registered engine, for the scheduler."""
-        return None if self._registered_engine is None else KvxferdHandshake(self._registered_engine)
+        """Return the registered engine, for the scheduler; None where vLLM's connector is not this one.
+
+        MultiConnector takes the first child's metadata and passes it to every child. Others refuse ours
+        (NixlConnector), or any from a second pipeline stage (vLLM's base class): the engine would not start.
+        """
+        if self._registered_engine is None or is_child_connector(self):
+            return None
+        return KvxferdHandshake(self._registered_engine)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start what the scheduler decided for a step, before its forward pass."""
@@ -172,13 +184,24 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Become the publisher of the engine that all workers report. Raises ValueError if they differ."""
+        """Become the publisher of the engine that all workers report. Raises ValueError if they differ.
+
+        Inside MultiConnector the metadata is another child's, or empty. All workers are registered by now,
+        so the daemon is asked for the engine by its id: the first step's requests are published too.
+        """
         engines = {sent.engine for sent in metadata.values() if isinstance(sent, KvxferdHandshake)}
         if len(engines) > 1:
             raise ValueError(f"the workers of one engine are of several: {sorted(map(str, engines))}")
-        for engine in engines if self._needs_publisher else ():
-            assert self._scheduler is not None
+        if not self._needs_publisher:
+            return
+        assert self._scheduler is not None
+        for engine in engines:
             self._scheduler.attach(open_publisher(self._options, engine), engine.needs_ready)
+            return
+        tag = start_tag(self._vllm_config)
+        publisher = open_publisher_by_id(self._options, self._kv_transfer_config.engine_id, tag)
+        if publisher is not None:
+            self._scheduler.attach(publisher)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Do the same for a vLLM that passes no pipeline ranks."""
@@ -221,7 +244,11 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Record the transfers that ended on all workers."""
         assert self._scheduler is not None
         sent = connector_output.kv_connector_worker_meta
-        if isinstance(sent, KvxferdWorkerMetadata) and self._needs_publisher:
+        if (
+            isinstance(sent, KvxferdWorkerMetadata)
+            and self._kv_transfer_config.is_kv_producer
+            and not self._scheduler.confirm(sent.engine)
+        ):
             pending = open_publisher_in_thread(self._options, sent.engine)
             self._scheduler.attach_later(pending, sent.engine.needs_ready)
         self._scheduler.pulls_ended(connector_output.finished_recving or ())
@@ -277,6 +304,11 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _needs_publisher(self) -> bool:
         assert self._scheduler is not None
         return self._kv_transfer_config.is_kv_producer and not self._scheduler.is_attached
+
+
+def is_child_connector(connector: KvxferdConnector) -> bool:
+    """Whether this worker's connector, the one that vLLM made and calls, is another: a MultiConnector."""
+    return has_kv_transfer_group() and get_kv_transfer_group() is not connector
 
 
 # MultiConnector reads its children's stats in the server's process, and looks their classes up by name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any
 
@@ -11,13 +12,25 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvxferd.ids import Generation
 
 
-def agree_on_generation(needs_ready: bool) -> tuple[Generation, bool]:
+def start_tag(vllm_config: Any) -> str:
+    """Return what every process of one start of the engine has in common, and no other start on this node.
+
+    vLLM names each start by its time in nanoseconds, and passes that name to the workers of the scheduler's
+    node. "" for a vLLM without it.
+    """
+    name = str(getattr(vllm_config, "instance_id", ""))
+    return hashlib.blake2s(name.encode(), digest_size=4).hexdigest() if name else ""
+
+
+def agree_on_generation(tag: str, needs_ready: bool) -> tuple[Generation, bool]:
     """Return the engine's generation, which its first rank chooses, and whether any rank needs ready.
 
-    Every worker of the engine calls this once; it blocks until all have. The values are gathered
-    within each pipeline stage first, then across the stages.
+    The generation begins with the first rank's `tag` (`start_tag`), so that the scheduler, which shares it,
+    can tell its own engine from another start that the daemon has. Every worker of the engine calls this
+    once; it blocks until all have. The values are gathered within each pipeline stage first, then across
+    the stages.
     """
-    gathered = [(secrets.token_hex(8), needs_ready)]
+    gathered = [(tag + secrets.token_hex(8), needs_ready)]
     for group in (get_tp_group(), get_pp_group()):
         gathered = _all_gather(group, gathered)
     return Generation(gathered[0][0]), any(needs for _, needs in gathered)

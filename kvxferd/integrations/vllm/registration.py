@@ -11,7 +11,7 @@ from kvxferd import client
 from kvxferd.client.gpu_events import Completion
 from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm import vllm_specs
-from kvxferd.integrations.vllm.generation import agree_on_generation
+from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
@@ -54,7 +54,9 @@ def register_caches(
     is_ahead = vllm_specs.draft_model(vllm_config) is not None and any(
         s.device != "cpu" for s in derived.storages
     )
-    generation, needs_ready = agree_on_generation(shared.bounce_buffers is not None or is_ahead)
+    generation, needs_ready = agree_on_generation(
+        start_tag(vllm_config), shared.bounce_buffers is not None or is_ahead
+    )
     spec = engine_spec(
         vllm_config,
         generation=generation,

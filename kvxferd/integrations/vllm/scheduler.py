@@ -25,7 +25,7 @@ from kvxferd.integrations.vllm.request_params import (
     wants_pull,
 )
 from kvxferd.integrations.vllm.stats import ConnectorStats
-from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepMetadata
+from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, RegisteredEngine, StepMetadata
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
@@ -58,8 +58,12 @@ class ConnectorScheduler:
         self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
         self._published: dict[str, str] = {}  # transfer id -> request id
 
-    def attach(self, publisher: Publisher, needs_ready: bool) -> None:
-        """Publish requests with `publisher` from now on."""
+    def attach(self, publisher: Publisher, needs_ready: bool = True) -> None:
+        """Publish requests with `publisher` from now on.
+
+        `needs_ready`: whether workers get each publish with the next step. They know themselves whether to
+        report ready for it, so True is right, and costs a little, while that is not known here.
+        """
         self._publisher = publisher
         self._needs_ready = needs_ready
 
@@ -67,6 +71,25 @@ class ConnectorScheduler:
         """Do the same once the publisher is open; requests that end before are not published."""
         self._pending_publisher = pending
         self._needs_ready = needs_ready
+
+    def confirm(self, engine: RegisteredEngine) -> bool:
+        """Record the engine that the workers report. Return whether its publisher is open, or being opened.
+
+        A publisher of another generation is closed: it was opened by the engine's id, and the daemon had
+        another start of it.
+        """
+        if self._publisher is None:
+            return self._pending_publisher is not None
+        if self._publisher.generation == engine.generation:
+            self._needs_ready = engine.needs_ready
+            return True
+        _LOG.warning("this engine's workers are of generation %s, and requests were published for %s",
+                     engine.generation, self._publisher.generation)  # fmt: skip
+        self._publisher.close()
+        for event in self._publisher.poll():  # every transfer is released; its fence word is overwritten
+            self._handle(event)
+        self._publisher = None
+        return False
 
     @property
     def is_attached(self) -> bool:

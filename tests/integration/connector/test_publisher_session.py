@@ -11,7 +11,11 @@ import pytest
 from kvxferd.client import Publisher, connect
 from kvxferd.errors import KvxferdError
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.publisher_session import open_publisher, open_publisher_in_thread
+from kvxferd.integrations.vllm.publisher_session import (
+    open_publisher,
+    open_publisher_by_id,
+    open_publisher_in_thread,
+)
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.daemon_fleet import DaemonUnderTest
@@ -40,6 +44,52 @@ def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon:
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is None
     arriving.set_result(open_publisher(Options(socket=daemon.worker_socket), enrolled(prefill)))
     assert prefill.prefill("p-2", 8, [1, 2], fill=5) is not None
+
+
+def test_the_first_request_is_published_where_only_the_engines_id_is_known(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    prefill = engine("prefill")
+    tag = prefill.generation[:4]
+    publisher = open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", tag)
+    assert publisher is not None
+    assert publisher.generation == prefill.generation
+    prefill.scheduler.attach(publisher)
+    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
+    assert prefill.scheduler.confirm(enrolled(prefill))
+    assert prefill.prefill("p-2", 8, [1, 2], fill=6) is not None
+
+
+def test_an_engine_that_the_daemon_does_not_have_is_published_after_the_first_step(
+    daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Options(socket=daemon.worker_socket, connect_timeout_s=0.1)
+    assert open_publisher_by_id(options, "nobody", "") is None
+    assert "publishing begins after the first step: cannot attach" in caplog.text
+
+
+def test_another_start_of_the_engine_is_not_published_for(
+    engine: Make, daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Block ids of this start would name other tokens in that one's memory."""
+    engine("prefill")
+    assert open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", "this start") is None
+    assert "the daemon has another start of engine prefill" in caplog.text
+
+
+def test_a_publisher_of_an_earlier_start_is_replaced_and_its_requests_are_let_go(
+    engine: Make, daemon: DaemonUnderTest
+) -> None:
+    earlier, prefill = engine("prefill"), engine("another")
+    publisher = open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", "")
+    assert publisher is not None
+    earlier.scheduler.attach(publisher)
+    assert earlier.prefill("p-1", 8, [1, 2], fill=5) is not None
+    present = RegisteredEngine("prefill", prefill.generation, needs_ready=False)
+    assert not earlier.scheduler.confirm(present)
+    assert not earlier.scheduler.is_attached
+    assert earlier.step_until(lambda results: results.sent == {"p-1"}, "the blocks are free").sent == {"p-1"}
+    assert earlier.prefill("p-2", 8, [1, 2], fill=6) is None
 
 
 def test_an_engine_whose_daemon_is_away_lives_on(

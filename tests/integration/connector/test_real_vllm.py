@@ -5,9 +5,11 @@ Runs vLLM's interpreter, named by KVXFERD_VLLM_PYTHON.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import pytest
 import torch
 
 from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
+from kvxferd.integrations.vllm.request_params import ref_from_params
+from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
+from tests.support.daemon_fleet import DaemonUnderTest
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
@@ -91,3 +96,31 @@ def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_se
 def test_its_last_token_finds_all_of_its_window_whatever_the_prompts_length() -> None:
     """Of a prompt pulled to its end, one length in sixteen has no block for the oldest token."""
     assert ask("windows") == {}
+
+
+OURS_SENT, OTHERS_SENT = ["KvxferdHandshake"] * 2, ["OwnHandshake"] * 2
+
+
+@pytest.mark.parametrize(
+    ("children", "sent"),
+    [
+        ("ours", OURS_SENT),
+        ("ours,handshaking", OTHERS_SENT),
+        ("handshaking,ours", OTHERS_SENT),
+        ("ours,example", []),
+        ("example,ours", []),
+    ],
+)
+def test_two_stages_and_the_first_request_are_published_at_each_position_of_multi_connector(
+    engine: Callable[..., EngineUnderTest], daemon: DaemonUnderTest, children: str, sent: list[str]
+) -> None:
+    tag = hashlib.blake2s(b"1732", digest_size=4).hexdigest()
+    generation = str(engine("prefill", tag=tag).generation)
+    known = daemon.worker_socket, "prefill", "1732", generation
+    found = ask("handshake", *known, str(BLOCK_TOKENS), children)
+    assert found["sent"] == sent
+    for name in ("first", "second"):
+        params = found[name]
+        assert ref_from_params(params).generation == generation, name
+    handshakes = [ranks for ranks in found["siblings"] if ranks is not None]
+    assert handshakes == [[[0, 0], [1, 0]]] * children.count("handshaking")

@@ -14,6 +14,7 @@ from tests.support.vllm_servers.engines import Engine, Served
 from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through, wait_until_settled
 
 NewPrompt = Callable[[int], list[int]]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def beside_another(served: Served, stored: Path) -> Served:
@@ -66,3 +67,54 @@ def test_another_prompts_cache_gives_other_tokens(
     swapped = decode(pair[1].url, ours, prefill(pair[0].url, theirs))
     assert swapped.tokens == complete(pair[0].url, [*theirs[:-1], ours[-1]]).tokens
     wait_until_settled(nodes, *pair)  # the other transfer's lease ends too
+
+
+PIPELINE = ("--pipeline-parallel-size=2", "--no-enforce-eager", "-cc.mode=1", "-cc.backend=eager")
+EXACT = ("--dtype=float32",)
+HANDSHAKING: dict[str, Any] = {
+    "kv_connector": "HandshakingConnector",
+    "kv_connector_module_path": "tests.support.vllm_servers.handshaking_connector",
+    "kv_role": "kv_both",
+}
+
+
+def beside_a_handshake(served: Served, *, first: bool) -> Served:
+    """The same engine in two pipeline stages, with another child that exchanges a handshake."""
+    assert served.connector is not None
+    children = [dict(served.connector), HANDSHAKING]
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children if first else children[::-1]},
+    }
+    flags, environ = (*EXACT, *PIPELINE), {"PYTHONPATH": str(REPOSITORY)}
+    return replace(served, connector=multi, flags=flags, environ=environ)
+
+
+@pytest.fixture(scope="module")
+def reader(site: Site, nodes: Nodes) -> Iterator[Engine]:
+    """A decode engine of one stage."""
+    nodes.heal()
+    engine = site.engine("decode-beside", nodes.consumer(site.model("llama"), flags=EXACT))
+    yield engine.wait()
+    site.end(engine)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_the_first_request_of_two_stages_is_published_beside_another_handshake(
+    site: Site, nodes: Nodes, reader: Engine, new_prompt: NewPrompt, first: bool
+) -> None:
+    served = beside_a_handshake(nodes.producer(site.model("llama"), flags=EXACT), first=first)
+    staged = site.engine(f"prefill-beside-{'first' if first else 'last'}", served)
+    staged.wait(warm_up=False)
+    assert staged.said("handshake of ranks ((0, 0), (1, 0))")
+    for length in (60, 300):  # the first is this engine's first step
+        prompt = new_prompt(length)
+        params = prefill(staged.url, prompt)
+        before = num_external_tokens(reader)
+        moved = decode(reader.url, prompt, params).tokens
+        assert num_external_tokens(reader) - before in (length, length - 1)
+        assert moved == complete(staged.url, prompt).tokens
+    assert not staged.said("is not published")
+    wait_until_settled(nodes, staged, reader)
+    site.end(staged)

@@ -157,14 +157,15 @@ class Engine:
             return bool(response.status == 200)
         return False
 
-    def wait(self) -> Engine:
-        """Return once it serves.
+    def wait(self, *, warm_up: bool = True) -> Engine:
+        """Return once it serves. Without `warm_up` the caller's first request is the engine's first.
 
         On a processor with AMX the CPU build of vLLM 0.32 dies of SIGILL, in its own attention and without a
         connector too, where its first request computes one token. After one of five tokens it does not.
         """
         wait_until(lambda: self.answers, lambda: f"{self.name} serves: {self.tail()}", START_S)
-        complete(self.url, WARM_UP, max_tokens=1)
+        if warm_up:
+            complete(self.url, WARM_UP, max_tokens=1)
         self.ready_after_s = time.monotonic() - self.started_at
         return self
 

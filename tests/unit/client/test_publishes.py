@@ -11,6 +11,7 @@ import pytest
 from kvxferd.client import BlockList, PublishRefused, Released
 from kvxferd.client.blocks import pack_blocks
 from kvxferd.errors import BusyError, Code, EngineError
+from kvxferd.ids import Rank
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import BlockIdAssembly
@@ -243,6 +244,35 @@ def test_a_publisher_without_memory_publishes(stage: Stage) -> None:
         stage.side.say(worker.Released(transfer_id="req-1", why=Code.LEASE_EXPIRED))
         assert events_of(scheduler) == [Released("req-1", Code.LEASE_EXPIRED)]
     until(lambda: not scheduler.is_connected, "closed")
+
+
+def test_a_publisher_of_the_newest_generation_stays_with_the_one_that_the_daemon_named(stage: Stage) -> None:
+    client = stage.client(version=2)
+    attaching = stage.calling(client.attach, "prefill-0")
+    attach = stage.side.expect(worker.Attach)
+    assert attach.generation == ""
+    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
+    stage.side.say_registered(attach.request, generation="g7")
+    scheduler = attaching.result()
+    assert scheduler.generation == "g7"
+    assert scheduler.publish("req-1", {"any": BlockList(ids=[1])}, num_tokens=16).generation == "g7"
+    stage.daemon.stop()
+    stage.daemon.start()
+    again = stage.daemon.accept()
+    again.greet(version=2)
+    assert again.expect(worker.Attach).generation == "g7"
+
+
+def test_a_reply_without_the_generation_that_was_asked_for_ends_the_connection(stage: Stage) -> None:
+    client = stage.client(version=2)
+    attaching = stage.calling(client.attach, "prefill-0")
+    stage.side.say_registered(stage.side.expect(worker.Attach).request)
+    again = stage.daemon.accept()
+    again.greet(version=2)
+    attach = again.expect(worker.Attach)
+    assert attach.generation == ""
+    again.say_registered(attach.request, generation="g8")
+    assert attaching.result().generation == "g8"
 
 
 def test_the_former_name_of_borrowed_is_equal() -> None:

@@ -11,7 +11,7 @@ from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.worker_requests import MAX_PREPARED
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, MoverId
+from kvxferd.ids import AgentName, EngineKey, MoverId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
@@ -387,7 +387,7 @@ def test_a_list_as_long_as_may_be_can_be_sent_again():
 
 
 @pytest.mark.parametrize(
-    ("engine_id", "generation"), [("e" * 257, "g"), ("e", "g" * 257), ("", "g"), ("e", "")]
+    ("engine_id", "generation"), [("e" * 257, "g"), ("e", "g" * 257), ("", "g"), ("", "")]
 )
 def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(world, engine_id, generation):
     worker = world.connect(world.host("p"))
@@ -396,6 +396,31 @@ def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(worl
     assert worker.host.node.sessions[worker.session].attached is None
     worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
     assert [m.request for m in worker.heard(wk.Registered)] == [4]
+
+
+def test_an_attach_that_names_no_generation_is_of_the_newest(world):
+    host = world.host("p")
+    for generation in ("g1", "g2"):
+        world.register(host, spec_of("e", generation=generation))
+    scheduler, named = world.connect(host), world.connect(host)
+    scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
+    assert [(m.request, m.generation) for m in scheduler.heard(wk.Registered)] == [(7, "g2")]
+    assert host.node.sessions[scheduler.session].attached == EngineKey("e", "g2")
+    named.say(wk.Attach(request=7, engine_id="e", generation="g1"))
+    assert [m.generation for m in named.heard(wk.Registered)] == [""]
+
+
+def test_an_attach_that_names_no_generation_needs_a_rank_of_this_node(world):
+    host = world.host("p")
+    scheduler = world.connect(host)
+    scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
+    refused = scheduler.heard(wk.Refused)
+    assert [(m.request, m.code) for m in refused] == [(7, Code.ENGINE_UNKNOWN)]
+    assert refused[0].retry_after_s > 0
+    assert host.node.sessions[scheduler.session].attached is None
+    world.register(host, spec_of("e"))
+    scheduler.say(wk.Attach(request=8, engine_id="e", generation=""))
+    assert [m.request for m in scheduler.heard(wk.Registered)] == [8]
 
 
 @pytest.mark.parametrize("had_rank", [True, False])
