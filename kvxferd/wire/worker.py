@@ -17,6 +17,7 @@ WORKER_VERSIONS = Versions(1, 2)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
 FIRST_WITH_LATE_FDS = 2  # the first version in which no descriptors come before the registration
 FIRST_WITH_RESUME = 2  # the first version in which interrupted pulls are resumed
+FIRST_WITH_NEWEST_GENERATION = 2  # the first version in which `Attach` need not name the generation
 FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to

@@ -263,6 +263,17 @@ def test_a_publisher_of_the_newest_generation_stays_with_the_one_that_the_daemon
     assert again.expect(worker.Attach).generation == "g7"
 
 
+def test_a_daemon_of_version_1_is_not_asked_for_the_newest_generation(stage: Stage) -> None:
+    client = stage.client(version=1)
+    with pytest.raises(EngineError) as refused:
+        client.attach("prefill-0")
+    assert refused.value.code is Code.BAD_VERSION
+    attaching = stage.calling(client.attach, "prefill-0", "g7")
+    attach = stage.side.expect(worker.Attach)
+    stage.side.say_registered(attach.request)
+    assert attaching.result().generation == attach.generation == "g7"
+
+
 def test_a_reply_without_the_generation_that_was_asked_for_ends_the_connection(stage: Stage) -> None:
     client = stage.client(version=2)
     attaching = stage.calling(client.attach, "prefill-0")
