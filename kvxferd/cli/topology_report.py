@@ -12,7 +12,7 @@ from kvxferd.core.topology_snapshot import (
     StageSnapshot,
     TopologySnapshot,
 )
-from kvxferd.explain.formatting import format_numbers, format_units
+from kvxferd.explain.formatting import format_numbers, format_unit_ranges, format_units
 from kvxferd.layout import GroupKind
 from kvxferd.tooling.output import console, format_bytes, format_duration, plain_text
 
@@ -96,7 +96,7 @@ def _part_lines(parts: Iterable[SplitPartSnapshot]) -> Iterator[str]:
     for part in parts:
         components.setdefault(msgspec.structs.replace(part, component=""), []).append(part.component)
     for part, names in components.items():
-        units = format_numbers(range(part.units.start, part.units.stop))
+        units = format_unit_ranges((part.units,))
         runs = f"[{part.offset}, {part.offset + part.length})"
         for count, stride in zip(reversed(part.counts), reversed(part.strides), strict=True):
             runs += f" x {count} every {stride}"

@@ -14,19 +14,24 @@ from kvxferd.tooling.output import format_bytes
 
 def format_numbers(numbers: Iterable[int]) -> str:
     """Return whole numbers as ranges, both ends included: ``0-3, 7``; many ranges end in their count."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
+    return format_unit_ranges(UnitRange(number, number + 1) for number in numbers)
+
+
+def format_unit_ranges(ranges: Iterable[UnitRange]) -> str:
+    """Return units as `format_numbers` does. A hostile rank may hold a billion: they are not counted out."""
+    joined: list[list[int]] = []
+    for start, stop in sorted((held.start, held.stop) for held in ranges if held.start < held.stop):
+        if joined and start == joined[-1][1]:
+            joined[-1][1] = stop
         else:
-            ranges.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+            joined.append([start, stop])
+    texts = [str(a) if a + 1 == b else f"{a}-{b - 1}" for a, b in joined]
     if len(texts) <= 4:
         return ", ".join(texts)
-    steps = {after[0] - before[0] for before, after in itertools.pairwise(ranges)}
-    if len(steps) == 1 and all(a == b for a, b in ranges):
+    steps = {after[0] - before[0] for before, after in itertools.pairwise(joined)}
+    if len(steps) == 1 and all(a + 1 == b for a, b in joined):
         return f"{texts[0]}, {texts[1]}, ..., {texts[-1]}"
-    return f"{sum(b - a + 1 for a, b in ranges)} of {ranges[0][0]}-{ranges[-1][1]}"
+    return f"{sum(b - a for a, b in joined)} of {joined[0][0]}-{joined[-1][1] - 1}"
 
 
 def format_layers(layers: Iterable[int]) -> str:
@@ -49,7 +54,7 @@ def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
     """Return units, with components of equal units together: ``k v heads 0-3``."""
     together: dict[str, list[str]] = {}
     for name, held in units.items():
-        together.setdefault(_format_held(held), []).append(name)
+        together.setdefault(format_unit_ranges(held), []).append(name)
     return "; ".join(f"{_component_label(names)} {held}".strip() for held, names in together.items())
 
 
@@ -57,12 +62,8 @@ def format_heads(units: Mapping[str, tuple[UnitRange, ...]]) -> str:
     """Return the heads (h) or state heads (s) that are read; "latent" if there is nothing to divide."""
     for name, mark in (("k", "h"), ("v", "h"), ("kv", "h"), ("ssm", "s")):
         if name in units:
-            return mark + _format_held(units[name])
+            return mark + format_unit_ranges(units[name])
     return "latent" if "latent" in units else next(iter(units), "")
-
-
-def _format_held(ranges: tuple[UnitRange, ...]) -> str:
-    return format_numbers(unit for held in ranges for unit in range(held.start, held.stop))
 
 
 def _component_label(names: list[str]) -> str:

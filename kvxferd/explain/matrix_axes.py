@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvxferd.explain.engine_spec_parser import EngineDescription
-from kvxferd.explain.formatting import format_layers, format_numbers
+from kvxferd.explain.formatting import format_layers, format_numbers, format_unit_ranges
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, RankLayout, UnitRange
 
@@ -29,7 +29,7 @@ class UnitAxis:
 
     def label(self, rank: Rank) -> str:
         """Return the units of a rank: ``0-3``."""
-        return format_numbers(unit for r in self.held.get(rank, ()) for unit in range(r.start, r.stop))
+        return format_unit_ranges(self.held.get(rank, ()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,14 @@ from rich.text import Text
 
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
 from kvxferd.explain.byte_ranges import ByteRanges, LayersInStep, group_layers_in_step
-from kvxferd.explain.formatting import format_engine, format_load, format_numbers, format_ranks, format_units
+from kvxferd.explain.formatting import (
+    format_engine,
+    format_load,
+    format_numbers,
+    format_ranks,
+    format_unit_ranges,
+    format_units,
+)
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
 from kvxferd.tooling.output import format_bytes, plain_text
@@ -211,7 +218,7 @@ def _range_row(row: LayersInStep) -> tuple[str, ...]:
         str(item.source),
         format_numbers(row.layers),
         item.component,
-        format_numbers(range(item.units.start, item.units.stop)),
+        format_unit_ranges((item.units,)),
         f"{item.decode_region} [{local}, {local + length})",
         f"{item.prefill_region} [{remote}, {remote + length})",
         f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",
