@@ -468,6 +468,8 @@ class TransferTopology:
     ) -> list[int]:
         """Return the tp_ranks of a remote stage that this rank reads, ascending."""
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
+        if isinstance(info, MambaEngineTransferInfo):
+            return list(info.remote_all_source_ranks)
         plan = self.find(engine_id, home).plan
         if plan is not None:
             return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
