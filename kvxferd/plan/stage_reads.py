@@ -94,20 +94,15 @@ def assigned_reads(spec: EngineSpec, layout: RankLayout, info: EngineTransferInf
     attention: dict[int, list[tuple[CacheTensor, Fragment]]] = {}
     states: set[int] = set()
     units_of: UnitsOfRank | None = None
-    for layer in _layers_read(layout, info):
-        totals = [assignment.total_units(tensor, group) for tensor, group in layer]
-        has_divided_state = any(
-            group.kind is GroupKind.STATE and total is not None
-            for (_, group), total in zip(layer, totals, strict=True)
-        )
-        for (tensor, group), total in zip(layer, totals, strict=True):
-            if group.kind is GroupKind.ATTENTION:
-                units_of = units_of or assignment.units_of(tensor, total)
-                for fragment in assignment.fragments(tensor, group, total):
-                    attention.setdefault(fragment.rank.tp_rank, []).append((tensor, fragment))
-            elif total is not None or not has_divided_state:
-                # What ranks hold copies of (B and C of few groups) lies with the parts that are divided.
-                states.update(f.rank.tp_rank for f in assignment.fragments(tensor, group, total))
+    for tensor, group in _tensors_read(layout, info):
+        total = assignment.total_units(tensor, group)
+        fragments = assignment.fragments(tensor, group, total)
+        if group.kind is GroupKind.STATE:
+            states.update(fragment.rank.tp_rank for fragment in fragments)
+            continue
+        units_of = units_of or assignment.units_of(tensor, total)
+        for fragment in fragments:
+            attention.setdefault(fragment.rank.tp_rank, []).append((tensor, fragment))
     reads = {
         tp_rank: AttentionRead(found[0][0], tuple(f for tensor, f in found if tensor is found[0][0]))
         for tp_rank, found in sorted(attention.items())
@@ -127,8 +122,9 @@ class _Assignment:
     def total_units(self, tensor: CacheTensor, group: Group) -> int | None:
         """Return how many units a component has in the whole model; None: each rank holds what this one does.
 
-        A rank's units alone do not always tell: rank 0 of a component of which neighbours hold copies
-        looks like one of a component that is divided.
+        A rank's units alone do not always tell: rank 0 of a component of which neighbours hold copies (B and
+        C of few groups) looks like one of a component that is divided. Either way it is read from ranks that
+        are read for the rest of the layer's states.
         """
         spec, heads = self._spec, self._spec.num_kv_heads
         is_attention = group.kind is GroupKind.ATTENTION
@@ -178,16 +174,14 @@ def _divided_total(units: tuple[UnitRange, ...], tp_size: int, tp_rank: int) -> 
     return tp_size * width + rest if 0 <= rest <= tp_rank else None
 
 
-def _layers_read(layout: RankLayout, info: EngineTransferInfo) -> Iterator[list[tuple[CacheTensor, Group]]]:
-    """Yield this rank's tensors in the layers of `info`, layer by layer, in memory order."""
+def _tensors_read(layout: RankLayout, info: EngineTransferInfo) -> Iterator[tuple[CacheTensor, Group]]:
+    """Yield this rank's tensors in the layers of `info`, in memory order."""
     groups = {group.name: group for group in layout.groups}
     is_whole = info.start_layer == info.end_layer == 0
-    layers: dict[int, list[tuple[CacheTensor, Group]]] = {}
     for tensor in sorted(layout.tensors, key=_memory_order):
         is_inside = is_whole or info.start_layer <= tensor.layer < info.end_layer
         if is_inside and tensor.num_units and tensor.content_bytes:
-            layers.setdefault(tensor.layer, []).append((tensor, groups[tensor.group]))
-    yield from layers.values()
+            yield tensor, groups[tensor.group]
 
 
 def _group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
+from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import (
+    EngineTransferInfo,
     MambaEngineTransferInfo,
     TransferTopology,
     attention_descriptor_bytes,
+    stage_infos,
 )
 
 REMOTE = EngineId("remote")
@@ -120,6 +123,7 @@ def test_an_engine_without_states_is_told_so() -> None:
         (4, 2, 8, [0, 1, 0, 1]),
         (8, 4, 2, [0] * 8),
         (2, 8, 4, [0, 0]),  # L < R
+        (2, 3, 6, [0, 0]),  # L < R, though the first read of rank 1 begins inside a remote block
         (4, 2, 0, [0] * 4),  # MLA
     ],
 )
@@ -144,6 +148,55 @@ def test_halves_must_fit() -> None:
     with pytest.raises(PlanError, match="6144 bytes, and 4096 are needed") as caught:
         attention_descriptor_bytes(16384, 12288, is_blocks_first=True, num_reads=2)
     assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "layout", "page_bytes"),
+    [(4, "HND", 0), (4, "NHD", 0), (4, "HND", 4096), (4, "HND-packed", 0), (2, "HND", 0), (16, "NHD", 0)],
+)
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_descriptors_between_blocks_that_differ(
+    block_tokens: int, layout: str, page_bytes: int, is_by_hand: bool
+) -> None:
+    """L2, R8, K4: one of two heads of the smaller block, however the remote's pages lie."""
+    source = deploy(
+        hybrid(4),
+        tp=8,
+        num_blocks=8,
+        engine_id=REMOTE,
+        block_tokens=block_tokens,
+        layout=layout,
+        page_bytes=page_bytes,
+    )
+    layouts = {rank: held[1] for rank, held in source.items()}
+    made = TransferTopology(*engine(2, 4)[Rank(0, 0)])
+    if is_by_hand:
+        made.register_remote_engine(REMOTE, stage_infos(source[Rank(0, 0)][0], layouts)[0])
+    else:
+        made.register_remote_ranks(source[Rank(0, 0)][0], layouts)
+    assert info(made).remote_fa_descriptor_bytes == min(4, block_tokens) * 4 * 2
+
+
+@pytest.mark.parametrize("remote_tp", range(1, 6))
+def test_states_that_divide_unevenly(remote_tp: int) -> None:
+    """5 heads on 2 ranks, by facts alone: rank 1 begins at 3 and holds 2, so there are 5."""
+    states = (StateComponent("ssm", 5, 8),)
+    model = ModelFacts("uneven", 0, (LayerKind.STATE,), (), states)
+    source = deploy(model, tp=remote_tp, num_blocks=2, engine_id=REMOTE)
+    layouts = {rank: held[1] for rank, held in source.items()}
+    own = deploy(model, tp=2, num_blocks=2, engine_id="local")[Rank(0, 1)]
+    planned, by_hand = TransferTopology(*own), TransferTopology(*own)
+    planned.register_remote_ranks(source[Rank(0, 0)][0], layouts)
+    by_hand.register_remote_engine(REMOTE, stage_infos(source[Rank(0, 0)][0], layouts)[0])
+    assert info(by_hand) == info(planned)
+
+
+def test_states_that_every_rank_holds() -> None:
+    """Rank 1 of 2 holds what begins at 0, as rank 0 does: it is read from one remote rank."""
+    own, layout = deploy(hybrid(4), tp=1, num_blocks=8, block_tokens=4, engine_id="local")[Rank(0, 0)]
+    made = TransferTopology(msgspec.structs.replace(own, tp_size=2, tp_rank=1), layout)
+    made.register_remote_engine(REMOTE, EngineTransferInfo(8, 1024, 4, end_layer=1))
+    assert info(made).remote_all_source_ranks == (4,)
 
 
 def test_split_descriptors() -> None:
