@@ -67,8 +67,9 @@ def _read_waited_s() -> float | None:
 def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> Lateness | None:
     """Return by how much a timer of `sleep_s` was late, and why; None if by no more than `LATE_S`.
 
-    The cause is what the largest part of the lateness was spent in. Where the kernel does not count the
-    time without a processor, a process that did not compute counts as starved.
+    The cause is what the largest part of the lateness was spent in; more than `LATE_S` without a processor
+    counts before a stop of any length. Where the kernel does not count the time without a processor, a
+    process that did not compute counts as starved.
     """
     late_s = after.now - before.now - sleep_s
     if late_s <= LATE_S:
@@ -77,6 +78,8 @@ def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> La
     if before.waited_s is None or after.waited_s is None:
         return Lateness(late_s, Cause.BUSY if 2 * busy_s >= late_s else Cause.STARVED)
     waited_s = min(late_s, after.waited_s - before.waited_s)
+    if waited_s > max(LATE_S, busy_s):
+        return Lateness(late_s, Cause.STARVED)
     parts = {Cause.BUSY: busy_s, Cause.STARVED: waited_s, Cause.STOPPED: late_s - busy_s - waited_s}
     return Lateness(late_s, max(parts, key=lambda cause: parts[cause]))
 

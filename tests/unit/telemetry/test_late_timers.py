@@ -49,6 +49,8 @@ def after(elapsed_s: float, cpu_s: float, waited_s: float | None) -> ClockReadin
         (1.25, 0.9, 0.1, Cause.BUSY),  # a long step of its own
         (1.25, 4.0, 0.0, Cause.BUSY),  # four threads of its own hold the interpreter
         (60.25, 0.0, 0.001, Cause.STOPPED),  # SIGSTOP, a freezer: it was not ready
+        (60.25, 0.0, 0.7, Cause.STARVED),  # continued, and then starved
+        (1.05, 0.001, 0.37, Cause.STOPPED),  # some of it without a processor, and less than is late
         (5.25, 0.002, 0.01, Cause.STOPPED),  # a system call that waits for a disk
         (9.25, 0.0, None, Cause.STARVED),  # a kernel that does not count: not busy is starved
         (1.25, 0.8, None, Cause.BUSY),
