@@ -63,7 +63,7 @@ def registrations(checkout: Path, num_engines: int) -> dict[str, float]:
     """Measure a checkout's registry in a process of its own; return what was measured by name."""
     scripts = Path(__file__).parent
     ran = subprocess.run(
-        [sys.executable, "-m", "scaling.registration", str(num_engines)],
+        [sys.executable, str(scripts / "scaling" / "registration.py"), str(num_engines)],
         env={**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{scripts}"},
         cwd=checkout,
         capture_output=True,

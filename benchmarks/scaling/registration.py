@@ -1,6 +1,6 @@
 """What a remote engine costs a daemon's registry: one local rank by itself, and a whole node.
 
-`python -m scaling.registration NUMBER` prints one measurement, of the kvxferd that it imports, as JSON.
+`registration.py NUMBER` prints one measurement, of the kvxferd that it imports, as JSON.
 `scale.py --beside` starts it with each checkout's code in turn, also that of before `TransferTopology` was
 the registry.
 """
