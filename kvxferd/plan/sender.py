@@ -39,8 +39,9 @@ from kvxferd.plan.plan import (
 from kvxferd.plan.run_shapes import Int64s, OffsetRuns, check_num_runs, distinct, sort_and_merge
 from kvxferd.plan.token_segments import Segments, common_segments
 
-# Eighty layers of K and V, chunks of 997 bytes against chunks of 1,009: 320,000 bases, a second.
-MAX_BASES = 1 << 20
+# Four for each extent that a plan may have: 60 MiB. Only chunk sizes that do not divide each other take more
+# than one for an extent: 6 bytes against 4 take four; 997 against 1,009 take 2,005, which no engine has.
+MAX_BASES = 1 << 18
 _NO_BLOCKS = PackedBlocks(b"")
 
 
@@ -394,14 +395,14 @@ def _patterns(own: _RankTensors, theirs: _RankTensors, reads: Iterable[GroupRead
         source_side, sink_side = own.shapes[source_shape], theirs.shapes[sink_shape]
         _check_same_items(own.rank, source_side, theirs.rank, sink_side, bases[0])
         bases.sort(key=_destination)
+        num_bases += len(bases) * _num_pieces(source_side.strides, sink_side.strides)
+        if num_bases > MAX_BASES:
+            raise PlanError(
+                f"cannot plan what {own.rank} sends to {theirs.rank}: the chunks of both cut it into "
+                f"{num_bases} pieces, over {MAX_BASES}",
+                Code.LAYOUT_INCOMPATIBLE,
+            )
         for source_at, sink_at, content in _contents(source_side.strides, sink_side.strides, num_units):
-            num_bases += len(bases)
-            if num_bases > MAX_BASES:
-                raise PlanError(
-                    f"cannot plan what {own.rank} sends to {theirs.rank}: the chunks of both are cut in "
-                    f"over {MAX_BASES} pieces",
-                    Code.LAYOUT_INCOMPATIBLE,
-                )
             patterns.append(
                 SendPattern(
                     theirs.rank,
@@ -437,6 +438,13 @@ def _check_same_items(
         )
 
 
+def _num_pieces(source: Strides, sink: Strides) -> int:
+    """Return how many copies `_contents` yields."""
+    period = math.lcm(source.chunk_bytes, sink.chunk_bytes)
+    chunks = [period // side.chunk_bytes for side in (source, sink)]
+    return 1 if min(chunks) == 1 else sum(chunks) - 1
+
+
 def _contents(source: Strides, sink: Strides, num_units: int) -> Iterator[tuple[int, int, StridedCopy]]:
     """Yield the copies that one item of all units takes, each with its offset on both sides.
 
@@ -451,13 +459,12 @@ def _contents(source: Strides, sink: Strides, num_units: int) -> Iterator[tuple[
         period // sink.chunk_bytes * sink.chunk,
     )
     least = min(source.chunk_bytes, sink.chunk_bytes)
-    if period == max(source.chunk_bytes, sink.chunk_bytes):
+    if _num_pieces(source, sink) == 1:
         steps = (side.chunk if side.chunk_bytes == least else least for side in (source, sink))
         yield 0, 0, StridedCopy((units, repeats, Axis(period // least, *steps)), least)
         return
-    cuts = {0, period}
+    cuts = {period}
     for side in (source, sink):
-        check_num_runs(period // side.chunk_bytes)  # before there is a set of that size
         cuts.update(range(0, period, side.chunk_bytes))
     for start, stop in itertools.pairwise(sorted(cuts)):
         source_at, sink_at = (

@@ -185,7 +185,14 @@ def test_chunks_that_do_not_divide_take_an_entry_for_each_piece() -> None:
     assert pieces == [(0, 0, 4), (100, 4, 2), (102, 50, 2), (200, 52, 4)]
 
 
-def chunked(at_source: tuple[int, int], at_sink: tuple[int, int]) -> tuple[SendPattern, ...]:
+def test_chunks_in_countless_pieces_are_refused() -> None:
+    """Before there is a list of them: chunks of 2^20 - 1 bytes against 2^20, 2^21 pieces."""
+    size = (1 << 20) * ((1 << 20) - 1)
+    with pytest.raises(PlanError, match="into 2097150 pieces, over 262144"):
+        chunked(((1 << 20) - 1, 1 << 20), (1 << 20, 1 << 20), size)
+
+
+def chunked(at_source: tuple[int, int], at_sink: tuple[int, int], size: int = 12) -> tuple[SendPattern, ...]:
     """Return the entries of one token of K, given (chunk bytes, chunk stride) of both sides."""
     sides = []
     for chunk_bytes, chunk_stride in (at_source, at_sink):
@@ -193,7 +200,7 @@ def chunked(at_source: tuple[int, int], at_sink: tuple[int, int]) -> tuple[SendP
         tensor = msgspec.structs.replace(
             layout.tensors[0],
             chunk_bytes=chunk_bytes,
-            num_chunks=12 // chunk_bytes,
+            num_chunks=size // chunk_bytes,
             chunk_stride=chunk_stride,
         )
         sides.append({rank: (spec, msgspec.structs.replace(layout, tensors=(tensor,)))})
