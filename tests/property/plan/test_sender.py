@@ -19,7 +19,7 @@ from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
 from kvxferd.plan import Expander, Plan, Runs, SenderPlan, make_plan, sender_plan
 from kvxferd.plan.plan import BlockGeometry
-from kvxferd.plan.sender import SendPattern, SendRuns, pattern_runs
+from kvxferd.plan.sender import SendPattern, SendRuns, pattern_runs, sender_plans
 from tests.support import brute_force
 from tests.support.layout_strategies import (
     Engine,
@@ -30,6 +30,8 @@ from tests.support.layout_strategies import (
     models,
     required_from,
 )
+from tests.support.layout_table import NUM_TOKENS, TABLE, engine
+from tests.support.layout_table import lists as lists_of_table
 
 Lists = Mapping[GroupName, PackedBlocks]
 RunTable = list[tuple[int, int, int]]  # (local address, remote address, length), ascending
@@ -151,6 +153,29 @@ def check(
         parts = list(sender.runs(theirs, mine, num_tokens, max_runs=50))
         assert sum(int(p.length.sum()) for p in parts) == sum(int(p.length.sum()) for p in sent[rank])
     return total
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_row_of_the_layout_table_is_sent_as_it_is_read(row: str, is_swapped: bool) -> None:
+    """The readers' runs of these rows are checked byte by byte, through movers, in random_pairs."""
+    model, *deployments = TABLE[row]
+    first, second = (engine(model, **choices) for choices in deployments)
+    source, sink = (second, first) if is_swapped else (first, second)
+    remote = {rank: layout for rank, (_, layout) in source.items()}
+    spec = source[Rank(0, 0)][0]
+    made = {rank: make_plan(*own, spec, remote) for rank, own in sink.items()}
+    senders = sender_plans(remote, {rank: (sink[rank][1], plan) for rank, plan in made.items()})
+    theirs, mine = lists_of_table(source, 5), lists_of_table(sink, 1)
+    at = {rank: brute_force.bases(layout, i + 1) for i, (rank, layout) in enumerate(sorted(remote.items()))}
+    sent = {rank: list(sender.runs(theirs, mine, NUM_TOKENS)) for rank, sender in senders.items()}
+    for consumer, plan in made.items():
+        here = brute_force.bases(sink[consumer][1], 0)
+        read = Expander(plan).expand(mine, theirs, NUM_TOKENS, here, at)
+        runs = {rank: addressed(sent[rank], consumer, at[rank], here) for rank in sent}
+        assert {rank: listed(some) for rank, some in runs.items() if len(some.length)} == {
+            rank: listed(some) for rank, some in read.items()
+        }
 
 
 @budget(NUM_PAIRS // 6)

@@ -1,0 +1,75 @@
+"""Every kind of cache that engines keep, between unlike deployments: the table, its engines and requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxferd.ids import GroupName
+from kvxferd.layout import Group, GroupKind, PackedBlocks, pack_ids
+from kvxferd.layout.presets.deploy import Ranks, deploy
+from kvxferd.layout.validate import validate_layout
+from kvxferd.plan import check_engine
+
+NUM_BLOCKS, NUM_TOKENS = 48, 37
+DENSE, QUANTISED, MLA = "tiny-dense", "tiny-quantised", "tiny-mla"
+
+# model, one deployment, the other; each reads the other
+TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "TP wider": (DENSE, {"tp": 1}, {"tp": 4}),
+    "TP equal": (DENSE, {"tp": 2}, {"tp": 2}),
+    "TP 3 and 2": (DENSE, {"tp": 3}, {"tp": 2}),
+    "TP 6 and 4": (DENSE, {"tp": 6}, {"tp": 4}),
+    "TP beyond the heads on one side": (DENSE, {"tp": 8}, {"tp": 2}),
+    "TP beyond the heads on both": (DENSE, {"tp": 8}, {"tp": 16}),
+    "PP any to any": (DENSE, {"pp": 3}, {"pp": 2, "tp": 2}),
+    "PP with uneven stages": (DENSE, {"pp": 2, "stages": (1, 3)}, {"pp": 3, "stages": (2, 1, 1)}),
+    "block sizes, one a multiple": (DENSE, {"block_tokens": 16}, {"block_tokens": 4}),
+    "block sizes 12 and 16": (DENSE, {"block_tokens": 12}, {"block_tokens": 16}),
+    "HND and NHD": (DENSE, {"layout": "HND"}, {"layout": "NHD"}),
+    "K/V split first and blocks first": (DENSE, {"layout": "kv-first"}, {"layout": "blocks-first"}),
+    "cross-layer and packed per head": (DENSE, {"layout": "cross-layer"}, {"layout": "packed", "tp": 2}),
+    "padded pages": (DENSE, {"page_bytes": 8192}, {"tp": 2}),
+    "vectorised K": (DENSE, {"layout": "vectorised"}, {"layout": "NHD", "tp": 2}),
+    "MLA with an indexer": (MLA, {"tp": 4}, {"tp": 2, "pp": 2, "block_tokens": 8}),
+    "sliding windows beside full attention": ("tiny-sliding", {"tp": 2}, {"tp": 1, "layout": "NHD"}),
+    "Mamba2 hybrid": ("tiny-mamba2", {"tp": 1}, {"tp": 2, "block_tokens": 8}),
+    "Mamba2, groups fewer than TP": ("tiny-mamba2", {"tp": 4}, {"tp": 2}),
+    "Mamba2, DS and SD": ("tiny-mamba2", {"layout": "HND+SD", "tp": 2}, {"layout": "NHD+DS", "tp": 1}),
+    "Mamba2, own pages": ("tiny-mamba2", {"shared_pages": False}, {"tp": 2}),
+    "Mamba2, logical blocks of other physical ones": (
+        "tiny-mamba2",
+        {"tp": 1, "block_tokens": 2},
+        {"tp": 2, "block_tokens": 4},
+    ),
+    "Mamba1": ("tiny-mamba1", {"tp": 1}, {"tp": 2, "pp": 2}),
+    "GDN": ("tiny-gdn", {"tp": 2}, {"tp": 1, "pp": 2}),
+    "GDN, SD on both": ("tiny-gdn", {"tp": 2, "layout": "HND+SD"}, {"tp": 1, "layout": "NHD+SD"}),
+    "context parallelism on one side": (DENSE, {"cp": 2, "interleave": 2}, {"tp": 2}),
+    "context parallelism on both": (DENSE, {"cp": 2, "interleave": 1}, {"cp": 3, "interleave": 4}),
+    "context parallelism of a latent": (MLA, {"cp": 2, "interleave": 4}, {"tp": 2}),
+    "quantised with scales": (QUANTISED, {"tp": 2}, {"tp": 1, "layout": "NHD", "block_tokens": 8}),
+}
+
+
+def engine(model: Any, **choices: Any) -> Ranks:
+    ranks = deploy(model, num_blocks=NUM_BLOCKS, **({"block_tokens": 4} | choices))
+    for spec, layout in ranks.values():
+        validate_layout(spec, layout)
+    check_engine(ranks)
+    return ranks
+
+
+def lists(ranks: Ranks, seed: int, first_token: int = 0) -> dict[GroupName, PackedBlocks]:
+    """A request's lists. Groups of a hybrid share pages, so no id stands in two lists."""
+    groups: dict[GroupName, Group] = {g.name: g for _, layout in ranks.values() for g in layout.groups}
+    free = [(11 * i + seed) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
+    found = {}
+    for name, group in sorted(groups.items()):
+        if group.kind is GroupKind.STATE:
+            found[name] = PackedBlocks(pack_ids([free.pop()]), state_at=NUM_TOKENS)
+            continue
+        span = group.block_tokens * group.token_shard.count
+        first = first_token // span * span
+        ids = [free.pop() for _ in range(-(-(NUM_TOKENS - first) // span))]
+        found[name] = PackedBlocks(pack_ids(ids), first_token=first)
+    return found
