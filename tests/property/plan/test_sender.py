@@ -18,8 +18,9 @@ from kvxferd.errors import PlanError
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
 from kvxferd.plan import Expander, Plan, Runs, SenderPlan, make_plan, sender_plan
-from kvxferd.plan.plan import BlockGeometry
+from kvxferd.plan.plan import BlockGeometry, GroupRead
 from kvxferd.plan.sender import SendPattern, SendRuns, pattern_runs, sender_plans
+from kvxferd.plan.token_segments import common_segments
 from tests.support import brute_force
 from tests.support.layout_strategies import (
     Engine,
@@ -181,7 +182,7 @@ def test_a_row_of_the_layout_table_is_sent_as_it_is_read(row: str, is_swapped: b
 @budget(NUM_PAIRS // 6)
 @given(st.data())
 def test_an_entry_counts_exactly_what_is_sent(data: st.DataObject) -> None:
-    """Over whole blocks of both sides: bytes by tokens, and copies of one length that tile them."""
+    """Over whole blocks of both sides: the bytes of so many tokens, in copies of one length."""
     model: Model = data.draw(models())
     sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
     sizes = [
@@ -200,8 +201,14 @@ def test_an_entry_counts_exactly_what_is_sent(data: st.DataObject) -> None:
             num_bytes = pattern.num_bytes(num_tokens)
             sent = sum(int(runs.length.sum()) for runs in pattern_runs([pattern], theirs, mine))
             assert num_bytes == sent
-            copies = num_bytes / (pattern.copy.num_bytes * len(pattern.bases))
-            assert copies.denominator == 1
+            assert all(items % pattern.num_items == 0 for items in segment_items(pattern, theirs, mine))
+
+
+def segment_items(pattern: SendPattern, theirs: Lists, mine: Lists) -> list[int]:
+    """Return the items that lie in one block on both sides, for each pair of blocks that meet."""
+    read = GroupRead(Rank(0, 0), pattern.destination, pattern.source, pattern.granule_tokens, ())
+    found = common_segments(read, mine[pattern.destination.group], theirs[pattern.source.group])
+    return found.num_items.tolist()
 
 
 @budget(NUM_PAIRS // 6)

@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.errors import EngineError, PlanError
 from kvxferd.ids import Rank
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout, UnitRange
 from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
 from kvxferd.plan import SenderPlan, SendPart, SendPattern, sender_plan
 from kvxferd.plan.sender import Axis, SendBase, SendRuns, StridedCopy
@@ -223,12 +223,15 @@ def test_ids_that_a_side_cannot_have_are_refused() -> None:
 
 
 def test_a_plan_of_other_layouts_is_refused() -> None:
-    """A tensor that is not there, another content, units that the producer does not hold."""
+    """A tensor that is not there, another content, units that the producer does not hold, or not in a row."""
     source, sink = engine(layers=1), engine(layers=1)
     layout = source[Rank(0, 0)][1]
     consumers = {Rank(0, 0): (sink[Rank(0, 0)][1], plan_between(sink, source))}
     smaller = tuple(msgspec.structs.replace(tensor, chunk_bytes=2) for tensor in layout.tensors)
+    apart = (UnitRange(0, 2), UnitRange(3, 5))
+    gapped = tuple(msgspec.structs.replace(tensor, units=apart) for tensor in layout.tensors)
     others = [
+        msgspec.structs.replace(layout, tensors=gapped),
         msgspec.structs.replace(layout, tensors=()),
         msgspec.structs.replace(layout, tensors=smaller),
         engine(layers=1, tp=2)[Rank(0, 1)][1],
