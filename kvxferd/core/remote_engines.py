@@ -65,6 +65,8 @@ class RemoteEngineRegistry:
             return in_use
         if not rank.spec.pp_aware:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
+        unused_since = now - self._context.settings.max_hold_s
+        topology.expire(unused_since)  # first: a refusal must not keep an unused entry
         before = topology.get(engine_id, home)
         plan = topology.register_remote_ranks(
             remote.spec,
@@ -74,7 +76,7 @@ class RemoteEngineRegistry:
             plans=self._plan_cache,
             now=now,
         )
-        topology.expire(now - self._context.settings.max_hold_s)
+        topology.expire(unused_since)
         after = topology.find(engine_id, home)
         if after is not before:
             self._report(rank, after)

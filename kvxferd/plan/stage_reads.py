@@ -54,7 +54,7 @@ def planned_reads(layout: RankLayout, plan: Plan, stage: Mapping[Rank, RankLayou
     """Return the reads of a stage whose layouts are known; `layout` is this rank's."""
     extents: dict[int, dict[tuple[int, str], list[tuple[Extent, int]]]] = {}
     states = set()
-    for read in _group_reads_of(plan, min(stage).pp_rank):
+    for read in group_reads_of(plan, min(stage).pp_rank):
         if read.local.kind is GroupKind.STATE:
             states.add(read.rank.tp_rank)
             continue
@@ -184,7 +184,7 @@ def _tensors_read(layout: RankLayout, info: EngineTransferInfo) -> Iterator[tupl
             yield tensor, groups[tensor.group]
 
 
-def _group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:
+def group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:
     """Return the group reads of one stage; a plan has them in order of rank."""
     start, end = (
         bisect.bisect_left(plan.group_reads, stage, key=lambda read: read.rank.pp_rank)

@@ -49,7 +49,7 @@ from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import LayoutDigests, PlanCache
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
-from kvxferd.plan.stage_reads import assigned_reads
+from kvxferd.plan.stage_reads import assigned_reads, group_reads_of
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 BY_HAND = Endpoint("")  # the home of facts that no peer sent
@@ -472,7 +472,7 @@ class TransferTopology:
             return list(info.remote_all_source_ranks)
         plan = self.find(engine_id, home).plan
         if plan is not None:
-            return sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == remote_pp_rank})
+            return sorted({read.rank.tp_rank for read in group_reads_of(plan, remote_pp_rank)})
         return assigned_reads(self.spec, self.layout, info).sources
 
     def hybrid(
