@@ -93,6 +93,7 @@ def topology_steps(
     stages = []
     for pp_rank, info in sorted(engine.stages.items()):
         yield None
+        of_stage = yield from splits.of_stage(pp_rank)
         stages.append(
             StageSnapshot(
                 info=dataclasses.asdict(info),
@@ -106,7 +107,7 @@ def topology_steps(
                 replicates_kv_cache=topology.replicates_kv_cache(engine.engine_id, pp_rank, home=engine.home),
                 fa_head_slots=_fa_head_slots(info),
                 regions=tuple(r for r in regions if info.start_layer <= r.layer < info.end_layer),
-                splits=splits.of_stage(pp_rank),
+                splits=of_stage,
                 reads=tuple(reads.get(pp_rank, ())),
             )
         )
@@ -214,34 +215,38 @@ class _Splits:
                 if num_added % BATCH == 0:
                     yield None
 
-    def of_stage(self, pp_rank: int) -> tuple[SplitSnapshot, ...]:
-        """Return the splits of one stage's ranks; parts in order of kind, layer and place in a block."""
+    def of_stage(self, pp_rank: int) -> Generator[None, None, tuple[SplitSnapshot, ...]]:
+        """Return the splits of one stage's ranks; parts in order of kind, layer and place in a block.
 
-        def position(part: tuple[_PartKey, list[int]]) -> tuple[object, ...]:
-            key, layers = part
-            first = min(layers)
-            return (key.kind, first, self._offsets[first, key.component], key)
-
-        return tuple(
-            SplitSnapshot(
-                remote_rank=rank.tp_rank,
-                parts=tuple(
+        Yield after each batch: 65,536 parts that differ took 0.25 s.
+        """
+        splits = []
+        for rank in sorted(rank for rank in self._parts if rank.pp_rank == pp_rank):
+            parts = []
+            for number, (key, layers) in enumerate(self._parts[rank].items()):
+                if number % BATCH == 0:
+                    yield None
+                first = min(layers)
+                parts.append((key.kind, first, self._offsets[first, key.component], key, sorted(layers)))
+            parts.sort()
+            shown = []
+            for number, (*_, key, layers) in enumerate(parts):
+                if number % BATCH == 0:
+                    yield None
+                shown.append(
                     SplitPartSnapshot(
                         kind=key.kind,
                         component=key.component,
-                        layers=tuple(sorted(layers)),
+                        layers=tuple(layers),
                         units=UnitRange(key.first_unit, key.first_unit + key.num_units),
                         offset=key.offset,
                         length=key.length,
                         counts=key.counts,
                         strides=key.strides,
                     )
-                    for key, layers in sorted(parts.items(), key=position)
-                ),
-            )
-            for rank, parts in sorted(self._parts.items())
-            if rank.pp_rank == pp_rank
-        )
+                )
+            splits.append(SplitSnapshot(remote_rank=rank.tp_rank, parts=tuple(shown)))
+        return tuple(splits)
 
 
 def _runs_in_block(

@@ -9,19 +9,20 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvxferd.core.topology_builder import BATCH, list_topologies, topology_steps
 from kvxferd.core.topology_snapshot import SplitPartSnapshot, StageSnapshot, TopologySnapshot
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import CacheTensor, Group, GroupKind, RankLayout, UnitRange
-from kvxferd.layout.presets import LayerKind, ModelFacts
+from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import TransferTopology, plan_reads
 from kvxferd.wire import worker as wk
 from tests.support.layout_strategies import engines, models
 from tests.support.simulation import World
-from tests.support.topology_samples import HOME, REMOTE, RegisteredPair, registered, shown
+from tests.support.topology_samples import FIRST, HOME, REMOTE, RegisteredPair, registered, shown
 
 STATES = mamba2_states(num_heads=16, head_dim=2, num_groups=8, state_size=2)
 
@@ -267,6 +268,23 @@ def test_pauses_come_after_each_batch() -> None:
     pair = registered(model, 1, 1)
     steps = list(topology_steps(pair.topology, pair.topology.find(REMOTE), 0.0))
     assert len(steps) >= 2 * 2 * 3  # K and V: of its regions, and of its plan's extents
+
+
+def test_pauses_come_while_the_parts_of_a_stage_are_listed() -> None:
+    """Layers that all have another stride fill a part each; layers with one stride share a part."""
+    num_layers = 3 * BATCH
+    model = ModelFacts("deep", 1, (LayerKind.FULL,) * num_layers, key_and_value(1, 2))
+    spec, layout = deploy(model, tp=1, engine_id="decode-0")[FIRST]
+    source = deploy(model, tp=1, engine_id=REMOTE)[FIRST]
+    uneven = tuple(replace(t, token_stride=t.token_stride * (1 + t.layer)) for t in layout.tensors)
+    num_pauses = []
+    for tensors in (layout.tensors, uneven):
+        topology = TransferTopology(spec, replace(layout, tensors=tensors))
+        topology.register_remote_ranks(source[0], {FIRST: source[1]})
+        num_pauses.append(len(list(topology_steps(topology, topology.find(REMOTE), 0.0))))
+    assert num_pauses[1] >= num_pauses[0] + 2 * (
+        2 * num_layers // BATCH - 1
+    )  # K and V: put in order, and built
 
 
 IDS, TOKENS = [3, 1, 2], 11
