@@ -56,9 +56,9 @@ BY_HAND = Endpoint("")  # the home of facts that no peer sent
 
 # Engines of which a rank keeps a plan: it reads from tens.
 MAX_REMOTE_ENGINES = 256
-# The ranks, stages and extents of all of them, which take 100 to 500 bytes each: 100 MiB at most. 256 engines
-# of 64 ranks in 8 stages, whose plans have 400 extents each, are 120,000. Without this limit 256 engines with
-# 65,536 extents each were gigabytes.
+# The ranks, stages and extents of all of them; an extent takes 148 bytes: 40 MiB. 256 engines of 64 ranks in
+# 8 stages, whose plans have 400 extents each, are 120,000. Without this limit 256 engines with 65,536 extents
+# each were 2.5 GB.
 MAX_KEPT_PARTS = 1 << 18
 MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 

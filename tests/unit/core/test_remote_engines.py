@@ -5,12 +5,21 @@ from __future__ import annotations
 import gc
 import weakref
 
+import msgspec
 import pytest
 
 from kvxferd.core import Settings
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord
+from kvxferd.core.registry import LocalRank
+from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
 from kvxferd.core.snapshot import HandshakeRecord, TopologyRecord
+from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
 from kvxferd.plan import topology
 from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Binding, RankManifest
+from tests.support.attention_engines import engine
+from tests.support.attention_engines import spec as engine_spec
 from tests.support.simulation import World
 
 IDS, TOKENS = [3, 1, 2], 11
@@ -131,3 +140,30 @@ def test_what_the_registry_knows_is_not_charged_to_a_user(world):
     gc.collect()
     assert share.held == 0
     assert [engine for engine, _, plan in registered(sink) if plan is not None] == ["prefill"]
+
+
+def test_stages_without_layers_are_not_reported():
+    """A hostile manifest may have thousands of them: as many log lines at each registration."""
+    context = NodeContext(
+        boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=Settings(), new_token=str
+    )
+    (sink,), source = engine().values(), msgspec.structs.replace(engine_spec(pp=3), engine_id="remote")
+    stages = [(0, 1), (1, 2), (2, 2)]
+    layouts = [
+        msgspec.structs.replace(
+            sink[1], start_layer=a, end_layer=b, tensors=tuple(t for t in sink[1].tensors if a <= t.layer < b)
+        )
+        for a, b in stages
+    ]
+    binding = Binding(AgentName("a"), b"", (), Incarnation("i"))
+    manifests = {
+        Rank(n, 0): RankManifest(msgspec.structs.replace(source, pp_rank=n), layout, binding)
+        for n, layout in enumerate(layouts)
+    }
+    home = Endpoint("tcp://p:9441")
+    rank = LocalRank(SessionId(1), *sink, (), Incarnation("i"), 0)
+    RemoteEngineRegistry(context).plan(rank, home, RemoteEngine(source, manifests))
+    known = rank.topology.find(source.engine_id, home)
+    assert [(info.start_layer, info.end_layer) for info in known.stages.values()] == stages
+    reported = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
+    assert [record.stage for record in reported] == [0, 1]

@@ -16,6 +16,7 @@ from kvxferd.ids import Endpoint, EngineId, Generation, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import EngineTransferInfo, PlanCache, TransferTopology, stage_infos
 from kvxferd.plan import topology as registry
+from kvxferd.wire.limits import MAX_RANKS
 from tests.support.attention_engines import engine, layout_of, spec
 
 REMOTE = EngineId("remote")
@@ -253,6 +254,9 @@ def test_stages_by_hand_do_not_overlap() -> None:
 SMALL = {number: remote(f"e{number % 3}", f"g{number // 3 % 2}", tp=1 + number // 6) for number in range(12)}
 
 
+PLANS = PlanCache()
+
+
 @given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([P, Q]), st.floats(0, 5)), max_size=20))
 def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[int, Endpoint, float]]) -> None:
     """Beside a model: a dict by (id, home), other facts under one generation refused, the order of use."""
@@ -265,9 +269,9 @@ def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[in
         known = model.get(key)
         if known is not None and known[0] == remote_spec.generation and known[1] != tp:
             with pytest.raises(EngineError):
-                made.register_remote_ranks(remote_spec, ranks, home=home, now=now)
+                made.register_remote_ranks(remote_spec, ranks, home=home, plans=PLANS, now=now)
         else:
-            made.register_remote_ranks(remote_spec, ranks, home=home, now=now)
+            made.register_remote_ranks(remote_spec, ranks, home=home, plans=PLANS, now=now)
             model.pop(key, None)
             model[key] = (remote_spec.generation, tp, now)
         if now > 8.0:
@@ -277,3 +281,41 @@ def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[in
     assert [(e.generation, e.stages[0].remote_tp_size, e.last_used) for e in made.engines()] == [
         *model.values()
     ]
+
+
+MANY = 40
+
+
+def test_a_hostile_engine_has_as_many_stages_as_the_wire_allows() -> None:
+    """What a rank keeps of such engines is limited: 32 of 8,192 parts each, and none of their layouts."""
+    remote_spec, ranks = remote(layers=2)
+    rank = ranks[Rank(0, 0)]
+    beyond = msgspec.structs.replace(rank, start_layer=2, end_layer=2, tensors=())
+    many = {Rank(0, 0): rank} | {Rank(number, 0): beyond for number in range(1, MAX_RANKS)}
+    made, plans, manifest = topology(), PlanCache(), Manifest(many)
+    for number in range(MANY):
+        named = msgspec.structs.replace(remote_spec, engine_id=EngineId(f"e{number}"), pp_size=MAX_RANKS)
+        made.register_remote_ranks(
+            named, many, home=P, manifest=weakref.ref(manifest), plans=plans, now=float(number)
+        )
+        made.expire()
+    kept = list(made.engines())
+    assert len(kept) < MANY
+    assert sum(engine.num_parts for engine in kept) <= registry.MAX_KEPT_PARTS
+    assert sum(len(engine.stages) for engine in kept) <= registry.MAX_KEPT_PARTS
+    assert kept[-1].engine_id == f"e{MANY - 1}"
+    del manifest
+    gc.collect()
+    assert all(engine.layouts() is None for engine in kept)
+
+
+def test_a_refusal_of_thousands_of_stages_is_short() -> None:
+    """It goes to the worker as one message."""
+    remote_spec, ranks = remote(layers=2)
+    beyond = msgspec.structs.replace(ranks[Rank(0, 0)], start_layer=2, end_layer=2, tensors=())
+    many = ranks | {Rank(number, 0): beyond for number in range(1, MAX_RANKS)}
+    made = topology()
+    made.register_remote_ranks(msgspec.structs.replace(remote_spec, pp_size=MAX_RANKS), many, home=P)
+    with pytest.raises(EngineError, match=r"; and \d+ more$") as caught:
+        made.register_remote_ranks(remote_spec, ranks, home=P)
+    assert len(str(caught.value)) < 4096
