@@ -265,12 +265,12 @@ class TransferTopology:
         rank's own engine.
         """
         self._require_remote(engine_id)
+        facts = self._with_reads(info)
         engine = self.get(engine_id, home)
         if engine is None or engine.generation != generation:
             engine = RegisteredEngine(engine_id, home, generation, now, {})
             self._put(engine)
         self._touch(engine, now)
-        facts = self._with_reads(info)
         known = engine.stages.get(info.remote_pp_rank)
         if known is not None:
             differing = _differing_fields(known, facts, EngineTransferInfo)
@@ -672,6 +672,7 @@ def _other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> E
     more = len(differing) - MAX_LISTED_DIFFERENCES
     listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     return EngineError(
-        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}",
+        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}; "
+        "an engine whose facts change starts with a new generation",
         Code.SHAPE_MISMATCH,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -159,7 +161,7 @@ def test_registering_is_idempotent_and_strict() -> None:
         made.register_remote_engine(REMOTE, info(8), Generation("a"))
     assert caught.value.code is Code.SHAPE_MISMATCH
     assert made.register_remote_engine(REMOTE, info(8), Generation("b")).remote_tp_size == 8
-    made.unregister_remote_engine(REMOTE)
+    made.expire(math.inf)
     with pytest.raises(EngineError) as caught:
         made.get_engine_info(REMOTE)
     assert caught.value.code is Code.ENGINE_UNKNOWN
