@@ -93,10 +93,10 @@ def beside_a_handshake(served: Served, *, first: bool) -> Served:
 
 @pytest.fixture(scope="module")
 def reader(site: Site, nodes: Nodes) -> Iterator[Engine]:
-    """A decode engine of one stage."""
+    """A decode engine of one stage, which starts beside the test's prefill engine."""
     nodes.heal()
     engine = site.engine("decode-beside", nodes.consumer(site.model("llama"), flags=EXACT))
-    yield engine.wait()
+    yield engine
     site.end(engine)
 
 
@@ -107,6 +107,7 @@ def test_the_first_request_of_two_stages_is_published_beside_another_handshake(
     served = beside_a_handshake(nodes.producer(site.model("llama"), flags=EXACT), first=first)
     staged = site.engine(f"prefill-beside-{'first' if first else 'last'}", served)
     staged.wait(warm_up=False)
+    reader.wait()
     assert staged.said("handshake of ranks ((0, 0), (1, 0))")
     for length in (60, 300):  # the first is this engine's first step
         prompt = new_prompt(length)
