@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from kvxferd.wire.common import RankManifest
 
 # The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
+
+# Each record is a log line, and one of the 1,024 in the history. Known engines have 16 stages at most; a
+# hostile one of 2,048 left nothing else in the history.
+MAX_REPORTED_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -83,10 +88,9 @@ class RemoteEngineRegistry:
         return plan
 
     def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
-        """Emit a record of each stage that has layers; a hostile manifest may have thousands without."""
-        for stage, info in engine.stages.items():
-            if info.start_layer == info.end_layer:
-                continue
+        """Emit a record of each of the first stages that have layers."""
+        stages = (stage for stage, info in engine.stages.items() if info.start_layer < info.end_layer)
+        for stage in itertools.islice(stages, MAX_REPORTED_STAGES):
             record = TopologyRecord(
                 sink=rank.spec.engine_id,
                 rank=rank.spec.rank,

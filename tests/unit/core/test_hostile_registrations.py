@@ -9,8 +9,10 @@ import pytest
 
 from kvxferd.core import Settings
 from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.core.remote_engines import MAX_REPORTED_STAGES, RemoteEngine, RemoteEngineRegistry
+from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, Rank, SessionId
 from kvxferd.plan import TransferTopology, make_plan
@@ -32,14 +34,19 @@ def remote(**facts: int) -> RemoteEngine:
     return RemoteEngine(ranks[Rank(0, 0)].spec, ranks)
 
 
-def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
-    """Also for a rank that reads nothing else, whose every registration is refused."""
+def reader(**facts: int) -> tuple[NodeContext, LocalRank]:
+    """Return a node, and its one rank."""
     settings = Settings(max_hold_s=MAX_HOLD_S)
     context = NodeContext(
         boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=settings, new_token=str
     )
-    ((spec, layout),) = engine().values()
-    rank = LocalRank(SessionId(1), spec, layout, (), Incarnation("i"), 0)
+    ((spec, layout),) = engine(**facts).values()
+    return context, LocalRank(SessionId(1), spec, layout, (), Incarnation("i"), 0)
+
+
+def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
+    """Also for a rank that reads nothing else, whose every registration is refused."""
+    context, rank = reader()
     registry = RemoteEngineRegistry(context)
     registry.plan(rank, HOME, remote(block_tokens=4))
     changed = remote(block_tokens=8)
@@ -76,3 +83,14 @@ def test_a_stage_is_reported_without_a_walk_through_the_whole_plan() -> None:
     assert Reads.num_walks == 0
     assert read == [[r.tp_rank for r in made.sources if r.pp_rank == stage] for stage in range(stages)]
     assert read == [[0, 1]] * stages
+
+
+def test_an_engine_of_countless_stages_does_not_fill_log_and_history() -> None:
+    stages = MAX_REPORTED_STAGES + 2
+    context, rank = reader(layers=stages)
+    RemoteEngineRegistry(context).plan(rank, HOME, remote(pp=stages, layers=stages))
+    assert len(rank.topology.find(REMOTE, HOME).stages) == stages
+    records = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
+    assert [record.stage for record in records if isinstance(record, TopologyRecord)] == list(
+        range(MAX_REPORTED_STAGES)
+    )
