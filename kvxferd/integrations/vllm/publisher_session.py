@@ -34,10 +34,14 @@ def open_publisher(options: Options, engine: RegisteredEngine) -> Publisher:
 def open_publisher_by_id(options: Options, engine_id: str, tag: str) -> Publisher | None:
     """Return the publisher of the engine's newest generation, whose ranks are registered. Blocks.
 
-    Returns None where the newest does not begin with `tag`: it is another start of the engine, and block ids
-    of this one name other tokens in its memory. None too where the daemon has no rank of the engine within
-    `RANKS_BACK_S`, or is too old to be asked for a generation. Raises KvxferdError where there is no daemon.
+    Returns None where the newest does not begin with `tag`, or there is no tag: it may be another start of
+    the engine, and block ids of this one name other tokens in its memory. None too where the daemon has no
+    rank of the engine within `RANKS_BACK_S`, or is too old to be asked for a generation. Raises KvxferdError
+    where there is no daemon.
     """
+    if not tag:
+        _LOG.warning("publishing begins after the first step: this vLLM does not name its starts")
+        return None
     deadline = time.monotonic() + options.connect_timeout_s
     ranks_deadline = min(deadline, time.monotonic() + RANKS_BACK_S)
     connection = connect_to_daemon(options, f"vllm {engine_id} scheduler", deadline)

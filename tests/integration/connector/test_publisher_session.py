@@ -64,7 +64,7 @@ def test_an_engine_that_the_daemon_does_not_have_is_published_after_the_first_st
     daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options(socket=daemon.worker_socket, connect_timeout_s=0.1)
-    assert open_publisher_by_id(options, "nobody", "") is None
+    assert open_publisher_by_id(options, "nobody", "this start") is None
     assert "publishing begins after the first step: cannot attach" in caplog.text
 
 
@@ -77,11 +77,21 @@ def test_another_start_of_the_engine_is_not_published_for(
     assert "the daemon has another start of engine prefill" in caplog.text
 
 
+def test_a_start_without_a_name_is_not_published_for(
+    engine: Make, daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It might be any start of the engine that the daemon has."""
+    engine("prefill")
+    assert open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", "") is None
+    assert "this vLLM does not name its starts" in caplog.text
+
+
 def test_a_publisher_of_an_earlier_start_is_replaced_and_its_requests_are_let_go(
     engine: Make, daemon: DaemonUnderTest
 ) -> None:
     earlier, prefill = engine("prefill"), engine("another")
-    publisher = open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", "")
+    tag = earlier.generation[:4]
+    publisher = open_publisher_by_id(Options(socket=daemon.worker_socket), "prefill", tag)
     assert publisher is not None
     earlier.scheduler.attach(publisher)
     assert earlier.prefill("p-1", 8, [1, 2], fill=5) is not None
