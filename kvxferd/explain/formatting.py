@@ -42,12 +42,17 @@ def format_layers(layers: Iterable[int]) -> str:
 
 
 def format_ranks(ranks: Sequence[Rank]) -> str:
-    """Return ranks stage by stage: ``pp0.tp0-3, pp1.tp0-3``."""
+    """Return ranks stage by stage: ``pp0.tp0-3, pp1.tp0-3``, ``7 of pp0.tp0-14``."""
     stages: dict[int, list[int]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp_rank, []).append(rank.tp_rank)
     texts = {pp: format_numbers(tps).replace(", ..., ", "..") for pp, tps in stages.items()}
-    return ", ".join(f"pp{pp}.tp{text.replace(', ', '+')}" for pp, text in texts.items()) or "-"
+    return ", ".join(_stage_ranks(pp, text) for pp, text in texts.items()) or "-"
+
+
+def _stage_ranks(pp_rank: int, text: str) -> str:
+    count, of, rest = text.partition(" of ")
+    return f"{count} of pp{pp_rank}.tp{rest}" if of else f"pp{pp_rank}.tp{text.replace(', ', '+')}"
 
 
 def format_units(units: Mapping[str, tuple[UnitRange, ...]]) -> str:

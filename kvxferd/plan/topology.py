@@ -4,24 +4,25 @@ A `TransferTopology` is a rank's own identity and layout, and one `RegisteredEng
 that the rank reads. An entry holds:
 
 * its name: the engine id and the home, which is the peer whose daemon sent the manifest. Two homes that name
-  one engine id have an entry each, and neither can refuse or evict the other's;
-* the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change;
+  one engine id have an entry each, and neither refuses or replaces the other's;
+* the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change
+  while it is registered;
 * one `EngineTransferInfo` for each pipeline stage, by pp_rank;
 * the plan: which bytes of which remote rank this rank reads. The cache of plans holds it too, by digest;
 * a weak reference to the manifest as it was fetched, with the addresses that every mapping of the memory
-  changes. The peer that sent it and the grants that read by it keep the manifest; the registry does not, as
-  its bytes count for a user for as long as anything refers to it;
-* when it was last used, by the caller's clock.
+  changes. The daemon's record of that peer and the grants that read by it keep the manifest; the registry
+  does not, as its bytes count for a user for as long as anything refers to it;
+* when it was last used, by the caller's clock: when a grant was last planned by it.
 
 Registration is idempotent. Other facts under one generation are refused, field by field. A new manifest with
-the same facts (memory was mapped again) replaces the manifest and keeps the plan. A new generation replaces
-the entry.
+the same facts (memory was mapped again, or it was fetched again) replaces the manifest and keeps the plan.
 
 An entry is forgotten
 
-* when its engine registers with a new generation,
-* by `expire`, which the daemon calls at each registration: if it was not used for `transfer.max_hold_s`, or
-  as the longest unused of more than `MAX_REMOTE_ENGINES` entries or `MAX_KEPT_PARTS` parts,
+* when this rank registers another generation of it from the same home; one that is refused leaves it,
+* by `expire`, which the daemon calls at each registration and never in between: if it was not used for
+  `transfer.max_hold_s`, or as the longest unused of more than `MAX_REMOTE_ENGINES` entries or
+  `MAX_KEPT_PARTS` parts, of all homes together,
 * with the local rank itself.
 
 A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
@@ -265,6 +266,12 @@ class TransferTopology:
         rank's own engine.
         """
         self._require_remote(engine_id)
+        if info.remote_tp_size < 1:
+            raise EngineError(
+                f"cannot register engine {engine_id!r}: its remote_tp_size is {info.remote_tp_size}; give "
+                "the number of ranks of a stage",
+                Code.SHAPE_MISMATCH,
+            )
         facts = self._with_reads(info)
         engine = self.get(engine_id, home)
         if engine is None or engine.generation != generation:
@@ -379,11 +386,6 @@ class TransferTopology:
             return info
         reads = HybridReads.by_facts(self.spec, self.layout, info)
         return reads.info(info) if reads.state_source_ranks else info
-
-    def unregister_remote_engine(self, engine_id: EngineId, home: Endpoint | None = None) -> None:
-        """Forget an engine with all its stages; without a home, at each home."""
-        for key in [key for key in self._engines if key[0] == engine_id and home in (None, key[1])]:
-            self._drop(key)
 
     def expire(self, unused_since: float = -math.inf) -> None:
         """Forget the engines last used before `unused_since`, and the longest unused of too many.
@@ -554,13 +556,16 @@ class TransferTopology:
 
     def describe(self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None) -> str:
         """Return one line for the log: sizes, ranks, and what is read."""
+        engine = self.find(engine_id, home)
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         try:
             ratio = str(self.tp_ratio(info.remote_tp_size))
         except ValueError:
             ratio = f"{self.spec.tp_size}:{info.remote_tp_size}"
         text = (
-            f"TransferTopology(engine={engine_id}, tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
+            f"TransferTopology(engine={engine_id}, generation={engine.generation}, "
+            f"home={engine.home or '-'}, "
+            f"tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
             f"local_tp={self.spec.tp_size}, remote_tp={info.remote_tp_size}, local_rank={self.spec.rank}, "
             f"remote_pp={remote_pp_rank}, layers=[{info.start_layer}, {info.end_layer}), "
             f"reads={self.target_remote_ranks(engine_id, remote_pp_rank, home=home)}, "

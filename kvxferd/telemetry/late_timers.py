@@ -19,7 +19,7 @@ CLEAR_AFTER_S = 300.0
 LOG_EVERY_S = 60.0
 
 REMEDY = (
-    "keep a processor for daemons and movers (cpusets, CPUAffinity=), or raise their CPU limit: "
+    "hold the engines to fewer processors (taskset, cpusets, AllowedCPUs=), or raise the daemon's CPU limit: "
     "docs/how-to/processors.md"
 )
 

@@ -47,4 +47,4 @@ def test_a_stall_ends_the_measurement_and_is_a_warning_that_says_why(waits: floa
     assert found.verdict is Verdict.WARN
     assert "9.0 s late" in found.found
     assert found.facts["cause"] == cause.value
-    assert ("CPUAffinity=" in found.todo) == (cause is Cause.STARVED)
+    assert ("AllowedCPUs=" in found.todo) == (cause is Cause.STARVED)

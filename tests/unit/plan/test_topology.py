@@ -216,3 +216,9 @@ def test_reads_sum_up_a_plan() -> None:
     ]
     assert [[(u.start, u.stop) for u in r.units["k"]] for r in reads] == [[(0, 2)], [(2, 4)]] * 2
     assert [r.bytes_per_token for r in reads] == [32, 32, 16, 16]  # K, V, 2 heads, 4 bytes, layers
+
+
+def test_a_stage_without_ranks_is_refused() -> None:
+    with pytest.raises(EngineError, match="its remote_tp_size is 0; give the number of ranks") as refused:
+        topology(2).register_remote_engine(REMOTE, info(0))
+    assert refused.value.code is Code.SHAPE_MISMATCH

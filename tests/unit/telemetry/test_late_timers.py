@@ -94,7 +94,7 @@ def test_a_starved_daemon_warns_until_it_has_not_happened_for_a_while() -> None:
     found, _, todo = warning.partition("; ")
     assert "the node starves this daemon" in found
     assert "by up to 9.2 s, 2 times, last 12 s ago" in found
-    assert "CPUAffinity=" in todo
+    assert "AllowedCPUs=" in todo
     assert timers.warnings(1010.0 + CLEAR_AFTER_S)
     assert timers.warnings(1010.1 + CLEAR_AFTER_S) == []
     # The next one begins anew.
