@@ -78,10 +78,10 @@ def test_facts_alone_agree_with_the_plan(pair: tuple[Ranks, Ranks], data: st.Dat
     layouts = {rank: held[1] for rank, held in source.items()}
     plan = planned.register_remote_ranks(remote_spec, layouts)
     for stage, info in stage_infos(remote_spec, layouts).items():
-        facts = by_hand.register_remote_engine(REMOTE, info)
+        facts = by_hand.register_remote_engine(REMOTE, info, remote_spec.generation)
         assert facts == planned.get_engine_info(REMOTE, stage)
-        assert facts is by_hand.register_remote_engine(REMOTE, info)  # idempotent
-        assert facts is by_hand.register_remote_engine(REMOTE, facts)
+        assert facts is by_hand.register_remote_engine(REMOTE, info, remote_spec.generation)  # idempotent
+        assert facts is by_hand.register_remote_engine(REMOTE, facts, remote_spec.generation)
         read = sorted({rank.tp_rank for rank in plan.sources if rank.pp_rank == stage})
         assert by_hand.target_remote_ranks(REMOTE, stage) == read
         assert by_hand.describe(REMOTE, stage) == planned.describe(REMOTE, stage)
