@@ -5,8 +5,9 @@ they go. An entry is a `SendPattern`: bases and a strided copy (counts, strides,
 turns a request's block ids into offsets and lengths.
 
 Shared with the reader's plan: which rank serves a unit (the consumer's plan decides, so that replicas do
-not all send), which tokens two block lists have in common (`common_segments`), and the merging of runs
-that touch (`sort_and_merge`). Offsets, strides, chunks and the runs of a block are computed here, from
+not all send), the checks of a request (`check_request`), which tokens two block lists and two token shards
+have in common (`common_segments`, `shared_fraction`), a tensor's strides (`strides_of`), and the merging of
+runs that touch (`sort_and_merge`). Offsets, chunks and the runs of a block are computed here, from
 the two layouts alone.
 """
 
