@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.explain.analysis import DecodeRankReads, Explanation, explain_pair
+from kvxferd.explain.analysis import DecodeRankReads, explain_pair
 from kvxferd.explain.byte_ranges import byte_ranges, group_layers_in_step
-from kvxferd.explain.engine_spec_parser import EngineDescription, parse_engine
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
-from kvxferd.tooling.control_client import ControlClient
-
-
-def described(text: str) -> EngineDescription:
-    """Return an engine that needs no daemon."""
-
-    def no_daemon() -> ControlClient:
-        raise AssertionError("nothing here is live")
-
-    return parse_engine(text, no_daemon)
-
-
-def explained(prefill: str, decode: str) -> Explanation:
-    """Return the explanation of a pair that is possible."""
-    found = explain_pair(described(prefill), described(decode))
-    assert not found.refused
-    return found
+from tests.support.explained_pairs import described, explained
 
 
 def sources(rank: DecodeRankReads, kind: GroupKind = GroupKind.ATTENTION) -> list[tuple[int, int]]:

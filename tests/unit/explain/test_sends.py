@@ -6,12 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from kvxferd.explain.analysis import Explanation, explain_pair
-from kvxferd.explain.engine_spec_parser import EngineDescription, parse_engine
 from kvxferd.explain.formatting import format_load
 from kvxferd.explain.sends import RankSends, Send
 from kvxferd.ids import Rank
-from kvxferd.tooling.control_client import ControlClient
+from tests.support.explained_pairs import explained
 
 PAIRS = [
     ("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD"),
@@ -31,22 +29,6 @@ PAIRS = [
     ("falcon-mamba-7b,tp=2", "falcon-mamba-7b,tp=4,pp=2"),
     ("tiny-quantised,tp=2", "tiny-quantised,layout=NHD,block_tokens=8"),
 ]
-
-
-def described(text: str) -> EngineDescription:
-    """Return an engine that needs no daemon."""
-
-    def no_daemon() -> ControlClient:
-        raise AssertionError("nothing here is live")
-
-    return parse_engine(text, no_daemon)
-
-
-def explained(prefill: str, decode: str) -> Explanation:
-    """Return the explanation of a pair that is possible."""
-    found = explain_pair(described(prefill), described(decode))
-    assert not found.refused
-    return found
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
