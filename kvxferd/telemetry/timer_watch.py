@@ -18,8 +18,8 @@ from kvxferd.telemetry.late_timers import (
 
 log = structlog.get_logger()
 
-# A stall of LATE_S and this is noticed for certain. Four turns a second are most of the 0.17 % of a core
-# that an idle node takes (docs/evidence/benchmarks.md).
+# A stall of LATE_S and this is noticed for certain. With four turns a second an idle node takes 0.17 % of a
+# core (docs/evidence/benchmarks.md).
 INTERVAL_S = 0.25
 
 
