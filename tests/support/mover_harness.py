@@ -314,8 +314,8 @@ def orphaned_directories() -> list[str]:
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
     """Assert that the body leaves no process, descriptor or shared memory."""
-    before = num_open_fds()
+    before = num_open_fds(collect=False)
     yield
     assert marked_processes() == []
-    assert num_open_fds() <= before
+    assert num_open_fds(collect=False) <= before
     assert orphaned_directories() == []

@@ -19,7 +19,7 @@ from tests.support.scripted_daemon import ScriptedDaemon, until
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """A daemon that listens; afterwards no descriptor, thread or process is left."""
-    threads, fds = threading.active_count(), num_open_fds()
+    threads, fds = threading.active_count(), num_open_fds(collect=False)
     with ExitStack() as stack:
         daemon = ScriptedDaemon(tmp_path / "worker.sock")
         stack.callback(daemon.stop)
@@ -29,4 +29,4 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         stack.callback(pool.shutdown)
         yield Stage(daemon, stack, pool, memory)
     until(lambda: threading.active_count() <= threads, "threads ended")
-    assert num_open_fds() == fds
+    assert num_open_fds(collect=False) <= fds  # fewer: the collector closed what an earlier test had dropped
