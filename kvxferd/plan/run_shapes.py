@@ -59,9 +59,19 @@ class SegmentShape(NamedTuple):
 
 
 def shape_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, list[PageRuns]]:
-    """Return a group read's runs for segments of one shape, by region pair.
+    """Return a group read's runs for segments of one shape, by region pair and local page.
 
     Raises PlanError (layout-incompatible) where a block has more than MAX_RUNS_PER_BLOCK runs.
+    """
+    return {
+        key: _split_by_page(runs, key.local_block_stride) for key, runs in block_runs(read, shape).items()
+    }
+
+
+def block_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, OffsetRuns]:
+    """Return the runs of one segment in blocks 0, by region pair, in ascending order of local offsets.
+
+    Raises as `shape_runs`.
     """
     num_runs = 0
     parts: dict[RegionPair, list[OffsetRuns]] = {}
@@ -72,7 +82,7 @@ def shape_runs(read: GroupRead, shape: SegmentShape) -> dict[RegionPair, list[Pa
         parts.setdefault(key, []).append(_pattern_runs(pattern, shape))
         num_runs += len(parts[key][-1][0])
         check_num_runs(num_runs)
-    return {key: _split_by_page(sort_and_merge(runs), key.local_block_stride) for key, runs in parts.items()}
+    return {key: sort_and_merge(runs) for key, runs in parts.items()}
 
 
 def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> OffsetRuns:

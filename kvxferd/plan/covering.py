@@ -1,0 +1,270 @@
+"""Expand a plan and a request's block ids into covering stretches: fewer and longer reads than its runs.
+
+A remote block is read once for all local blocks that it has bytes of, so that block sizes that differ cost
+nothing twice. What does not repeat, or does not pay, comes as runs, as from `kvxferd.plan.expand`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvxferd.ids import GroupName, Rank, RegionId
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan.expand import Runs
+from kvxferd.plan.plan import GroupRead, Plan
+from kvxferd.plan.run_shapes import (
+    Int64s,
+    OffsetRuns,
+    RegionPair,
+    SegmentShape,
+    block_runs,
+    distinct,
+    merge_touching,
+    sort_and_merge,
+)
+from kvxferd.plan.stretches import StretchClass, StretchForm, cover_block
+from kvxferd.plan.token_segments import Segments, common_segments
+
+# 6 MiB of arrays: 8 GiB of blocks of 32 KiB.
+MAX_STRETCHES = 1 << 18
+MAX_BLOCKS_TOGETHER = 16  # local blocks that share one read of a remote block
+# Tables of all plans of a mover. HND against NHD with 80 layers: 10 KiB a plan.
+MAX_TABLE_BYTES = 8 << 20
+
+Signature = tuple[SegmentShape, ...]  # the segments that lie in one remote block
+
+
+class Stretches(NamedTuple):
+    """Stretches of one form, between one pair of regions, in ascending order of the remote address."""
+
+    form: StretchForm
+    local_region: RegionId
+    remote: Int64s  # addresses
+    local: Int64s  # (stretches, local blocks): offsets in the local region
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes that the copies write."""
+        return self.form.num_bytes * len(self.remote)
+
+    @property
+    def covered_bytes(self) -> int:
+        """The number of bytes that are read."""
+        return self.form.size_bytes * len(self.remote)
+
+    def slice(self, start: int, stop: int) -> Stretches:
+        """Return the stretches `start` to `stop`."""
+        return self._replace(remote=self.remote[start:stop], local=self.local[start:stop])
+
+    def runs(self, local_base: int) -> Runs:
+        """Return the same bytes as runs to be read directly, in ascending order of the local address."""
+        parts = []
+        for copies in self.form.copies:
+            local = self.local if copies.block is None else self.local[:, copies.block]
+            to, start = local + copies.local, self.remote[:, None] + copies.image
+            parts.append((to.ravel(), start.ravel(), np.full(to.size, copies.length, dtype=np.int64)))
+        local, remote, length = sort_and_merge(parts)
+        return Runs(*(column.view(np.uint64) for column in (local + local_base, remote, length)))
+
+
+@dataclass(slots=True)
+class CoveredRank:
+    """What is read from one remote rank: by covering reads, and directly."""
+
+    stretches: list[Stretches] = field(default_factory=list)
+    runs: list[Runs] = field(default_factory=list)
+
+
+class _Table(NamedTuple):
+    """How one signature's bytes of one pair of regions are read. `classes` is None: they do not repeat."""
+
+    classes: tuple[StretchClass, ...] | None
+    runs: tuple[OffsetRuns, ...]  # by local block, only where there are no classes
+
+    @property
+    def num_bytes(self) -> int:
+        if self.classes is not None:
+            return sum(one.table_bytes for one in self.classes)
+        return sum(column.nbytes for runs in self.runs for column in runs)
+
+    @property
+    def num_stretches(self) -> int:
+        if self.classes is not None:
+            return sum(len(one.remote) for one in self.classes)
+        return sum(len(runs[0]) for runs in self.runs)
+
+
+class TableCache:
+    """The tables of all plans of a mover, the longest unused dropped where they are too large."""
+
+    def __init__(self, max_bytes: int = MAX_TABLE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._tables: dict[object, dict[RegionPair, _Table]] = {}
+        self.num_bytes = 0
+
+    def get(self, key: object, make: Callable[[], dict[RegionPair, _Table]]) -> dict[RegionPair, _Table]:
+        """Return the tables under a key, made now unless they are kept."""
+        tables = self._tables.pop(key, None)
+        if tables is None:
+            tables = make()
+            if _size_of(tables) > self._max_bytes // 4:
+                return tables  # rather made again than to leave no room for others
+            self.num_bytes += _size_of(tables)
+        self._tables[key] = tables
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _size_of(self._tables.pop(next(iter(self._tables))))
+        return tables
+
+
+def _size_of(tables: Mapping[RegionPair, _Table]) -> int:
+    return sum(table.num_bytes for table in tables.values())
+
+
+class _Alike(NamedTuple):
+    """Remote blocks of one signature, with the local block of each of its segments."""
+
+    signature: Signature
+    remote_block: Int64s  # (blocks,)
+    local_block: Int64s  # (blocks, segments)
+
+
+def _always(form: StretchForm) -> bool:
+    return True
+
+
+class CoverExpander:
+    """Expands block lists into stretches for one plan."""
+
+    def __init__(self, plan: Plan, tables: TableCache | None = None) -> None:
+        self.plan = plan
+        self._tables = TableCache() if tables is None else tables
+
+    def parts(
+        self,
+        local: Mapping[GroupName, PackedBlocks],
+        remote: Mapping[GroupName, PackedBlocks],
+        local_bases: Mapping[RegionId, int],
+        remote_bases: Mapping[Rank, Mapping[RegionId, int]],
+        pays: Callable[[StretchForm], bool] = _always,
+        max_stretches: int = MAX_STRETCHES,
+    ) -> Iterator[dict[Rank, CoveredRank]]:
+        """Yield what to read from each remote rank, in parts of about `max_stretches` stretches.
+
+        The bytes are those of `Expander.expand`, under its conditions. `pays`: whether to cover stretches of
+        this form rather than to read their runs directly.
+        """
+        part: dict[Rank, CoveredRank] = {}
+        room = max_stretches
+        for number, read in enumerate(self.plan.group_reads):
+            segments = common_segments(read, local[read.local.group], remote[read.remote.group])
+            for alike in _group_by_remote_block(segments):
+                tables = self._tables.get(
+                    (self.plan.digest, number, alike.signature), partial(_make_tables, read, alike.signature)
+                )
+                per_block = max(1, sum(table.num_stretches for table in tables.values()))
+                start, total = 0, len(alike.remote_block)
+                while start < total:
+                    if room < per_block and part:
+                        yield part
+                        part, room = {}, max_stretches
+                    stop = min(total, start + max(1, room // per_block))
+                    few = alike._replace(
+                        remote_block=alike.remote_block[start:stop], local_block=alike.local_block[start:stop]
+                    )
+                    target = part.setdefault(read.rank, CoveredRank())
+                    for key, table in tables.items():
+                        _add(target, key, table, few, local_bases, remote_bases[read.rank], pays)
+                    room -= (stop - start) * per_block
+                    start = stop
+        yield part
+
+
+def _make_tables(read: GroupRead, signature: Signature) -> dict[RegionPair, _Table]:
+    by_segment = [block_runs(read, shape) for shape in signature]
+    tables = {}
+    for key in by_segment[0]:
+        runs = tuple(segment[key] for segment in by_segment)
+        classes = cover_block(runs, key.remote_block_stride)
+        tables[key] = _Table(classes, runs if classes is None else ())
+    return tables
+
+
+def _add(
+    target: CoveredRank,
+    key: RegionPair,
+    table: _Table,
+    blocks: _Alike,
+    local_bases: Mapping[RegionId, int],
+    remote_bases: Mapping[RegionId, int],
+    pays: Callable[[StretchForm], bool],
+) -> None:
+    """Add what some remote blocks hold of one pair of regions."""
+    remote_at = blocks.remote_block * key.remote_block_stride + remote_bases[key.remote_region]
+    local_at = blocks.local_block * key.local_block_stride
+    if table.classes is None:
+        base = local_bases[key.local_region]
+        parts = [
+            _runs_of(runs, local_at[:, number] + base, remote_at) for number, runs in enumerate(table.runs)
+        ]
+        target.runs.append(Runs(*(column.view(np.uint64) for column in sort_and_merge(parts))))
+        return
+    for form, remote, local in table.classes:
+        stretches = Stretches(
+            form,
+            key.local_region,
+            (remote[:, None] + remote_at).ravel(),
+            (local[:, None, :] + local_at).reshape(-1, form.num_blocks),
+        )
+        if np.count_nonzero(stretches.remote[1:] < stretches.remote[:-1]):
+            order = np.argsort(stretches.remote, kind="stable")
+            stretches = stretches._replace(remote=stretches.remote[order], local=stretches.local[order])
+        if pays(form):
+            target.stretches.append(stretches)
+        else:
+            target.runs.append(stretches.runs(local_bases[key.local_region]))
+
+
+def _runs_of(runs: OffsetRuns, local_at: Int64s, remote_at: Int64s) -> OffsetRuns:
+    local = (local_at[:, None] + runs[0]).ravel()
+    length = np.broadcast_to(runs[2], (len(local_at), len(runs[2]))).ravel()
+    return merge_touching(local, (remote_at[:, None] + runs[1]).ravel(), length)
+
+
+def _group_by_remote_block(segments: Segments) -> Iterator[_Alike]:
+    """Yield the remote blocks by the shapes of the segments that lie in them."""
+    if not len(segments.num_items):
+        return
+    order = np.lexsort((segments.remote_item, segments.remote_block))
+    local, remote, local_item, remote_item, num_items = (column[order] for column in segments[:5])
+    is_first = np.ones(len(remote), dtype=bool)
+    is_first[1:] = remote[1:] != remote[:-1]
+    (begins,) = is_first.nonzero()
+    position = np.arange(len(remote)) - np.repeat(begins, np.diff(np.append(begins, len(remote))))
+    # A block that is listed very often is read more than once.
+    (begins,) = (position % MAX_BLOCKS_TOGETHER == 0).nonzero()
+    counts = np.diff(np.append(begins, len(remote)))
+    shapes = np.stack([local_item, remote_item, num_items], axis=1)
+    for count in distinct(counts).tolist():
+        rows = begins[counts == count][:, None] + np.arange(count)
+        for members in _equal_rows(shapes[rows].reshape(len(rows), -1)):
+            chosen = rows[members]
+            signature = tuple(SegmentShape(*shape) for shape in shapes[chosen[0]].tolist())
+            yield _Alike(signature, remote[chosen[:, 0]], local[chosen])
+
+
+def _equal_rows(rows: Int64s) -> Iterator[Int64s]:
+    """Yield the indices of each set of equal rows."""
+    if (rows == rows[0]).all():
+        yield np.arange(len(rows))
+        return
+    order = np.lexsort(rows.T)
+    ordered = rows[order]
+    is_first = np.ones(len(rows), dtype=bool)
+    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    (begins,) = is_first.nonzero()
+    yield from np.split(order, begins[1:])

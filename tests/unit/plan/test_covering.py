@@ -1,0 +1,158 @@
+"""Covering reads of small requests, worked by hand: how many stretches, of how many forms, and how long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxferd.ids import Rank, RegionId
+from kvxferd.mover.process.covering import CoverSlicer
+from kvxferd.plan import Plan
+from kvxferd.plan.covering import CoveredRank, CoverExpander, TableCache
+from kvxferd.plan.stretches import MAX_FORMS, MAX_LENGTHS, StretchForm, cover_block
+from tests.support.attention_engines import KV, blocks, engine, plan_between
+
+SOURCE = Rank(0, 0)
+
+
+def covered(
+    plan: Plan, mine: list[int], theirs: list[int], first: tuple[int, int] = (0, 0)
+) -> dict[Rank, CoveredRank]:
+    """Expand with local memory at 1,000,000 and each remote rank's at 2,000,000."""
+    (part,) = CoverExpander(plan).parts(
+        blocks(mine, first[0]),
+        blocks(theirs, first[1]),
+        {KV: 1_000_000},
+        {rank: {KV: 2_000_000} for rank in plan.sources},
+    )
+    return part
+
+
+def listed(part: CoveredRank) -> list[tuple[int, int]]:
+    """Return (remote offset, length) of each stretch."""
+    return [(at - 2_000_000, s.form.size_bytes) for s in part.stretches for at in s.remote.tolist()]
+
+
+def test_a_block_whose_order_differs_is_one_stretch_a_tensor() -> None:
+    """4 heads x 4 tokens of 4 bytes: 64 bytes a block and tensor, 16 runs each, all layers of one form."""
+    part = covered(plan_between(engine(layout="NHD"), engine(layout="HND")), [3, 1], [5, 9])[SOURCE]
+    (stretches,) = part.stretches
+    assert stretches.form.num_copies == 16
+    assert stretches.form.is_packed
+    tensor = 16 * 64
+    starts = [tensor * number + 64 * block for number in range(4) for block in (5, 9)]
+    assert sorted(at for at, _ in listed(part)) == starts
+    assert {size for _, size in listed(part)} == {64}
+    assert stretches.num_bytes == stretches.covered_bytes == 8 * 64
+
+
+def test_blocks_that_follow_one_another_are_one_descriptor() -> None:
+    part = covered(plan_between(engine(layout="NHD"), engine()), [3, 1, 7], [5, 6, 9])[SOURCE]
+    slicer = CoverSlicer(part.stretches)
+    assert slicer.num_descriptors == 4 * 2
+    fill = slicer.next_fill(1 << 30, 1 << 20)
+    assert sorted(fill.length.tolist()) == [64] * 4 + [128] * 4
+
+
+def test_a_larger_remote_block_is_read_once() -> None:
+    """Blocks of 8 tokens there, heads first: each half of a head goes to a local block of its own."""
+    plan = plan_between(engine(block_tokens=4), engine(block_tokens=8))
+    part = covered(plan, [0, 5], [3])[SOURCE]
+    assert {size for _, size in listed(part)} == {128}
+    assert len(listed(part)) == 4
+    (stretches,) = part.stretches
+    assert stretches.form.num_blocks == 2
+    assert stretches.num_bytes == stretches.covered_bytes
+
+
+def test_reading_a_quarter_of_the_heads_token_by_token_covers_almost_the_whole_block() -> None:
+    """4 tokens of 16 bytes, of which this rank takes 4: three gaps of 12 bytes."""
+    plan = plan_between(engine(layout="NHD", tp=4), engine(layout="NHD"), rank=(0, 1))
+    part = covered(plan, [2], [2])[SOURCE]
+    assert {size for _, size in listed(part)} == {4 + 3 * 16}
+    assert [s.num_bytes for s in part.stretches] == [4 * 16]
+
+
+def test_what_no_stretch_pays_for_comes_as_runs() -> None:
+    plan = plan_between(engine(layout="NHD"), engine())
+    (part,) = CoverExpander(plan).parts(
+        blocks([3]), blocks([5]), {KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}, lambda form: False
+    )
+    assert not part[SOURCE].stretches
+    assert sum(len(runs.length) for runs in part[SOURCE].runs) == 4 * 16
+
+
+def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
+    """Items of 4 bytes, 4 bytes apart from the next block's: the gap between two items is of other blocks."""
+    runs = (np.array([0, 4, 8]), np.array([0, 40, 80]), np.array([4, 4, 4]))
+    (one,) = cover_block([runs], remote_block_stride=4) or ()
+    assert one.remote.tolist() == [0, 40, 80]
+    (one,) = cover_block([runs], remote_block_stride=100) or ()
+    assert one.remote.tolist() == [0]
+    assert one.form.size_bytes == 84
+
+
+def test_a_gap_that_costs_more_than_a_descriptor_is_not_read() -> None:
+    runs = (np.array([0, 4]), np.array([0, 5000]), np.array([4, 4]))
+    (one,) = cover_block([runs], 10_000, max_gap_bytes=4995) or ()
+    assert one.remote.tolist() == [0, 5000]
+
+
+def test_runs_of_many_lengths_are_cut_into_powers_of_two() -> None:
+    """The copies are fewer sets than there are lengths, and write the same bytes."""
+    length = np.arange(1, 3 * MAX_LENGTHS)
+    local = np.cumsum(length + 3) - length
+    remote = np.cumsum(length) - length
+    (one,) = cover_block([(local, remote, length)], 1 << 20) or ()
+    assert len(one.form.copies) <= MAX_LENGTHS
+    assert one.form.num_bytes == length.sum() == one.form.size_bytes
+
+
+def test_what_does_not_repeat_is_not_covered() -> None:
+    rng = np.random.default_rng(1)
+    length = np.full(10 * MAX_FORMS, 4)
+    local = np.arange(len(length)) * 4
+    remote = np.cumsum(rng.integers(1, 1000, len(length)) * 4)
+    assert cover_block([(local, remote, length)], 5000, max_gap_bytes=1999) is None
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_the_table_of_a_plan_does_not_grow_with_its_layers(layers: int) -> None:
+    tables = TableCache()
+    plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
+    list(CoverExpander(plan, tables).parts(blocks([1]), blocks([2]), {KV: 0}, {SOURCE: {KV: 1 << 20}}))
+    assert tables.num_bytes == 16 * 2 * 8 + layers * 2 * 2 * 8
+
+
+def test_tables_that_are_not_used_make_room() -> None:
+    tables = TableCache(max_bytes=2000)
+    for layers in (2, 3, 4, 5):
+        plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
+        list(CoverExpander(plan, tables).parts(blocks([1]), blocks([2]), {KV: 0}, {SOURCE: {KV: 1 << 20}}))
+        assert 0 < tables.num_bytes <= 2000
+
+
+def test_a_stretch_outside_its_region_is_refused() -> None:
+    part = covered(plan_between(engine(layout="NHD"), engine()), [3], [5])[SOURCE]
+    moved = [one._replace(local=one.local - 100_000) for one in part.stretches]
+    with pytest.raises(ValueError, match="before its region"):
+        CoverSlicer(moved)
+
+
+def test_the_rest_of_a_pull_may_be_read_directly() -> None:
+    """After one chunk the others' bytes come as runs, and nothing twice."""
+    part = covered(plan_between(engine(layout="NHD"), engine()), [3, 1, 7], [5, 9, 2])[SOURCE]
+    slicer = CoverSlicer(part.stretches)
+    first = slicer.next_fill(1 << 30, 256)
+    rest = slicer.rest_as_runs({RegionId("kv"): 1_000_000})
+    assert slicer.is_empty
+    assert first.num_bytes + sum(int(runs.length.sum()) for runs in rest) == slicer.num_bytes
+
+
+def test_a_form_knows_whether_its_copies_fill_it() -> None:
+    runs = (np.array([0, 4]), np.array([0, 8]), np.array([4, 4]))
+    (one,) = cover_block([runs], 100) or ()
+    assert isinstance(one.form, StretchForm)
+    assert not one.form.is_packed
+    assert one.form.num_bytes == 8
+    assert one.form.size_bytes == 12
