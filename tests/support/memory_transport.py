@@ -75,6 +75,11 @@ class MemoryTransport:
     def library(self) -> str:
         return "memory"
 
+    @property
+    def loaded(self) -> set[AgentName]:
+        """The agents that are loaded here."""
+        return set(self._remote_spans)
+
     def register(self, span: Span) -> None:
         self._spans.add(span)
 

@@ -10,7 +10,9 @@ import numpy as np
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
+from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.process.scatterer import Scatterer
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
@@ -47,8 +49,10 @@ def spec(engine: str, tp: int, rank: int) -> EngineSpec:
     )
 
 
-def layout(of: EngineSpec) -> RankLayout:
-    return attention_layout(spec=of, num_kv_heads=2, head_dim=8, block_tokens=4, num_blocks=BLOCKS)
+def layout(of: EngineSpec, order: str = "HND") -> RankLayout:
+    return attention_layout(
+        spec=of, num_kv_heads=2, head_dim=8, block_tokens=4, num_blocks=BLOCKS, layout=order
+    )
 
 
 class Memory:
@@ -64,7 +68,14 @@ class Memory:
 class Bench:
     """A reader of TP 1 and an engine of TP 2 that it reads, on a fabric."""
 
-    def __init__(self, max_runs: int = MAX_RUNS) -> None:
+    def __init__(
+        self,
+        max_runs: int = MAX_RUNS,
+        chunk_bytes: int = 0,
+        max_chunks: int = 4,
+        scatterer: Scatterer | None = None,
+    ) -> None:
+        """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads."""
         self.now = 0.0
         self.fabric = Fabric()
         self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
@@ -78,11 +89,15 @@ class Bench:
         self.fence.page[0:16] = WORD
         for seed, memory in enumerate(self.remote):
             memory.array[:] = np.random.default_rng(seed).integers(1, 256, len(memory.array), dtype=np.uint8)
-        transport = MemoryTransport(self.fabric, AgentName("d/0"))
-        ours = layout(spec("D", 1, 0))
+        self.reader = AgentName("d/0")
+        transport = MemoryTransport(self.fabric, self.reader)
+        ours = layout(spec("D", 1, 0), "NHD" if chunk_bytes else "HND")
         self.local = Memory(transport, ours.regions[0].size_bytes)
         self.disconnects = DisconnectRequests()
-        self.engine = PullEngine(transport, lambda: self.now, max_runs, self.disconnects)
+        self.chunks = ChunkPool(transport, chunk_bytes, max_chunks) if chunk_bytes else None
+        self.engine = PullEngine(
+            transport, lambda: self.now, max_runs, self.disconnects, self.chunks, scatterer
+        )
         self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))

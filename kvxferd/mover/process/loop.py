@@ -19,8 +19,11 @@ from kvxferd.ids import PullId, Ticket
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
+from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.process.scatterer import ThreadScatterer
+from kvxferd.mover.read_ways import ReadWay, read_way_of_environment
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -34,6 +37,8 @@ from kvxferd.wire.framing import Frame
 from kvxferd.wire.worker import Delivered, RegionExport
 
 _LOG = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
 
 
 class MoverLoop:
@@ -54,7 +59,14 @@ class MoverLoop:
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        self._engine = PullEngine(self._transport, max_runs=max_runs, disconnects=self._disconnects)
+        covers = read_way_of_environment() is ReadWay.COVERING
+        self._engine = PullEngine(
+            self._transport,
+            max_runs=max_runs,
+            disconnects=self._disconnects,
+            chunks=ChunkPool(self._transport) if covers else None,
+            scatterer=ThreadScatterer(),
+        )
         self._bindings = Bindings(
             self._transport,
             own_regions=own_regions,
@@ -87,7 +99,11 @@ class MoverLoop:
                 has_ended = self._receive()
 
     def close(self) -> None:
-        """Unmap and close everything. Call it only when the transport is closed."""
+        """Unmap and close everything. Call it only when the transport is closed.
+
+        Returns when no scatter runs, however long that takes: the worker may use its memory again then.
+        """
+        self._engine.close()
         self._bindings.close()
         close_fds(self._early_fds.pop_all())
         if self._delivery_socket is not None:
@@ -147,6 +163,9 @@ class MoverLoop:
         if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
+        if pause is None and self._engine.holds_chunks:
+            self._engine.release_idle_chunks()
+            pause = IDLE_CHECK_S
         return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
 
     def _send(self, message: Message) -> None:

@@ -11,6 +11,10 @@ It does no I/O but the transport's. `step` is called for as long as `is_busy`; m
 
 A pull that failed while other reads of it are in flight waits `FAILED_PULL_WAIT_S` for them, and then ends
 in doubt; `PullQuiesced` follows when they are terminal.
+
+A covering read writes a chunk of the mover's own, and a scatter copies from there into the blocks. Only the
+scatter counts for the blocks: a pull that has ended waits for a scatter that runs, and for no covering read,
+whatever became of it. The chunk waits for the read.
 """
 
 from __future__ import annotations
@@ -19,14 +23,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, RegionId
+from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.covering import CoverSlicer
+from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.process.scatterer import InlineScatterer, Scatterer
 from kvxferd.mover.process.slices import SliceBudget
 from kvxferd.mover.process.warmup import ConnectionWarmup
 from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
@@ -34,6 +43,7 @@ from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
+from kvxferd.plan.covering import MAX_STRETCHES, CoverExpander, TableCache
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
@@ -46,6 +56,11 @@ FAILED_PULL_WAIT_S = 0.1
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
 
 
+class _LoadedPlan(NamedTuple):
+    direct: Expander
+    covering: CoverExpander
+
+
 class PullEngine:
     """Runs the pulls of one mover. One thread."""
 
@@ -55,8 +70,13 @@ class PullEngine:
         clock: Callable[[], float] = time.perf_counter,
         max_runs: int = MAX_RUNS,
         disconnects: DisconnectRequests | None = None,
+        chunks: ChunkPool | None = None,
+        scatterer: Scatterer | None = None,
     ) -> None:
-        """`max_runs`: about how many runs of one pull are expanded at a time."""
+        """`max_runs`: about how many runs of one pull are expanded at a time.
+
+        `chunks`: for covering reads; None: all reads are direct.
+        """
         self._disconnects = DisconnectRequests() if disconnects is None else disconnects
         self.outbox: deque[FromMover] = self._disconnects.outbox
         self.remote_agents = RemoteAgents(transport)
@@ -70,8 +90,20 @@ class PullEngine:
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
         self._region_map: RegionMap | None = None
-        self._plans: dict[Digest, Expander] = {}
+        self._tables = TableCache()
+        self._plans: dict[Digest, _LoadedPlan] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
+        self._covering = None
+        if chunks is not None:
+            self._covering = CoveringReads(
+                transport,
+                self.remote_agents,
+                self._disconnects,
+                clock,
+                chunks,
+                InlineScatterer(clock) if scatterer is None else scatterer,
+                self._budgets,
+            )
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
@@ -79,18 +111,22 @@ class PullEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a pull or a warm-up read needs `step`."""
-        return bool(self._by_id) or self._warmup.is_busy
+        """Whether a pull, a warm-up read, or the read of a pull that has ended needs `step`."""
+        return bool(self._by_id) or self._is_draining or self._warmup.is_busy
 
     @property
     def num_inflight(self) -> int:
-        """The number of posts in flight."""
-        return sum(len(pull.inflight) for pull in self._active)
+        """The number of posts in flight, of pulls that have not ended."""
+        return sum(len(pull.inflight) + pull.num_chunks_read for pull in self._active)
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._covering is not None and self._covering.is_draining
 
     @property
     def is_polling(self) -> bool:
         """Whether `step` polls a read, which drives the library."""
-        return self._warmup.is_busy or self.num_inflight > 0
+        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining
 
     def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
         """Set the local regions' addresses.
@@ -101,11 +137,14 @@ class PullEngine:
         self._flush = flush
         self._region_addresses = {region.region: region.address for region in regions}
         self._region_map = None if is_plain(regions) else RegionMap(regions)
+        if self._covering is not None and self._region_map is None:
+            self._covering.bind(regions)
 
     def load_plan(self, digest: Digest, encoded: bytes) -> None:
         """Keep a plan. Where it cannot be decoded, pulls that name it fail."""
         try:
-            self._plans[digest] = Expander(decode_plan(encoded))
+            plan = decode_plan(encoded)
+            self._plans[digest] = _LoadedPlan(Expander(plan), CoverExpander(plan, self._tables))
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("plan not loaded: plan=%s reason=%s", digest, error)
 
@@ -136,11 +175,30 @@ class PullEngine:
             pull.fail(PullFailure(Code.CANCELLED, f"pull {number} was cancelled", self._clock()))
             self._finish_if_over(pull)
 
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether there are free chunks that `release_idle_chunks` may give back some time."""
+        return self._covering is not None and self._covering.holds_chunks
+
+    def release_idle_chunks(self) -> None:
+        """Give back the memory of chunks that are long unused."""
+        if self._covering is not None:
+            self._covering.release_idle()
+
+    def close(self) -> None:
+        """Return once nothing here writes the blocks any more. The transport is closed."""
+        if self._covering is not None:
+            self._covering.close()
+
     def step(self) -> bool:
         """Advance everything, by at most one expansion and one post; return whether anything advanced."""
         moved = self._warmup.poll()
+        if self._covering is not None:
+            moved |= self._covering.step()
         for pull in tuple(self._active):
             moved |= self._poll(pull)
+            if pull.covering and self._covering is not None:
+                moved |= self._covering.poll(pull)
         moved |= self._expand_next()
         moved |= self._expand_more()
         moved |= self._post_next()
@@ -182,8 +240,8 @@ class PullEngine:
 
     def _start_expansion(self, pull: PullState) -> None:
         request = pull.request
-        expander = self._plans.get(request.plan)
-        if expander is None:
+        loaded = self._plans.get(request.plan)
+        if loaded is None:
             raise KvxferdError(f"cannot expand plan {request.plan}: it is not known here")
         remote_bases = {
             source.rank: {region.region: region.address for region in source.regions}
@@ -191,14 +249,24 @@ class PullEngine:
         }
         pull.local_map = self._region_map
         pull.remote_maps = {s.rank: RegionMap(s.regions) for s in request.sources if not is_plain(s.regions)}
-        pull.parts = expander.parts(
-            request.local,
-            request.remote,
-            request.num_tokens,
-            self._region_addresses,
-            remote_bases,
-            self._max_runs,
-        )
+        pull.local_bases = self._region_addresses
+        if self._covering is not None and self._covering.is_available:
+            pull.parts = loaded.covering.parts(
+                request.local,
+                request.remote,
+                self._region_addresses,
+                remote_bases,
+                max_stretches=min(MAX_STRETCHES, self._max_runs),
+            )
+        else:
+            pull.parts = loaded.direct.parts(
+                request.local,
+                request.remote,
+                request.num_tokens,
+                self._region_addresses,
+                remote_bases,
+                self._max_runs,
+            )
         pull.expand_next_part()
 
     def _post_next(self) -> bool:
@@ -215,29 +283,34 @@ class PullEngine:
                 return True
         if self._num_short_in_a_row < MAX_SHORT_PULLS_IN_A_ROW:
             for pull in self._active:
-                if pull.can_post and pull.is_short:
+                if pull.can_post and pull.is_short and self._post_slice(pull):
                     self._num_short_in_a_row += 1
-                    self._post_slice(pull)
                     return True
         self._num_short_in_a_row = 0
         for _ in range(len(self._active)):
             pull = self._active[0]
             self._active.rotate(-1)
-            if pull.can_post and len(pull.inflight) < MAX_INFLIGHT_PER_PULL:
-                self._post_slice(pull)
+            num_inflight = len(pull.inflight) + len(pull.covering)
+            if pull.can_post and num_inflight < MAX_INFLIGHT_PER_PULL and self._post_slice(pull):
                 return True
         return False
 
-    def _post_slice(self, pull: PullState) -> None:
-        agent, kinds, slicer = pull.unposted.popleft()
-        budget = self._budgets.setdefault(agent, SliceBudget())
-        runs = slicer.next_slice(budget.bytes)
-        was_full = not slicer.is_empty
+    def _post_slice(self, pull: PullState) -> bool:
+        """Post what is next of a pull; return False where that waits for a chunk."""
+        one = pull.unposted.popleft()
+        if isinstance(one.slicer, CoverSlicer):
+            assert self._covering is not None
+            waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
+            return self._covering.post(pull, one, any(since is not None for since in waiting))
+        budget = self._budgets.setdefault(one.agent, SliceBudget())
+        runs = one.slicer.next_slice(budget.bytes)
+        was_full = not one.slicer.is_empty
         if was_full:
-            pull.unposted.append((agent, kinds, slicer))  # the other remote ranks come first
+            pull.unposted.append(one)  # the other remote ranks come first
         if pull.first_post_at is None:
             pull.first_post_at = self._clock()
-        self._post(pull, agent, runs, kinds, was_full)
+        self._post(pull, one.agent, runs, one.kinds, was_full)
+        return True
 
     def _post_fence(self, pull: PullState) -> bool:
         slot = self._word_slots.acquire()
@@ -297,11 +370,8 @@ class PullEngine:
             budget.update(now - read.posted_at, read.used_whole_budget)
 
     def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
-        if isinstance(error, TransportError):
-            lost, settled, message = error.lost, error.settled, error.message
-        else:
-            _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
-            lost, settled, message = False, False, repr(error)
+        failure = as_transport_error(agent, error)
+        lost, settled, message = failure.lost, failure.settled, failure.message
         self.remote_agents.read_ended(agent, lost)
         if lost:
             self._budgets.pop(agent, None)
@@ -320,7 +390,9 @@ class PullEngine:
     def _finish_if_over(self, pull: PullState) -> bool:
         """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
-        if pull.inflight or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
+        if pull.failure is not None and pull.covering and self._covering is not None:
+            self._covering.let_go(pull)
+        if pull.inflight or pull.covering or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
             failure = pull.failure
             if (
                 failure is None

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, PullId, Rank
+from kvxferd.ids import AgentName, PullId, Rank, RegionId
+from kvxferd.mover.process.chunks import Chunk
+from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
 from kvxferd.mover.process.region_map import RegionMap, split_by_memory
+from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
-from kvxferd.mover.transport.base import ReadHandle, ReadKinds
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds
 from kvxferd.plan import Runs
+from kvxferd.plan.covering import CoveredRank
 from kvxferd.wire.mover import PullOutcome, StartPull
+
+
+class Unposted(NamedTuple):
+    """What is left to read from one remote rank, of one kind of memory, in one way."""
+
+    agent: AgentName
+    rank: Rank
+    kinds: ReadKinds
+    slicer: Slicer | CoverSlicer
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +37,19 @@ class InflightRead:
     agent: AgentName
     posted_at: float
     used_whole_budget: bool  # the slice was as large as its budget
+
+
+@dataclass(slots=True, eq=False)
+class CoveringRead:
+    """A chunk that is read, and then scattered."""
+
+    agent: AgentName
+    chunk: Chunk
+    fill: ChunkFill
+    posted_at: float
+    used_whole_budget: bool  # as `InflightRead`
+    handle: ReadHandle | None = None  # None: it is not posted yet, or terminal
+    scatter: ScatterJob | None = None  # once the read is done
 
 
 @dataclass(slots=True)
@@ -42,11 +69,17 @@ class PullState:
     request: StartPull
     arrived_at: float
     # What is not expanded yet: a request of many millions of runs is expanded a part at a time.
-    parts: Iterator[dict[Rank, Runs]] | None = None
-    unposted: deque[tuple[AgentName, ReadKinds, Slicer]] = field(default_factory=deque)
+    parts: Iterator[Mapping[Rank, Runs | CoveredRank]] | None = None
+    local_bases: Mapping[RegionId, int] = field(default_factory=dict)
+    unposted: deque[Unposted] = field(default_factory=deque)
     local_map: RegionMap | None = None  # None: plain host memory
     remote_maps: dict[Rank, RegionMap] = field(default_factory=dict)  # of ranks with other memory than that
-    inflight: list[InflightRead] = field(default_factory=list)
+    inflight: list[InflightRead] = field(default_factory=list)  # into the blocks, and of the fence word
+    covering: list[CoveringRead] = field(
+        default_factory=list
+    )  # these write a chunk, until they are scattered
+    is_direct: bool = False  # what is not posted yet is read directly, because chunks are short
+    waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
     num_awaiting_disconnect_reply: int = 0  # reads whose connection was lost, and may be over
@@ -88,8 +121,14 @@ class PullState:
     @property
     def needs_fence_read(self) -> bool:
         """Whether all data is here, and the read of the fence word is not posted."""
-        left = self.unposted or self.parts is not None or self.inflight
-        return self.failure is None and not left and self.fence_posted_at is None
+        if self.unposted or self.parts is not None or self.inflight or self.num_chunks_read:
+            return False
+        return self.failure is None and self.fence_posted_at is None
+
+    @property
+    def num_chunks_read(self) -> int:
+        """The number of covering reads in flight. Chunks that are scattered do not count."""
+        return sum(read.handle is not None for read in self.covering)
 
     def expand_next_part(self) -> None:
         """Expand the next part, or find that there is none. Raises what the expansion raises."""
@@ -98,15 +137,56 @@ class PullState:
         if part is None:
             self.parts = None
             return
-        agents = {source.rank: source.agent for source in self.request.sources}
         for rank, columns in part.items():
-            for kinds, alike in split_by_memory(columns, self.local_map, self.remote_maps.get(rank)):
-                slicer = Slicer(alike)
-                if not slicer.is_empty:
-                    self.num_bytes += slicer.num_bytes
-                    self.num_runs += slicer.num_runs
-                    self.cost_bytes += slicer.cost_bytes
-                    self.unposted.append((agents[rank], kinds, slicer))
+            if isinstance(columns, CoveredRank):
+                self._add_covered(rank, columns)
+            else:
+                self._add_runs(rank, columns)
+
+    def _add_runs(self, rank: Rank, runs: Runs) -> None:
+        for kinds, alike in split_by_memory(runs, self.local_map, self.remote_maps.get(rank)):
+            slicer = Slicer(alike)
+            if not slicer.is_empty:
+                self._add(rank, kinds, slicer)
+
+    def _add_covered(self, rank: Rank, read: CoveredRank) -> None:
+        for runs in read.runs:
+            self._add_runs(rank, runs)
+        slicer = CoverSlicer(read.stretches)
+        kinds = self._covering_kinds(rank)
+        if slicer.is_empty:
+            return
+        if kinds is None or self.is_direct:
+            for runs in slicer.rest_as_runs(self.local_bases):
+                self._add_runs(rank, runs)
+        else:
+            self._add(rank, kinds, slicer)
+
+    def _add(self, rank: Rank, kinds: ReadKinds, slicer: Slicer | CoverSlicer) -> None:
+        self.num_bytes += slicer.num_bytes
+        self.num_runs += slicer.num_runs
+        self.cost_bytes += slicer.cost_bytes
+        agent = next(source.agent for source in self.request.sources if source.rank == rank)
+        self.unposted.append(Unposted(agent, rank, kinds, slicer))
+
+    def _covering_kinds(self, rank: Rank) -> ReadKinds | None:
+        """Return how chunks are read from a rank, None where they cannot be."""
+        remote = self.remote_maps.get(rank)
+        if remote is None:
+            return HOST
+        kind, *others = remote.kinds
+        return None if others or kind.staged else ReadKinds(HOST.local, kind)
+
+    def read_directly(self) -> None:
+        """Read all that is not posted yet without chunks."""
+        self.is_direct = True
+        for one in tuple(self.unposted):
+            if isinstance(one.slicer, CoverSlicer):
+                self.unposted.remove(one)
+                before = self.num_bytes, self.num_runs
+                for runs in one.slicer.rest_as_runs(self.local_bases):
+                    self._add_runs(one.rank, runs)
+                self.num_bytes, self.num_runs = before  # they are counted already
 
     def fail(self, failure: PullFailure) -> None:
         """Post nothing more. The first failure counts."""
@@ -122,7 +202,9 @@ class PullState:
         return PullOutcome(
             delivered=failure is None,
             started=self.started,
-            finished=not self.inflight and not self.in_doubt and not self.num_awaiting_disconnect_reply,
+            finished=not (
+                self.inflight or self.covering or self.in_doubt or self.num_awaiting_disconnect_reply
+            ),
             quiet_follows=not self.in_doubt,
             code=failure.code if failure else None,
             message=failure.message if failure else "",

@@ -1,0 +1,155 @@
+"""The registered memory that covering reads land in, and who holds each part of it.
+
+A chunk whose read may still write it is never handed out again: it is draining until the read is terminal,
+in doubt until the daemon has judged a lost connection, and lost until the mover dies where nothing will
+ever prove that the read is over. The network writes chunks alone, so none of that touches an engine's blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport.base import Span, Transport, TransportError
+
+_LOG = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for another pull
+IDLE_S = 10.0  # after which a free chunk's memory is given back
+SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
+
+
+class ChunkState(Enum):
+    """Who may write a chunk, and who reads it."""
+
+    FREE = auto()
+    READING = auto()  # for a pull
+    SCATTERING = auto()  # its read is terminal
+    DRAINING = auto()  # its pull has ended before its read
+    IN_DOUBT = auto()  # its connection was lost: the daemon is asked whether the read is over
+    LOST = auto()
+
+
+# A pair that is not here is a bug: a chunk would be used twice.
+MOVES = frozenset(
+    {
+        (ChunkState.FREE, ChunkState.READING),
+        (ChunkState.READING, ChunkState.SCATTERING),
+        (ChunkState.READING, ChunkState.FREE),  # refused, or failed and over
+        (ChunkState.READING, ChunkState.DRAINING),
+        (ChunkState.READING, ChunkState.IN_DOUBT),
+        (ChunkState.READING, ChunkState.LOST),
+        (ChunkState.SCATTERING, ChunkState.FREE),
+        (ChunkState.DRAINING, ChunkState.FREE),
+        (ChunkState.DRAINING, ChunkState.IN_DOUBT),
+        (ChunkState.DRAINING, ChunkState.LOST),
+        (ChunkState.IN_DOUBT, ChunkState.FREE),
+        (ChunkState.IN_DOUBT, ChunkState.LOST),
+    }
+)
+
+
+class Chunk:
+    """A range of this process's own memory, registered by itself."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self.state = ChunkState.FREE
+        self.agent: AgentName | None = None  # that it is read from
+        self.since = 0.0  # when it came into its state
+
+    @property
+    def address(self) -> int:
+        """The chunk's first address."""
+        return self.span.address
+
+
+class ChunkPool:
+    """The chunks of one mover: made when they are first needed, given back when they are not."""
+
+    def __init__(
+        self, transport: Transport, chunk_bytes: int = CHUNK_BYTES, max_chunks: int = MAX_CHUNKS
+    ) -> None:
+        """`max_chunks`: how many this mover may have; lost ones count."""
+        self._transport = transport
+        self._chunk_bytes = chunk_bytes
+        self.max_chunks = max_chunks
+        self._chunks: list[Chunk] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are held."""
+        return sum(chunk.span.size_bytes for chunk in self._chunks)
+
+    def count(self, state: ChunkState) -> int:
+        """Return how many chunks are in a state."""
+        return sum(chunk.state is state for chunk in self._chunks)
+
+    @property
+    def can_ever_acquire(self) -> bool:
+        """Whether a chunk is free, or may become so."""
+        return self.max_chunks > self.count(ChunkState.LOST)
+
+    def acquire(self, agent: AgentName, now: float, *, is_wanted_elsewhere: bool) -> Chunk | None:
+        """Return a chunk to read into from this agent, None while there is none for it.
+
+        Where a pull waits for a chunk to read from elsewhere, the last chunk is not for an agent that has
+        one. An agent whose reads are slow gets no second one in any case, so that a source that is stopped
+        holds one chunk, and those that it had before.
+        """
+        held = [chunk for chunk in self._chunks if chunk.agent == agent]
+        if any(chunk.state is not ChunkState.SCATTERING and now > chunk.since + SLOW_S for chunk in held):
+            return None
+        free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
+        num_more = self.max_chunks - len(self._chunks)
+        if len(free) + num_more < (2 if held and is_wanted_elsewhere else 1):
+            return None
+        chunk = free[-1] if free else self._make()
+        if chunk is not None:
+            self.move(chunk, ChunkState.READING, now, agent)
+        return chunk
+
+    def _make(self) -> Chunk | None:
+        try:
+            chunk = Chunk(self._chunk_bytes)
+            self._transport.register(chunk.span)
+        except (OSError, TransportError) as error:
+            _LOG.warning("chunk not made: reason=%s", error)
+            return None
+        self._chunks.append(chunk)
+        return chunk
+
+    def move(self, chunk: Chunk, state: ChunkState, now: float, agent: AgentName | None = None) -> None:
+        """Note that a chunk has come into a state. `agent`: as `Chunk.agent`, where it is acquired."""
+        assert (chunk.state, state) in MOVES, f"a chunk cannot go from {chunk.state} to {state}"
+        if state is ChunkState.FREE:
+            chunk.agent = None
+        elif agent is not None:
+            chunk.agent = agent
+        # A read that drains counts from its post.
+        if state not in {ChunkState.DRAINING, ChunkState.IN_DOUBT, ChunkState.LOST}:
+            chunk.since = now
+        chunk.state = state
+
+    def release_idle(self, now: float) -> None:
+        """Give the memory back of chunks that are free for `IDLE_S`.
+
+        Nothing reads a chunk from outside: its registration is in no metadata that a peer has.
+        """
+        for chunk in tuple(self._chunks):
+            if chunk.state is ChunkState.FREE and now >= chunk.since + IDLE_S:
+                try:
+                    self._transport.deregister(chunk.span)
+                except TransportError as error:
+                    _LOG.warning("chunk not given back: reason=%s", error.message)
+                    continue
+                self._chunks.remove(chunk)

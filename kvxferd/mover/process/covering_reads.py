@@ -1,0 +1,243 @@
+"""The covering reads of a mover: into chunks of its own, and from there into the engine's blocks.
+
+The network writes the chunk, and the scatter writes the blocks. So a pull that has failed waits for a scatter
+that runs, which ends after its next copy, and for no covering read, whatever became of that. The chunk waits
+for the read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, RegionId
+from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState
+from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter
+from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
+from kvxferd.mover.process.region_map import split_by_memory
+from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.process.slices import SliceBudget
+from kvxferd.mover.transport.base import Transport, TransportError
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.wire.common import RegionAddress
+
+_LOG = logging.getLogger(__name__)
+
+CHUNK_WAIT_S = 0.05  # after which a pull without a chunk reads directly
+
+
+class CoveringReads:
+    """The chunks, the scatters, and the reads of pulls that have ended. One thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        remote_agents: RemoteAgents,
+        disconnects: DisconnectRequests,
+        clock: Callable[[], float],
+        chunks: ChunkPool,
+        scatterer: Scatterer,
+        budgets: dict[AgentName, SliceBudget],
+    ) -> None:
+        """`budgets`: of all slices, the direct reads' too."""
+        self._transport = transport
+        self._remote_agents = remote_agents
+        self._disconnects = disconnects
+        self._clock = clock
+        self._chunks = chunks
+        self._scatterer = scatterer
+        self._budgets = budgets
+        self._regions: dict[RegionId, Bytes] = {}
+        self._draining: list[CoveringRead] = []
+
+    def bind(self, regions: Sequence[RegionAddress]) -> None:
+        """Scatter into these regions, which are plain host memory."""
+        self._regions = {region.region: _bytes_of(region) for region in regions}
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the bound memory can be scattered into."""
+        return bool(self._regions)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a read of a pull that has ended is in flight."""
+        return bool(self._draining)
+
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether there is memory that `release_idle` may give back some time."""
+        return self._chunks.count(ChunkState.FREE) > 0
+
+    def release_idle(self) -> None:
+        """Give back chunks that nothing has needed for a while."""
+        self._chunks.release_idle(self._clock())
+
+    def step(self) -> bool:
+        """Scatter, unless a thread does; poll the reads of pulls that have ended."""
+        moved = self._scatterer.step()
+        for read in tuple(self._draining):
+            assert read.handle is not None
+            try:
+                if not self._transport.poll(read.handle):
+                    continue
+            except Exception as error:
+                self._draining.remove(read)
+                self._on_failed(read, error)
+            else:
+                self._draining.remove(read)
+                self._end_read(read)
+                self._move(read.chunk, ChunkState.FREE)
+            moved = True
+        return moved
+
+    def post(self, pull: PullState, one: Unposted, others_wait: bool) -> bool:
+        """Post the next read of a pull, and queue what is left; return False where there is no chunk.
+
+        `others_wait`: another pull waits for a chunk. A pull that has waited for long, or for a chunk that
+        will never come, reads the rest directly.
+        """
+        assert isinstance(one.slicer, CoverSlicer)
+        now = self._clock()
+        chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
+        if chunk is None:
+            pull.unposted.append(one)
+            if pull.waits_for_chunk_since is None:
+                pull.waits_for_chunk_since = now
+            if now >= pull.waits_for_chunk_since + CHUNK_WAIT_S or not self._chunks.can_ever_acquire:
+                pull.read_directly()
+            return False
+        pull.waits_for_chunk_since = None
+        if pull.first_post_at is None:
+            pull.first_post_at = now
+        budget = self._budgets.setdefault(one.agent, SliceBudget())
+        fill = one.slicer.next_fill(budget.bytes, chunk.span.size_bytes)
+        if not one.slicer.is_empty:
+            pull.unposted.append(one)  # the other remote ranks come first
+        self._post(pull, one, CoveringRead(one.agent, chunk, fill, now, not one.slicer.is_empty))
+        return True
+
+    def _post(self, pull: PullState, one: Unposted, read: CoveringRead) -> None:
+        if problem := self._remote_agents.ensure_loaded(one.agent):
+            self._move(read.chunk, ChunkState.FREE)
+            pull.fail(PullFailure(Code.TRANSPORT, problem, self._clock(), one.agent))
+            return
+        self._remote_agents.read_started(one.agent)
+        try:
+            # Of one kind of memory: where a registered piece ends, a descriptor is cut, and not the image.
+            whole = read.fill.runs(read.chunk.address)
+            ((_, runs),) = split_by_memory(whole, None, pull.remote_maps.get(one.rank))
+            read.handle = self._transport.post(one.agent, runs, one.kinds)
+        except Exception as error:
+            self._on_failed(read, error, pull)
+            return
+        finally:
+            pull.post_s += self._clock() - read.posted_at
+        pull.covering.append(read)
+        if read.handle.done:
+            self._on_read_done(pull, read)
+
+    def poll(self, pull: PullState) -> bool:
+        """Scatter the chunks of a pull that are read; release those that are scattered."""
+        moved = False
+        for read in tuple(pull.covering):
+            if read.scatter is not None:
+                if read.scatter.is_over:
+                    self._on_scatter_over(pull, read, read.scatter)
+                    moved = True
+                continue
+            assert read.handle is not None
+            try:
+                if not self._transport.poll(read.handle):
+                    continue
+            except Exception as error:
+                pull.covering.remove(read)
+                self._on_failed(read, error, pull)
+            else:
+                self._on_read_done(pull, read)
+            moved = True
+        return moved
+
+    def let_go(self, pull: PullState) -> None:
+        """Have a pull that has failed scatter nothing more. A scatter that runs stays in `pull.covering`."""
+        for read in tuple(pull.covering):
+            if read.scatter is not None:
+                read.scatter.cancel()
+            else:
+                pull.covering.remove(read)
+                self._move(read.chunk, ChunkState.DRAINING)
+                self._draining.append(read)
+
+    def close(self) -> None:
+        """Return once no scatter runs, or ever will."""
+        self._scatterer.close()
+
+    # --- how a read ends
+
+    def _on_read_done(self, pull: PullState, read: CoveringRead) -> None:
+        self._end_read(read)
+        budget = self._budgets.setdefault(read.agent, SliceBudget())
+        budget.update(self._clock() - read.posted_at, read.used_whole_budget)
+        if pull.failure is not None:
+            pull.covering.remove(read)
+            self._move(read.chunk, ChunkState.FREE)
+            return
+        pull.started = True  # the blocks are written from now on
+        self._move(read.chunk, ChunkState.SCATTERING)
+        read.scatter = ScatterJob(scatter(read.fill, read.chunk.bytes, self._regions))
+        self._scatterer.start(read.scatter)
+
+    def _on_scatter_over(self, pull: PullState, read: CoveringRead, job: ScatterJob) -> None:
+        pull.covering.remove(read)
+        self._move(read.chunk, ChunkState.FREE)
+        pull.data_done_at = self._clock()
+        if job.error is not None:
+            message = f"cannot copy from a chunk into the blocks: {job.error!r}"
+            pull.fail(PullFailure(Code.INTERNAL, message, self._clock()))
+
+    def _end_read(self, read: CoveringRead) -> None:
+        assert read.handle is not None
+        self._transport.release(read.handle)
+        self._remote_agents.read_ended(read.agent)
+        read.handle = None
+
+    def _on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
+        """End a read that failed. Only the chunk may still be written; `pull`: unless it has ended."""
+        read.handle = None
+        failure = as_transport_error(read.agent, error)
+        self._remote_agents.read_ended(read.agent, failure.lost)
+        if failure.lost:
+            self._budgets.pop(read.agent, None)
+        if failure.settled:
+            self._move(read.chunk, ChunkState.FREE)
+        elif failure.lost:
+            self._move(read.chunk, ChunkState.IN_DOUBT)
+            self._disconnects.request(
+                lambda over: self._move(read.chunk, ChunkState.FREE if over else ChunkState.LOST)
+            )
+        else:
+            self._move(read.chunk, ChunkState.LOST)
+        if pull is not None:
+            pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), read.agent))
+
+    def _move(self, chunk: Chunk, state: ChunkState) -> None:
+        self._chunks.move(chunk, state, self._clock())
+
+
+def as_transport_error(agent: AgentName, error: Exception) -> TransportError:
+    """Return what a failed read proves. An exception that no transport should raise proves nothing."""
+    if isinstance(error, TransportError):
+        return error
+    _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
+    return TransportError(repr(error), settled=False)
+
+
+def _bytes_of(region: RegionAddress) -> Bytes:
+    memory = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
+    return cast(Bytes, np.ctypeslib.as_array(memory))

@@ -1,0 +1,118 @@
+"""Runs scatters beside the engine: numpy lets go of the interpreter's lock while the next chunk is read.
+
+A scatter writes the engine's blocks. `ScatterJob.is_over` is therefore the scatter's own word, set after its
+last write. A scatter that was asked to end is not over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Protocol
+
+from kvxferd.mover.process.linux_process import prepare_thread
+
+_LOG = logging.getLogger(__name__)
+
+INLINE_S = 300e-6  # pieces that are copied in one step of the engine, without a thread
+
+
+class ScatterJob:
+    """One chunk's scatter: copies of a few ten microseconds each."""
+
+    def __init__(self, pieces: Iterator[None]) -> None:
+        self._pieces = pieces
+        self._is_cancelled = False
+        self.error: Exception | None = None  # set before it is over
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Start no further copy. It is over once `is_over`."""
+        self._is_cancelled = True
+
+    def run_piece(self) -> None:
+        """Make one copy, or find that there is none."""
+        try:
+            if self._is_cancelled or next(self._pieces, self) is self:
+                self.is_over = True
+        except Exception as error:
+            _LOG.exception("chunk not scattered")
+            self.error = error
+            self.is_over = True
+
+
+class Scatterer(Protocol):
+    """Runs jobs in order."""
+
+    def start(self, job: ScatterJob) -> None:
+        """Queue a job."""
+        ...
+
+    def step(self) -> bool:
+        """Do the engine's part of the work; return whether there was any."""
+        ...
+
+    def close(self) -> None:
+        """Return once no job runs, or ever will. Jobs that were queued are cancelled."""
+        ...
+
+
+class InlineScatterer:
+    """Scatters in the engine's own steps."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._jobs: deque[ScatterJob] = deque()
+
+    def start(self, job: ScatterJob) -> None:
+        self._jobs.append(job)
+
+    def step(self) -> bool:
+        began = self._clock()
+        moved = False
+        while self._jobs and self._clock() < began + INLINE_S:
+            moved = True
+            self._jobs[0].run_piece()
+            if self._jobs[0].is_over:
+                self._jobs.popleft()
+        return moved
+
+    def close(self) -> None:
+        self._jobs.clear()
+
+
+class ThreadScatterer:
+    """Scatters in a thread, which the first job starts."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[ScatterJob | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    def start(self, job: ScatterJob) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvxferd-scatter", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def step(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        # Without a limit: while a copy runs, the memory is in use, and nobody may be told otherwise.
+        self._is_closing = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        prepare_thread("kvxferd-scatter")
+        while (job := self._queue.get()) is not None:
+            while not job.is_over:
+                if self._is_closing:
+                    job.cancel()
+                job.run_piece()

@@ -1,0 +1,374 @@
+"""Covering reads in the pull engine: what they mean for a pull, for its blocks and for the chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from kvxferd.errors import Code
+from kvxferd.ids import PullId
+from kvxferd.mover.process import covering_reads
+from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, ChunkState
+from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
+from kvxferd.mover.process.slices import SHORT_BYTES
+from kvxferd.mover.transport.base import TransportError
+from kvxferd.wire.mover import PullDone
+from tests.support.pull_engine_harness import BLOCKS, Bench, scattered
+
+CHUNK = 64 << 10
+HEAD = 16  # bytes of one head of one token
+
+
+class ManualScatterer:
+    """Scatters when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[ScatterJob] = deque()
+
+    def start(self, job: ScatterJob) -> None:
+        self.jobs.append(job)
+
+    def step(self) -> bool:
+        return False
+
+    def run_all(self) -> None:
+        for job in self.jobs:
+            while not job.is_over:
+                job.run_piece()
+        self.jobs.clear()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.fixture
+def by_hand() -> ManualScatterer:
+    return ManualScatterer()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(chunk_bytes=CHUNK)
+
+
+def blocks_here(bench: Bench) -> np.ndarray:
+    """(tensors, blocks, tokens, heads, bytes) of the reader."""
+    return bench.local.array.reshape(4, BLOCKS, 4, 2, HEAD)
+
+
+def check_arrived(bench: Bench, ids: range) -> None:
+    """Each head of each token lies where its rank had it, and no other block was touched."""
+    mine = blocks_here(bench)
+    for rank, memory in enumerate(bench.remote):
+        theirs = memory.array.reshape(4, BLOCKS, 4, HEAD)
+        assert np.array_equal(mine[..., rank, :][:, list(ids)], theirs[:, list(ids)])
+    others = [block for block in range(BLOCKS) if block not in ids]
+    assert not mine[:, others].any()
+
+
+def states(bench: Bench) -> dict[ChunkState, int]:
+    assert bench.chunks is not None
+    return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, CHUNK, 4 << 20])
+@pytest.mark.parametrize("polls", [0, 3])
+@pytest.mark.parametrize("max_runs", [3, 1 << 20])
+def test_bytes_arrive_through_chunks(chunk_bytes: int, polls: int, max_runs: int) -> None:
+    bench = Bench(max_runs=max_runs, chunk_bytes=chunk_bytes)
+    bench.fabric.polls_per_read = polls
+    number = bench.start(scattered(100))
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
+    check_arrived(bench, scattered(100))
+    assert outcome.bytes == 100 * 4 * 4 * 2 * HEAD
+    assert set(states(bench)) == {ChunkState.FREE}
+
+
+def test_bytes_arrive_through_a_thread() -> None:
+    bench = Bench(chunk_bytes=CHUNK, scatterer=(thread := ThreadScatterer()))
+    number = bench.start(scattered(200))
+    while not bench.outcomes():
+        bench.engine.step()
+        bench.drain()
+    thread.close()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(200))
+
+
+def test_fewer_descriptors_are_posted_than_there_are_runs(bench: Bench) -> None:
+    number = bench.start(scattered(100))
+    bench.run()
+    data = sum(num for _, num in bench.fabric.posts[:-1])
+    assert data == 100 * 4 * 2
+    assert bench.outcomes()[number].runs == 100 * 4 * 2 * 4
+
+
+def test_the_word_is_read_while_a_chunk_is_scattered(
+    by_hand: ManualScatterer,
+) -> None:
+    bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.fabric.posts[-1] == (bench.agents[0], 1), "the fence word"
+    assert bench.told == []
+    by_hand.run_all()
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+
+
+def test_an_abort_waits_for_no_read_into_a_chunk(bench: Bench) -> None:
+    """Nothing that the network does can reach the blocks. The chunk waits for the read."""
+    bench.fabric.stalled |= set(bench.agents)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.engine.abort(number)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (False, True, Code.CANCELLED)
+    assert states(bench) == {ChunkState.DRAINING: 2}
+    assert bench.engine.is_busy
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert states(bench) == {ChunkState.FREE: 2}
+    assert not blocks_here(bench).any()
+    assert not bench.engine.is_busy
+
+
+def test_an_abort_waits_for_a_scatter_that_runs(by_hand: ManualScatterer) -> None:
+    bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
+    number = bench.start(scattered(8))
+    bench.run()
+    for job in by_hand.jobs:
+        job.run_piece()
+    bench.engine.abort(number)
+    bench.run()
+    assert bench.told == [], "a copy may run"
+    by_hand.run_all()
+    before = bench.local.array.copy()
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (True, True, Code.CANCELLED)
+    assert (bench.local.array == before).all()
+    assert set(states(bench)) == {ChunkState.FREE}
+
+
+def test_a_cancelled_scatter_starts_no_further_copy(by_hand: ManualScatterer) -> None:
+    bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.engine.abort(number)
+    by_hand.run_all()
+    bench.run()
+    assert bench.outcomes()[number].finished
+    assert not blocks_here(bench).any()
+
+
+def test_a_failure_that_proves_nothing_loses_the_chunk_and_not_the_blocks(bench: Bench) -> None:
+    bench.fabric.polls_per_read = 2
+    number = bench.start(scattered(8))
+    bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
+    assert states(bench)[ChunkState.LOST] == 1
+    other = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[other].delivered, "a retry needs not wait for a read into a lost chunk"
+    assert states(bench)[ChunkState.LOST] == 1
+    check_arrived(bench, scattered(8))
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_lost_connection_leaves_the_chunk_to_the_daemons_judgement(bench: Bench, over: bool) -> None:
+    bench.fabric.polls_per_read = 2
+    number = bench.start(scattered(8))
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+    bench.run()
+    assert bench.outcomes()[number].finished, "the blocks do not wait for the daemon"
+    assert states(bench)[ChunkState.IN_DOUBT] == 1
+    bench.disconnects.handle_reply(1, over)
+    assert states(bench).get(ChunkState.LOST, 0) == (0 if over else 1)
+    again = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[again].delivered
+
+
+def test_a_proven_end_frees_the_chunk(bench: Bench) -> None:
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[number].code is Code.TRANSPORT
+    assert set(states(bench)) == {ChunkState.FREE}
+    again = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[again].delivered
+
+
+def test_an_agent_stays_loaded_while_a_read_of_an_ended_pull_drains(bench: Bench) -> None:
+    bench.fabric.stalled.add(bench.agents[1])
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.engine.abort(number)
+    bench.run()
+    bench.engine.drop_remote(bench.agents[1])
+    reader = bench.fabric.agents[bench.reader]
+    assert bench.agents[1] in reader.loaded
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.agents[1] not in reader.loaded
+
+
+def test_the_last_failure_leaves_direct_reads() -> None:
+    """Every chunk is lost: pulls go on without."""
+    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
+    bench.fabric.polls_per_read = 2
+    bench.start(scattered(8))
+    bench.engine.step()
+    bench.fabric.errors[bench.agents[0]] = TransportError("odd", settled=False)
+    bench.run()
+    assert states(bench) == {ChunkState.LOST: 1}
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+
+
+def test_a_pull_that_gets_no_chunk_reads_directly_after_a_while() -> None:
+    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.start(range(1))
+    bench.engine.step()
+    bench.fabric.stalled.clear()
+    bench.fabric.stalled.add(bench.agents[0])
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += covering_reads.CHUNK_WAIT_S
+    bench.run()
+    assert (bench.agents[1], 8 * 4 * 4) in bench.fabric.posts, "run by run"
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+
+
+def test_a_stopped_source_holds_one_chunk_and_those_that_it_had() -> None:
+    """Pulls from the other source go on through chunks."""
+    bench = Bench(chunk_bytes=1 << 10, max_chunks=4)
+    bench.fabric.stalled.add(bench.agents[0])
+    stuck = bench.start(scattered(100))
+    bench.run()
+    bench.now += 2 * SLOW_S
+    held = [c for c in (bench.chunks._chunks if bench.chunks else []) if c.agent == bench.agents[0]]
+    others = [bench.start(scattered(100)) for _ in range(3)]
+    bench.run()
+    after = [c for c in (bench.chunks._chunks if bench.chunks else []) if c.agent == bench.agents[0]]
+    assert after == held
+    assert len(held) < 4
+    for number in (stuck, *others):
+        bench.engine.abort(number)
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert set(states(bench)) == {ChunkState.FREE}
+
+
+def test_a_copy_that_would_leave_the_region_fails_the_pull(by_hand: ManualScatterer) -> None:
+    bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
+    number = bench.start(scattered(8))
+    bench.run()
+
+    def broken() -> object:
+        raise IndexError("index 7 is out of bounds")
+        yield
+
+    by_hand.jobs[0]._pieces = broken()  # type: ignore[assignment]
+    by_hand.run_all()
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.INTERNAL)
+
+
+def test_short_pulls_are_counted_by_what_they_post() -> None:
+    """200 blocks are 6,400 runs, and 104 MB of cost by runs; as stretches they are short."""
+    bench = Bench(chunk_bytes=4 << 20)
+    bench.fabric.polls_per_read = 1
+    bench.start(scattered(10))
+    bench.engine.step()
+    (pull,) = bench.engine._active
+    assert pull.num_runs * (16 << 10) > SHORT_BYTES
+    assert pull.is_short
+
+
+def test_chunks_are_given_back_when_they_are_idle(bench: Bench) -> None:
+    bench.start(scattered(100))
+    bench.run()
+    assert bench.chunks is not None
+    held = bench.chunks.num_bytes
+    assert held
+    bench.now += IDLE_S / 2
+    bench.engine.release_idle_chunks()
+    assert bench.chunks.num_bytes == held
+    bench.now += IDLE_S / 2
+    bench.engine.release_idle_chunks()
+    assert bench.chunks.num_bytes == 0
+    assert not bench.engine.holds_chunks
+    number = bench.start(scattered(100))
+    bench.run()
+    assert bench.outcomes()[number].delivered
+
+
+def test_a_small_pull_does_not_wait_for_a_large_one(bench: Bench) -> None:
+    bench.fabric.polls_per_read = 3
+    large = [bench.start(scattered(250)) for _ in range(3)]
+    bench.engine.step()
+    small = bench.start(range(1))
+    order: list[PullId] = []
+    for _ in range(10_000):
+        bench.engine.step()
+        bench.now += 1e-4
+        order += [m.pull for m in bench.engine.outbox if isinstance(m, PullDone)]
+        bench.drain()
+    assert order[0] == small
+    assert sorted(order[1:]) == large
+
+
+def test_a_thread_that_is_closed_runs_no_scatter() -> None:
+    """`close` returns when the copy under way is done; what was queued is never begun."""
+    thread = ThreadScatterer()
+    ran: list[int] = []
+
+    def pieces(number: int) -> object:
+        for _ in range(1000):
+            ran.append(number)
+            yield
+
+    jobs = [ScatterJob(pieces(number)) for number in range(3)]  # type: ignore[arg-type]
+    for job in jobs:
+        thread.start(job)
+    thread.close()
+    num_ran = len(ran)
+    assert all(job.is_over for job in jobs)
+    assert len(ran) == num_ran
+
+
+def test_inline_scatters_are_bounded_in_time() -> None:
+    now = [0.0]
+    inline = InlineScatterer(lambda: now[0])
+
+    def pieces() -> object:
+        while True:
+            now[0] += 1e-4
+            yield
+
+    job = ScatterJob(pieces())  # type: ignore[arg-type]
+    inline.start(job)
+    assert inline.step()
+    assert now[0] == pytest.approx(3e-4, abs=1.5e-4)
+    job.cancel()
+    inline.step()
+    assert job.is_over
+    assert not inline.step()
