@@ -133,24 +133,44 @@ class _Alike(NamedTuple):
     local_block: Int64s  # (blocks, segments)
 
 
-def _always(form: StretchForm) -> bool:
+def _always(rank: Rank, form: StretchForm) -> bool:
     return True
 
 
-class CoverExpander:
-    """Expands block lists into stretches for one plan."""
+class _Piece(NamedTuple):
+    """What one group read takes from some remote blocks."""
 
-    def __init__(self, plan: Plan, tables: TableCache | None = None) -> None:
-        self.plan = plan
-        self._tables = TableCache() if tables is None else tables
+    read: GroupRead
+    blocks: _Alike
+    tables: dict[RegionPair, _Table]
+
+
+class FormCount(NamedTuple):
+    """How many stretches of a form a pull reads from a rank."""
+
+    rank: Rank
+    form: StretchForm
+    num_stretches: int
+
+
+class CoverRequest:
+    """One request's block lists, ready to be expanded for one plan."""
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self._pieces = pieces
+
+    def forms(self) -> Iterator[FormCount]:
+        """Yield what the stretches are, from which the cost of each way to read follows."""
+        for read, blocks, tables in self._pieces:
+            for table in tables.values():
+                for form, remote, _ in table.classes or ():
+                    yield FormCount(read.rank, form, len(remote) * len(blocks.remote_block))
 
     def parts(
         self,
-        local: Mapping[GroupName, PackedBlocks],
-        remote: Mapping[GroupName, PackedBlocks],
         local_bases: Mapping[RegionId, int],
         remote_bases: Mapping[Rank, Mapping[RegionId, int]],
-        pays: Callable[[StretchForm], bool] = _always,
+        pays: Callable[[Rank, StretchForm], bool] = _always,
         max_stretches: int = MAX_STRETCHES,
     ) -> Iterator[dict[Rank, CoveredRank]]:
         """Yield what to read from each remote rank, in parts of about `max_stretches` stretches.
@@ -160,28 +180,52 @@ class CoverExpander:
         """
         part: dict[Rank, CoveredRank] = {}
         room = max_stretches
+        for read, blocks, tables in self._pieces:
+            per_block = max(1, sum(table.num_stretches for table in tables.values()))
+            start, total = 0, len(blocks.remote_block)
+            while start < total:
+                if room < per_block and part:
+                    yield part
+                    part, room = {}, max_stretches
+                stop = min(total, start + max(1, room // per_block))
+                few = blocks._replace(
+                    remote_block=blocks.remote_block[start:stop], local_block=blocks.local_block[start:stop]
+                )
+                target = part.setdefault(read.rank, CoveredRank())
+                for key, table in tables.items():
+                    _add(
+                        target,
+                        key,
+                        table,
+                        few,
+                        local_bases,
+                        remote_bases[read.rank],
+                        partial(pays, read.rank),
+                    )
+                room -= (stop - start) * per_block
+                start = stop
+        yield part
+
+
+class CoverExpander:
+    """Expands block lists into stretches for one plan."""
+
+    def __init__(self, plan: Plan, tables: TableCache | None = None) -> None:
+        self.plan = plan
+        self._tables = TableCache() if tables is None else tables
+
+    def prepare(
+        self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
+    ) -> CoverRequest:
+        """Return the request of these block lists, which have passed the checks of `Expander.expand`."""
+        pieces = []
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
-            for alike in _group_by_remote_block(segments):
-                tables = self._tables.get(
-                    (self.plan.digest, number, alike.signature), partial(_make_tables, read, alike.signature)
-                )
-                per_block = max(1, sum(table.num_stretches for table in tables.values()))
-                start, total = 0, len(alike.remote_block)
-                while start < total:
-                    if room < per_block and part:
-                        yield part
-                        part, room = {}, max_stretches
-                    stop = min(total, start + max(1, room // per_block))
-                    few = alike._replace(
-                        remote_block=alike.remote_block[start:stop], local_block=alike.local_block[start:stop]
-                    )
-                    target = part.setdefault(read.rank, CoveredRank())
-                    for key, table in tables.items():
-                        _add(target, key, table, few, local_bases, remote_bases[read.rank], pays)
-                    room -= (stop - start) * per_block
-                    start = stop
-        yield part
+            for blocks in _group_by_remote_block(segments):
+                make = partial(_make_tables, read, blocks.signature)
+                tables = self._tables.get((self.plan.digest, number, blocks.signature), make)
+                pieces.append(_Piece(read, blocks, tables))
+        return CoverRequest(pieces)
 
 
 def _make_tables(read: GroupRead, signature: Signature) -> dict[RegionPair, _Table]:
@@ -238,6 +282,10 @@ def _runs_of(runs: OffsetRuns, local_at: Int64s, remote_at: Int64s) -> OffsetRun
 def _group_by_remote_block(segments: Segments) -> Iterator[_Alike]:
     """Yield the remote blocks by the shapes of the segments that lie in them."""
     if not len(segments.num_items):
+        return
+    if segments.is_uniform:  # whole blocks, which are rarely listed twice
+        shape = SegmentShape(*(int(column[0]) for column in segments[2:5]))
+        yield _Alike((shape,), segments.remote_block, segments.local_block[:, None])
         return
     order = np.lexsort((segments.remote_item, segments.remote_block))
     local, remote, local_item, remote_item, num_items = (column[order] for column in segments[:5])

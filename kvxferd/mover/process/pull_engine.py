@@ -251,12 +251,9 @@ class PullEngine:
         pull.remote_maps = {s.rank: RegionMap(s.regions) for s in request.sources if not is_plain(s.regions)}
         pull.local_bases = self._region_addresses
         if self._covering is not None and self._covering.is_available:
-            pull.parts = loaded.covering.parts(
-                request.local,
-                request.remote,
-                self._region_addresses,
-                remote_bases,
-                max_stretches=min(MAX_STRETCHES, self._max_runs),
+            prepared = loaded.covering.prepare(request.local, request.remote)
+            pull.parts = prepared.parts(
+                self._region_addresses, remote_bases, max_stretches=min(MAX_STRETCHES, self._max_runs)
             )
         else:
             pull.parts = loaded.direct.parts(

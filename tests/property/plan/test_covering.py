@@ -90,8 +90,10 @@ def test_covering_reads_write_what_direct_reads_write(data: st.DataObject) -> No
     # Some forms only: the others are read directly.
     every = data.draw(st.integers(1, 3))
     found: dict[Rank, CoveredRank] = {}
-    for part in CoverExpander(plan, tables).parts(
-        mine, theirs, local_at, remote_at, lambda form: form.num_copies % every == 0, max_stretches
+    request = CoverExpander(plan, tables).prepare(mine, theirs)
+    assert {one.rank for one in request.forms()} <= set(wanted)
+    for part in request.parts(
+        local_at, remote_at, lambda _, form: form.num_copies % every == 0, max_stretches
     ):
         for source_rank, one in part.items():
             both = found.setdefault(source_rank, CoveredRank())

@@ -19,12 +19,8 @@ def covered(
     plan: Plan, mine: list[int], theirs: list[int], first: tuple[int, int] = (0, 0)
 ) -> dict[Rank, CoveredRank]:
     """Expand with local memory at 1,000,000 and each remote rank's at 2,000,000."""
-    (part,) = CoverExpander(plan).parts(
-        blocks(mine, first[0]),
-        blocks(theirs, first[1]),
-        {KV: 1_000_000},
-        {rank: {KV: 2_000_000} for rank in plan.sources},
-    )
+    request = CoverExpander(plan).prepare(blocks(mine, first[0]), blocks(theirs, first[1]))
+    (part,) = request.parts({KV: 1_000_000}, {rank: {KV: 2_000_000} for rank in plan.sources})
     return part
 
 
@@ -73,11 +69,19 @@ def test_reading_a_quarter_of_the_heads_token_by_token_covers_almost_the_whole_b
     assert [s.num_bytes for s in part.stretches] == [4 * 16]
 
 
+def test_a_request_says_what_its_stretches_are() -> None:
+    request = CoverExpander(plan_between(engine(layout="NHD"), engine())).prepare(
+        blocks([3, 1]), blocks([5, 9])
+    )
+    (found,) = request.forms()
+    assert found.rank == SOURCE
+    assert (found.num_stretches, found.form.num_copies, found.form.size_bytes) == (8, 16, 64)
+
+
 def test_what_no_stretch_pays_for_comes_as_runs() -> None:
     plan = plan_between(engine(layout="NHD"), engine())
-    (part,) = CoverExpander(plan).parts(
-        blocks([3]), blocks([5]), {KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}, lambda form: False
-    )
+    request = CoverExpander(plan).prepare(blocks([3]), blocks([5]))
+    (part,) = request.parts({KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}, lambda rank, form: False)
     assert not part[SOURCE].stretches
     assert sum(len(runs.length) for runs in part[SOURCE].runs) == 4 * 16
 
@@ -120,7 +124,7 @@ def test_what_does_not_repeat_is_not_covered() -> None:
 def test_the_table_of_a_plan_does_not_grow_with_its_layers(layers: int) -> None:
     tables = TableCache()
     plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
-    list(CoverExpander(plan, tables).parts(blocks([1]), blocks([2]), {KV: 0}, {SOURCE: {KV: 1 << 20}}))
+    CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
     assert tables.num_bytes == 16 * 2 * 8 + layers * 2 * 2 * 8
 
 
@@ -128,7 +132,7 @@ def test_tables_that_are_not_used_make_room() -> None:
     tables = TableCache(max_bytes=2000)
     for layers in (2, 3, 4, 5):
         plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
-        list(CoverExpander(plan, tables).parts(blocks([1]), blocks([2]), {KV: 0}, {SOURCE: {KV: 1 << 20}}))
+        CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
         assert 0 < tables.num_bytes <= 2000
 
 
