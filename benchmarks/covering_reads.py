@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.mover_reads import cpu_s
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
@@ -36,12 +37,15 @@ class Reader:
     sink: Sink
     sources: list[Served]
     outcomes: list[PullOutcome] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)  # of the reading mover, all its threads
 
     async def pull(self, ours: list[int], theirs: list[int], tokens: int, word: bytes) -> None:
+        before = cpu_s(self.sink.mover.pid)
         number = self.sink.start(self.sources, self.sources[0].place(0, word), ours, theirs, tokens)
         outcome = await self.sink.outcome(number, 60.0)
         assert outcome.delivered, outcome
         self.outcomes.append(outcome)
+        self.processor_s.append(cpu_s(self.sink.mover.pid) - before)
 
     def milliseconds(self, first: int = 0) -> list[float]:
         return [1e3 * one.wire_s for one in self.outcomes[first:]]
@@ -71,7 +75,8 @@ def describe(name: str, reader: Reader, num_bytes: int) -> str:
     return (
         f"{name}: first {reader.milliseconds()[0]:.0f} ms, then {middle:.1f} ms (best {times[0]:.1f}) = "
         f"{num_bytes / middle / 1e6:.2f} GB/s; {last.runs} runs, posts {1e3 * last.post_s:.1f} ms, "
-        f"expand {1e3 * last.expand_s:.1f} ms"
+        f"expand {1e3 * last.expand_s:.1f} ms; "
+        f"{1e3 * sum(reader.processor_s[1:]) / len(times):.0f} ms of processor"
     )
 
 

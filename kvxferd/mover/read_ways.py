@@ -9,8 +9,12 @@ READ_VARIABLE = "KVXFERD_READ"  # passes the setting mover.read to child movers
 
 
 class ReadWay(StrEnum):
-    """Direct: one descriptor a run. Covering: longer stretches into a chunk, and a scatter from there."""
+    """Direct: one descriptor a run. Covering: longer stretches into a chunk, and a scatter from there.
 
+    Auto: for each pull and remote rank the way that is predicted to take less.
+    """
+
+    AUTO = "auto"
     DIRECT = "direct"
     COVERING = "covering"
 

@@ -17,6 +17,7 @@ import numpy as np
 from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId, SessionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, RegionSpec
 from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
@@ -71,7 +72,8 @@ class Side:
 class Movers:
     """The pair. Its event loop runs in a thread, so that hypothesis can call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_way: str = "direct") -> None:
+        self._read_way = read_way
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._numbers = itertools.count(1)
@@ -86,7 +88,8 @@ class Movers:
         self.run(self._start())
 
     async def _start(self) -> None:
-        self.source, self.sink = Side(Node("source")), Side(Node("sink"))
+        sink = Node("sink", environment={READ_VARIABLE: self._read_way})
+        self.source, self.sink = Side(Node("source")), Side(sink)
         for side in (self.source, self.sink):
             await side.node.__aenter__()
             await side.bind(self._pidfd)
@@ -164,8 +167,8 @@ class Movers:
 
 
 @contextmanager
-def real_movers() -> Iterator[Movers]:
-    movers = Movers()
+def real_movers(read_way: str = "direct") -> Iterator[Movers]:
+    movers = Movers(read_way)
     movers.start()
     try:
         yield movers

@@ -74,6 +74,8 @@ class Bench:
         chunk_bytes: int = 0,
         max_chunks: int = 4,
         scatterer: Scatterer | None = None,
+        always_covers: bool = True,
+        layout_here: str = "",
     ) -> None:
         """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads."""
         self.now = 0.0
@@ -91,12 +93,12 @@ class Bench:
             memory.array[:] = np.random.default_rng(seed).integers(1, 256, len(memory.array), dtype=np.uint8)
         self.reader = AgentName("d/0")
         transport = MemoryTransport(self.fabric, self.reader)
-        ours = layout(spec("D", 1, 0), "NHD" if chunk_bytes else "HND")
+        ours = layout(spec("D", 1, 0), layout_here or ("NHD" if chunk_bytes else "HND"))
         self.local = Memory(transport, ours.regions[0].size_bytes)
         self.disconnects = DisconnectRequests()
         self.chunks = ChunkPool(transport, chunk_bytes, max_chunks) if chunk_bytes else None
         self.engine = PullEngine(
-            transport, lambda: self.now, max_runs, self.disconnects, self.chunks, scatterer
+            transport, lambda: self.now, max_runs, self.disconnects, self.chunks, scatterer, always_covers
         )
         self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)

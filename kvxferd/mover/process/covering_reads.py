@@ -17,6 +17,7 @@ import numpy as np
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState
+from kvxferd.mover.process.costs import CostModel, ReadShape
 from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter
 from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
 from kvxferd.mover.process.region_map import split_by_memory
@@ -44,8 +45,9 @@ class CoveringReads:
         chunks: ChunkPool,
         scatterer: Scatterer,
         budgets: dict[AgentName, SliceBudget],
+        costs: CostModel,
     ) -> None:
-        """`budgets`: of all slices, the direct reads' too."""
+        """`budgets`, `costs`: of all slices, the direct reads' too."""
         self._transport = transport
         self._remote_agents = remote_agents
         self._disconnects = disconnects
@@ -53,6 +55,7 @@ class CoveringReads:
         self._chunks = chunks
         self._scatterer = scatterer
         self._budgets = budgets
+        self._costs = costs
         self._regions: dict[RegionId, Bytes] = {}
         self._draining: list[CoveringRead] = []
 
@@ -183,7 +186,10 @@ class CoveringReads:
     def _on_read_done(self, pull: PullState, read: CoveringRead) -> None:
         self._end_read(read)
         budget = self._budgets.setdefault(read.agent, SliceBudget())
-        budget.update(self._clock() - read.posted_at, read.used_whole_budget)
+        now = self._clock()
+        budget.update(now - read.posted_at, read.used_whole_budget)
+        shape = ReadShape(len(read.fill.length), int(read.fill.length.sum()))
+        self._costs.learn(read.agent, shape, read.posted_at, now)
         if pull.failure is not None:
             pull.covering.remove(read)
             self._move(read.chunk, ChunkState.FREE)
@@ -197,6 +203,8 @@ class CoveringReads:
         pull.covering.remove(read)
         self._move(read.chunk, ChunkState.FREE)
         pull.data_done_at = self._clock()
+        if pull.failure is None:
+            self._costs.learn_copy(read.fill.num_bytes, job.elapsed_s)
         if job.error is not None:
             message = f"cannot copy from a chunk into the blocks: {job.error!r}"
             pull.fail(PullFailure(Code.INTERNAL, message, self._clock()))

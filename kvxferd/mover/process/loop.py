@@ -59,13 +59,14 @@ class MoverLoop:
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        covers = read_way_of_environment() is ReadWay.COVERING
+        way = read_way_of_environment()
         self._engine = PullEngine(
             self._transport,
             max_runs=max_runs,
             disconnects=self._disconnects,
-            chunks=ChunkPool(self._transport) if covers else None,
+            chunks=None if way is ReadWay.DIRECT else ChunkPool(self._transport),
             scatterer=ThreadScatterer(),
+            always_covers=way is ReadWay.COVERING,
         )
         self._bindings = Bindings(
             self._transport,

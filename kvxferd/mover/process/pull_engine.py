@@ -22,14 +22,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvxferd.errors import Code, DeviceError, KvxferdError
-from kvxferd.ids import AgentName, Digest, PullId, RegionId
+from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.costs import CostModel, ReadShape
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
@@ -43,7 +44,7 @@ from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
-from kvxferd.plan.covering import MAX_STRETCHES, CoverExpander, TableCache
+from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander, TableCache
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
@@ -72,10 +73,12 @@ class PullEngine:
         disconnects: DisconnectRequests | None = None,
         chunks: ChunkPool | None = None,
         scatterer: Scatterer | None = None,
+        always_covers: bool = False,
     ) -> None:
         """`max_runs`: about how many runs of one pull are expanded at a time.
 
-        `chunks`: for covering reads; None: all reads are direct.
+        `chunks`: for covering reads; None: all reads are direct. `always_covers`: cover whatever can be, and
+        not only what is predicted to take less.
         """
         self._disconnects = DisconnectRequests() if disconnects is None else disconnects
         self.outbox: deque[FromMover] = self._disconnects.outbox
@@ -93,6 +96,8 @@ class PullEngine:
         self._tables = TableCache()
         self._plans: dict[Digest, _LoadedPlan] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
+        self._costs = CostModel()
+        self._always_covers = always_covers
         self._covering = None
         if chunks is not None:
             self._covering = CoveringReads(
@@ -103,6 +108,7 @@ class PullEngine:
                 chunks,
                 InlineScatterer(clock) if scatterer is None else scatterer,
                 self._budgets,
+                self._costs,
             )
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
@@ -158,6 +164,7 @@ class PullEngine:
         """Forget an agent."""
         self.remote_agents.drop(agent)
         self._warmup.forget(agent)
+        self._costs.forget(agent)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
@@ -250,11 +257,8 @@ class PullEngine:
         pull.local_map = self._region_map
         pull.remote_maps = {s.rank: RegionMap(s.regions) for s in request.sources if not is_plain(s.regions)}
         pull.local_bases = self._region_addresses
-        if self._covering is not None and self._covering.is_available:
-            prepared = loaded.covering.prepare(request.local, request.remote)
-            pull.parts = prepared.parts(
-                self._region_addresses, remote_bases, max_stretches=min(MAX_STRETCHES, self._max_runs)
-            )
+        if (parts := self._covered_parts(pull, loaded.covering, remote_bases)) is not None:
+            pull.parts = parts
         else:
             pull.parts = loaded.direct.parts(
                 request.local,
@@ -265,6 +269,25 @@ class PullEngine:
                 self._max_runs,
             )
         pull.expand_next_part()
+
+    def _covered_parts(
+        self,
+        pull: PullState,
+        expander: CoverExpander,
+        remote_bases: Mapping[Rank, Mapping[RegionId, int]],
+    ) -> Iterator[Mapping[Rank, CoveredRank]] | None:
+        """Return what to read where stretches are to be covered; None where all reads are direct."""
+        if self._covering is None or not self._covering.is_available:
+            return None
+        request = expander.prepare(pull.request.local, pull.request.remote)
+        max_stretches = min(MAX_STRETCHES, self._max_runs)
+        if self._always_covers:
+            return request.parts(self._region_addresses, remote_bases, max_stretches=max_stretches)
+        agents = {source.rank: source.agent for source in pull.request.sources}
+        pull.choice = choice = self._costs.choose(request.forms(), agents)
+        if not choice.covered:
+            return None
+        return request.parts(self._region_addresses, remote_bases, choice.pays, max_stretches)
 
     def _post_next(self) -> bool:
         """Post one slice, of the pull that has waited longest for its turn.
@@ -306,7 +329,8 @@ class PullEngine:
             pull.unposted.append(one)  # the other remote ranks come first
         if pull.first_post_at is None:
             pull.first_post_at = self._clock()
-        self._post(pull, one.agent, runs, one.kinds, was_full)
+        shape = ReadShape(len(runs.length), int(runs.length.sum()))
+        self._post(pull, one.agent, runs, one.kinds, was_full, shape)
         return True
 
     def _post_fence(self, pull: PullState) -> bool:
@@ -320,7 +344,15 @@ class PullEngine:
         self._post(pull, fence.agent, word, HOST, was_full=False)
         return True
 
-    def _post(self, pull: PullState, agent: AgentName, runs: Runs, kinds: ReadKinds, was_full: bool) -> None:
+    def _post(
+        self,
+        pull: PullState,
+        agent: AgentName,
+        runs: Runs,
+        kinds: ReadKinds,
+        was_full: bool,
+        shape: ReadShape | None = None,
+    ) -> None:
         if problem := self.remote_agents.ensure_loaded(agent):
             pull.fail(PullFailure(Code.TRANSPORT, problem, self._clock(), agent))
             return
@@ -335,7 +367,7 @@ class PullEngine:
         finally:
             pull.post_s += self._clock() - began
         pull.started = True
-        read = InflightRead(handle, agent, began, was_full)
+        read = InflightRead(handle, agent, began, was_full, shape)
         if handle.done:
             self._on_read_done(pull, read)
         else:
@@ -365,6 +397,8 @@ class PullEngine:
         budget = self._budgets.get(read.agent)
         if budget is not None:
             budget.update(now - read.posted_at, read.used_whole_budget)
+        if read.shape is not None:
+            self._costs.learn(read.agent, read.shape, read.posted_at, now)
 
     def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
         failure = as_transport_error(agent, error)

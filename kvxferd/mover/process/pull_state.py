@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import Chunk
+from kvxferd.mover.process.costs import Choice, ReadShape
 from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
 from kvxferd.mover.process.region_map import RegionMap, split_by_memory
 from kvxferd.mover.process.scatterer import ScatterJob
@@ -37,6 +38,7 @@ class InflightRead:
     agent: AgentName
     posted_at: float
     used_whole_budget: bool  # the slice was as large as its budget
+    shape: ReadShape | None = None  # None: the fence word's
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +80,8 @@ class PullState:
     covering: list[CoveringRead] = field(
         default_factory=list
     )  # these write a chunk, until they are scattered
+    choice: Choice | None = None  # None: of no cost model
+    num_bytes_covered: int = 0  # that come through chunks, of `num_bytes`
     is_direct: bool = False  # what is not posted yet is read directly, because chunks are short
     waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
@@ -166,6 +170,8 @@ class PullState:
         self.num_bytes += slicer.num_bytes
         self.num_runs += slicer.num_runs
         self.cost_bytes += slicer.cost_bytes
+        if isinstance(slicer, CoverSlicer):
+            self.num_bytes_covered += slicer.num_bytes
         agent = next(source.agent for source in self.request.sources if source.rank == rank)
         self.unposted.append(Unposted(agent, rank, kinds, slicer))
 
@@ -183,10 +189,11 @@ class PullState:
         for one in tuple(self.unposted):
             if isinstance(one.slicer, CoverSlicer):
                 self.unposted.remove(one)
-                before = self.num_bytes, self.num_runs
+                num_bytes, num_runs = self.num_bytes, self.num_runs
                 for runs in one.slicer.rest_as_runs(self.local_bases):
                     self._add_runs(one.rank, runs)
-                self.num_bytes, self.num_runs = before  # they are counted already
+                self.num_bytes_covered -= self.num_bytes - num_bytes
+                self.num_bytes, self.num_runs = num_bytes, num_runs  # they are counted already
 
     def fail(self, failure: PullFailure) -> None:
         """Post nothing more. The first failure counts."""

@@ -28,6 +28,7 @@ class ScatterJob:
         self._pieces = pieces
         self._is_cancelled = False
         self.error: Exception | None = None  # set before it is over
+        self.elapsed_s = 0.0  # of its copies
         self.is_over = False
 
     def cancel(self) -> None:
@@ -36,13 +37,15 @@ class ScatterJob:
 
     def run_piece(self) -> None:
         """Make one copy, or find that there is none."""
+        began = time.perf_counter()
         try:
-            if self._is_cancelled or next(self._pieces, self) is self:
-                self.is_over = True
+            is_last = self._is_cancelled or next(self._pieces, self) is self
         except Exception as error:
             _LOG.exception("chunk not scattered")
             self.error = error
-            self.is_over = True
+            is_last = True
+        self.elapsed_s += time.perf_counter() - began
+        self.is_over = is_last
 
 
 class Scatterer(Protocol):

@@ -9,7 +9,8 @@ import pytest
 from tests.support.mover_pair import Movers, real_movers
 
 
-@pytest.fixture(scope="package")
-def movers() -> Iterator[Movers]:
-    with real_movers() as made:
+@pytest.fixture(scope="package", params=["direct", "covering"])
+def movers(request: pytest.FixtureRequest) -> Iterator[Movers]:
+    """One pair for each way to read, which both keep every promise."""
+    with real_movers(request.param) as made:
         yield made

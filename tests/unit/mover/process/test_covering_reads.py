@@ -372,3 +372,39 @@ def test_inline_scatters_are_bounded_in_time() -> None:
     inline.step()
     assert job.is_over
     assert not inline.step()
+
+
+def test_each_pull_is_read_in_the_way_that_is_predicted_to_take_less() -> None:
+    """100 blocks are 3,200 runs of 16 bytes, one block is 32."""
+    bench = Bench(chunk_bytes=CHUNK, always_covers=False)
+    bench.start(range(1))
+    bench.run()
+    assert set(states(bench)) == set(), "read directly"
+    number = bench.start(scattered(100))
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    assert set(states(bench)) == {ChunkState.FREE}
+    check_arrived(bench, scattered(100))
+
+
+def test_equal_layouts_are_read_directly() -> None:
+    bench = Bench(chunk_bytes=CHUNK, always_covers=False, layout_here="HND")
+    number = bench.start(scattered(200))
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    assert set(states(bench)) == set()
+
+
+def test_bytes_through_chunks_are_counted_and_those_of_a_changed_way_are_not() -> None:
+    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.start(scattered(8))
+    bench.engine.step()
+    (pull,) = bench.engine._active
+    assert pull.num_bytes_covered == pull.num_bytes == 8 * 4 * 4 * 2 * HEAD
+    bench.now += covering_reads.CHUNK_WAIT_S
+    bench.engine.step()
+    bench.now += covering_reads.CHUNK_WAIT_S
+    bench.engine.step()
+    assert pull.num_bytes_covered == pull.num_bytes // 2
+    assert pull.num_bytes == 8 * 4 * 4 * 2 * HEAD

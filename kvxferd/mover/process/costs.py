@@ -1,0 +1,154 @@
+"""What reads cost: a model of two constants for each remote agent, and one for copies here.
+
+    direct    descriptors * descriptor_s + bytes / bytes_per_s
+    covering  stretches * descriptor_s + covered bytes / bytes_per_s, beside bytes / copy_bytes_per_s
+
+A scatter runs beside the next chunk's read. So the longer one counts, and the last chunk's copy.
+
+The constants start where CMA was measured, and every slice corrects them. A slice changes each constant by
+the part that it had in the prediction: many small runs teach the time of a descriptor, few long ones the
+bandwidth. So no name of a card and no count of blocks decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvxferd.ids import AgentName, Rank
+from kvxferd.plan.covering import FormCount
+from kvxferd.plan.stretches import StretchForm
+
+# Of CMA on two cores: 262,144 runs of 256 bytes took 621 ms, and 64 MiB in one run 7 ms.
+START_DESCRIPTOR_S = 2.3e-6
+START_BYTES_PER_S = 8e9
+START_COPY_BYTES_PER_S = 2.5e9
+LEARNING_RATE = 0.25
+# A shorter slice is mostly a round trip and the pause between two polls, which are no descriptor's.
+MIN_LEARNT_S = 0.2e-3
+MAX_CORRECTION = 4.0  # of one slice: one that waited for the processor teaches little
+MIN_DESCRIPTOR_S, MAX_DESCRIPTOR_S = 0.05e-6, 50e-6
+MIN_BYTES_PER_S, MAX_BYTES_PER_S = 1e7, 1e12
+# A prediction is right within a factor of about 1.5. What gains less is not worth a copy of all bytes.
+MIN_GAIN = 1.3
+MIN_GAIN_S = 0.3e-3
+CHUNK_TAIL_BYTES = 4 << 20
+
+
+class ReadShape(NamedTuple):
+    """The size of reads, whatever their way."""
+
+    num_descriptors: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class LinkCosts:
+    """The constants of one remote agent."""
+
+    descriptor_s: float = START_DESCRIPTOR_S
+    bytes_per_s: float = START_BYTES_PER_S
+    last_done_at: float = 0.0  # when the last slice from it was done
+
+    def predict_s(self, read: ReadShape) -> float:
+        """Return how long the network takes for it."""
+        return read.num_descriptors * self.descriptor_s + read.num_bytes / self.bytes_per_s
+
+    def learn(self, read: ReadShape, posted_at: float, done_at: float) -> None:
+        """Correct the constants by one slice.
+
+        Slices of one agent follow one another on the wire: a slice counts from the end of the one before.
+        """
+        elapsed_s = done_at - max(posted_at, self.last_done_at)
+        self.last_done_at = done_at
+        by_descriptors = read.num_descriptors * self.descriptor_s
+        predicted_s = self.predict_s(read)
+        if elapsed_s <= 0.0 or predicted_s < MIN_LEARNT_S:
+            return
+        ratio = min(max(elapsed_s / predicted_s, 1 / MAX_CORRECTION), MAX_CORRECTION)
+        share = by_descriptors / predicted_s
+        descriptor_s = self.descriptor_s * ratio ** (LEARNING_RATE * share)
+        bytes_per_s = self.bytes_per_s / ratio ** (LEARNING_RATE * (1 - share))
+        self.descriptor_s = min(max(descriptor_s, MIN_DESCRIPTOR_S), MAX_DESCRIPTOR_S)
+        self.bytes_per_s = min(max(bytes_per_s, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
+
+
+@dataclass(slots=True)
+class Choice:
+    """How one pull reads from each rank."""
+
+    covered: dict[Rank, frozenset[StretchForm]] = field(
+        default_factory=dict
+    )  # ranks without any are left out
+    direct_s: float = 0.0  # how long the pull takes if all its reads are direct
+    chosen_s: float = 0.0  # and as chosen
+
+    def pays(self, rank: Rank, form: StretchForm) -> bool:
+        """Whether stretches of this form are covered."""
+        return form in self.covered.get(rank, ())
+
+
+class CostModel:
+    """The constants of all agents that a mover reads from."""
+
+    def __init__(self) -> None:
+        self._links: dict[AgentName, LinkCosts] = {}
+        self.copy_bytes_per_s = START_COPY_BYTES_PER_S
+
+    def link(self, agent: AgentName) -> LinkCosts:
+        """Return the constants of an agent."""
+        return self._links.setdefault(agent, LinkCosts())
+
+    def learn(self, agent: AgentName, read: ReadShape, posted_at: float, done_at: float) -> None:
+        """Correct an agent's constants by one slice. One that was dropped meanwhile stays forgotten."""
+        if (link := self._links.get(agent)) is not None:
+            link.learn(read, posted_at, done_at)
+
+    def forget(self, agent: AgentName) -> None:
+        """Forget an agent that was dropped."""
+        self._links.pop(agent, None)
+
+    def learn_copy(self, num_bytes: int, elapsed_s: float) -> None:
+        """Correct the speed of copies by one chunk's scatter."""
+        if num_bytes and elapsed_s > 0.0:
+            ratio = elapsed_s * self.copy_bytes_per_s / num_bytes
+            ratio = min(max(ratio, 1 / MAX_CORRECTION), MAX_CORRECTION)
+            speed = self.copy_bytes_per_s / ratio**LEARNING_RATE
+            self.copy_bytes_per_s = min(max(speed, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
+
+    def choose(self, forms: Iterable[FormCount], agents: dict[Rank, AgentName]) -> Choice:
+        """Choose for each rank and form the way that is predicted to take less."""
+        by_rank: dict[Rank, dict[StretchForm, int]] = {}
+        for one in forms:
+            counts = by_rank.setdefault(one.rank, {})
+            counts[one.form] = counts.get(one.form, 0) + one.num_stretches
+        choice = Choice()
+        for rank, counts in by_rank.items():
+            self._choose_for(choice, rank, counts, self.link(agents[rank]))
+        return choice
+
+    def _choose_for(
+        self, choice: Choice, rank: Rank, counts: dict[StretchForm, int], link: LinkCosts
+    ) -> None:
+        direct_s = rest_s = read_s = copy_s = 0.0
+        covered = []
+        for form, count in counts.items():
+            by_runs = count * link.predict_s(ReadShape(form.num_copies, form.num_bytes))
+            by_stretches = count * link.predict_s(ReadShape(1, form.size_bytes))
+            copies = count * form.num_bytes / self.copy_bytes_per_s
+            direct_s += by_runs
+            if max(by_stretches, copies) < by_runs:
+                covered.append(form)
+                read_s += by_stretches
+                copy_s += copies
+            else:
+                rest_s += by_runs
+        tail_s = min(copy_s, CHUNK_TAIL_BYTES / self.copy_bytes_per_s)
+        chosen_s = rest_s + max(read_s, copy_s) + tail_s
+        choice.direct_s += direct_s
+        if not covered or direct_s < chosen_s * MIN_GAIN or direct_s - chosen_s < MIN_GAIN_S:
+            choice.chosen_s += direct_s
+            return
+        choice.chosen_s += chosen_s
+        choice.covered[rank] = frozenset(covered)
