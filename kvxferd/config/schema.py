@@ -10,6 +10,7 @@ import msgspec
 from kvxferd.config.types import (
     AdvertisedEndpoint,
     ByteCount,
+    ByteCountOrZero,
     Count,
     Directory,
     Environment,
@@ -20,6 +21,7 @@ from kvxferd.config.types import (
     LogLevel,
     MoverLibrary,
     MoverPlacement,
+    MoverRead,
     Networks,
     NumericIds,
     PoolSize,
@@ -99,6 +101,7 @@ class MoverConfig(Section, frozen=True):
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
     placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
+    read: MoverRead = "direct"  # covering: in fewer, longer reads; auto: where that is predicted to be faster
     environment: Environment = {}
 
 
@@ -119,6 +122,7 @@ class LimitsConfig(Section, frozen=True):
     max_peers: Count = 512  # daemons that this one connects to
     max_waiting_per_peer: Count = 8192  # one peer's requests that wait for a publish or for ranks
     max_waiting: Count = 32_768  # of all peers
+    staging_bytes: ByteCountOrZero = 256 << 20  # memory for covering reads, of all movers; 0: none
 
 
 class LogConfig(Section, frozen=True):

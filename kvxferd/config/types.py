@@ -41,11 +41,13 @@ HostPort = Annotated[
 ]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000, title="a count, 1 to 1000000")]
 ByteCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 60, title="bytes")]
+ByteCountOrZero = Annotated[int, msgspec.Meta(ge=0, le=1 << 60, title="bytes, or 0")]
 PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 Switch = Annotated[bool, msgspec.Meta(title="true or false")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]
 MoverPlacement = Annotated[Literal["auto", "staged"], msgspec.Meta(title="auto or staged")]
+MoverRead = Annotated[Literal["auto", "direct", "covering"], msgspec.Meta(title="auto, direct or covering")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], msgspec.Meta(title="debug, info, warning or error")
 ]

@@ -24,6 +24,7 @@ from kvxferd.core.node import Node
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
+from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
@@ -71,7 +72,11 @@ class MoverAssignment:
             on_exit=self._on_exit,
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
             lock_fds=lock_fds,
-            environment={**config.environment, PLACEMENT_VARIABLE: config.placement},
+            environment={
+                **config.environment,
+                PLACEMENT_VARIABLE: config.placement,
+                READ_VARIABLE: config.read,
+            },
             library=config.library,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.chunk_memory import ChunkMemory
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
@@ -79,6 +80,7 @@ from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import (
     BindRefused,
     Bound,
+    ChunkMemoryWanted,
     DisconnectJudged,
     DisconnectSeen,
     FenceMapped,
@@ -149,6 +151,7 @@ class Node:
         self.registry = Registry(endpoint, self.ownerships)
         self.reassembly_memory = ReassemblyMemory(self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
+        self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
         self.fence_pages = FencePages(self.context, self.registry)
         self.peer_requests = PeerRequests(self.context)
         self.block_id_memory = BlockIdMemory()
@@ -496,6 +499,12 @@ class Node:
                 self.context.emit(
                     SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
                 )
+            case ChunkMemoryWanted():
+                # A resident mover's memory is its worker's, whose word on it would cost other users.
+                if mover.resident:
+                    self.chunk_memory.refuse(mover.mover_id)
+                else:
+                    self.chunk_memory.handle(mover.mover_id, message)
             case MoverLeaving():
                 self.movers.kill(mover.mover_id)
             case _:
@@ -516,6 +525,7 @@ class Node:
         if mover is None:
             return
         self._detach_mover(mover)  # first, so that its pulls wait for the next mover
+        self.chunk_memory.forget(mover.mover_id)
         self.pulls.mover_died(mover.mover_id)
         self.poll_requests.forget(mover.agent)
         if session := self.sessions.get(mover.session):

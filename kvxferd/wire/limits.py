@@ -70,3 +70,7 @@ FENCE_SLOTS = FENCE_PAGE_BYTES // FENCE_WORD_BYTES
 
 # A packet on a worker's delivery socket: one `Delivered`.
 MAX_NOTICE_BYTES = 1024
+
+# What a mover reads a covering read into; memory for it is granted in multiples. 64 MiB are sixteen reads,
+# each of a few milliseconds.
+CHUNK_BYTES = 4 << 20

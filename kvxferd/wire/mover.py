@@ -125,6 +125,15 @@ class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
     over: bool
 
 
+class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
+    """The mover may hold so much memory for covering reads, in all. Where it holds more, it gives that back.
+
+    The reply to `ChunkMemoryWanted`, and sent again whenever it changes.
+    """
+
+    size_bytes: int
+
+
 # --- mover to daemon
 
 
@@ -218,6 +227,17 @@ class DisconnectSeen(Message, frozen=True, tag="disconnect-seen"):
     number: int
 
 
+class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
+    """How much memory for covering reads the mover would use, and has. The reply is `ChunkMemoryGranted`.
+
+    These are totals, so that a message that comes twice changes nothing.
+    """
+
+    wanted_bytes: int
+    held_bytes: int = 0
+    lost_bytes: int = 0  # of these: something may write there until the mover dies
+
+
 class MoverLeaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
@@ -237,6 +257,7 @@ ToMover = (
     | StartPull
     | AbortPull
     | DisconnectJudged
+    | ChunkMemoryGranted
     | BlockIds
 )
 FromMover = (
@@ -250,5 +271,6 @@ FromMover = (
     | PullDone
     | PullQuiesced
     | DisconnectSeen
+    | ChunkMemoryWanted
     | MoverLeaving
 )

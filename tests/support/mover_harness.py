@@ -38,6 +38,8 @@ from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
     Bind,
     Bound,
+    ChunkMemoryGranted,
+    ChunkMemoryWanted,
     FenceLocation,
     FenceMapped,
     FromMover,
@@ -106,6 +108,9 @@ class Node:
         await asyncio.wait_for(self.pool.stop(), DEADLINE_S)
 
     def _message(self, mover: MoverId, message: FromMover) -> None:
+        if isinstance(message, ChunkMemoryWanted):
+            self.pool._assigned[mover].send(ChunkMemoryGranted(size_bytes=message.wanted_bytes))
+            return
         self.said.append((mover, message))
         self._changed.set()
 

@@ -22,6 +22,7 @@ from kvxferd.mover.process.linux_process import (
     prepare_thread,
 )
 from kvxferd.mover.process.loop import MoverLoop
+from kvxferd.mover.read_ways import read_way_of_environment
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
         stream = FrameSocket(socket.socket(fileno=socket_fd))
         transport = NixlTransport(library, agent)
         backoff = PollBackoff(lambda: context.mover_count.is_oversubscribed)
-        MoverLoop(stream, transport, backoff, _exit_with_worker).serve()
+        way = read_way_of_environment()
+        MoverLoop(stream, transport, backoff, _exit_with_worker, read_way=way).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover ended: agent=%s reason=%s", agent, error.message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Callable
 from enum import Enum, auto
 
 import numpy as np
@@ -17,10 +18,11 @@ import numpy.typing as npt
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import Span, Transport, TransportError
+from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.mover import ChunkMemoryWanted
 
 _LOG = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20
 MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for another pull
 IDLE_S = 10.0  # after which a free chunk's memory is given back
 SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
@@ -74,15 +76,26 @@ class Chunk:
 
 
 class ChunkPool:
-    """The chunks of one mover: made when they are first needed, given back when they are not."""
+    """The chunks of one mover: made when they are first needed, given back when they are not.
+
+    How many there may be is the daemon's to grant. It is asked when a chunk is first needed.
+    """
 
     def __init__(
-        self, transport: Transport, chunk_bytes: int = CHUNK_BYTES, max_chunks: int = MAX_CHUNKS
+        self,
+        transport: Transport,
+        chunk_bytes: int = CHUNK_BYTES,
+        max_chunks: int = 0,
+        report: Callable[[ChunkMemoryWanted], None] | None = None,
     ) -> None:
-        """`max_chunks`: how many this mover may have; lost ones count."""
+        """`max_chunks`: the grant to begin with. `report` sends to the daemon; None: no grant will come."""
         self._transport = transport
         self._chunk_bytes = chunk_bytes
-        self.max_chunks = max_chunks
+        self._max_chunks = max_chunks
+        self._report = report
+        self._is_wanted = False  # the daemon was asked, and is not told otherwise since
+        self._awaits_grant = False
+        self._last_used = 0.0
         self._chunks: list[Chunk] = []
 
     @property
@@ -96,8 +109,19 @@ class ChunkPool:
 
     @property
     def can_ever_acquire(self) -> bool:
-        """Whether a chunk is free, or may become so."""
-        return self.max_chunks > self.count(ChunkState.LOST)
+        """Whether a chunk is free, or will be, or the daemon has still to say so."""
+        return self._awaits_grant or self._max_chunks > self.count(ChunkState.LOST)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the daemon counts on chunks being used, which `release_idle` may end."""
+        return self._is_wanted or bool(self.count(ChunkState.FREE))
+
+    def set_grant(self, size_bytes: int) -> None:
+        """Hold this much memory at most, lost chunks included; give back what is free and more than that."""
+        self._awaits_grant = False
+        self._max_chunks = size_bytes // self._chunk_bytes
+        self._give_back(max(0, len(self._chunks) - self._max_chunks))
 
     def acquire(self, agent: AgentName, now: float, *, is_wanted_elsewhere: bool) -> Chunk | None:
         """Return a chunk to read into from this agent, None while there is none for it.
@@ -106,11 +130,15 @@ class ChunkPool:
         one. An agent whose reads are slow gets no second one in any case, so that a source that is stopped
         holds one chunk, and those that it had before.
         """
+        self._last_used = now
+        if not self._is_wanted and self._report is not None:
+            self._is_wanted = self._awaits_grant = True
+            self._send_report()
         held = [chunk for chunk in self._chunks if chunk.agent == agent]
         if any(chunk.state is not ChunkState.SCATTERING and now > chunk.since + SLOW_S for chunk in held):
             return None
         free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
-        num_more = self.max_chunks - len(self._chunks)
+        num_more = max(0, self._max_chunks - len(self._chunks))
         if len(free) + num_more < (2 if held and is_wanted_elsewhere else 1):
             return None
         chunk = free[-1] if free else self._make()
@@ -126,6 +154,7 @@ class ChunkPool:
             _LOG.warning("chunk not made: reason=%s", error)
             return None
         self._chunks.append(chunk)
+        self._send_report()
         return chunk
 
     def move(self, chunk: Chunk, state: ChunkState, now: float, agent: AgentName | None = None) -> None:
@@ -139,17 +168,40 @@ class ChunkPool:
         if state not in {ChunkState.DRAINING, ChunkState.IN_DOUBT, ChunkState.LOST}:
             chunk.since = now
         chunk.state = state
+        if state is ChunkState.LOST:
+            self._send_report()
+        elif state is ChunkState.FREE and len(self._chunks) > self._max_chunks:
+            self._give_back(1)
 
     def release_idle(self, now: float) -> None:
-        """Give the memory back of chunks that are free for `IDLE_S`.
+        """Give the memory back where no chunk was needed for `IDLE_S`."""
+        if now >= self._last_used + IDLE_S and self.is_wanted:
+            self._is_wanted = self._awaits_grant = False
+            self._give_back(len(self._chunks))
+            self._send_report()
+
+    def _give_back(self, num_chunks: int) -> None:
+        """Give back so many chunks of those that are free.
 
         Nothing reads a chunk from outside: its registration is in no metadata that a peer has.
         """
-        for chunk in tuple(self._chunks):
-            if chunk.state is ChunkState.FREE and now >= chunk.since + IDLE_S:
-                try:
-                    self._transport.deregister(chunk.span)
-                except TransportError as error:
-                    _LOG.warning("chunk not given back: reason=%s", error.message)
-                    continue
-                self._chunks.remove(chunk)
+        free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
+        for chunk in free[:num_chunks]:
+            try:
+                self._transport.deregister(chunk.span)
+            except TransportError as error:
+                _LOG.warning("chunk not given back: reason=%s", error.message)
+                continue
+            self._chunks.remove(chunk)
+        if free and num_chunks:
+            self._send_report()
+
+    def _send_report(self) -> None:
+        if self._report is not None:
+            self._report(
+                ChunkMemoryWanted(
+                    wanted_bytes=self._chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
+                    held_bytes=self.num_bytes,
+                    lost_bytes=self._chunk_bytes * self.count(ChunkState.LOST),
+                )
+            )

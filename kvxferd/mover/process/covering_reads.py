@@ -76,7 +76,11 @@ class CoveringReads:
     @property
     def holds_chunks(self) -> bool:
         """Whether there is memory that `release_idle` may give back some time."""
-        return self._chunks.count(ChunkState.FREE) > 0
+        return self._chunks.is_wanted
+
+    def set_grant(self, size_bytes: int) -> None:
+        """Hold this much memory at most."""
+        self._chunks.set_grant(size_bytes)
 
     def release_idle(self) -> None:
         """Give back chunks that nothing has needed for a while."""

@@ -23,7 +23,7 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
-from kvxferd.mover.read_ways import ReadWay, read_way_of_environment
+from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -53,20 +53,25 @@ class MoverLoop:
         *,
         own_regions: Sequence[RegionExport] = (),
         max_runs: int = MAX_RUNS,
+        read_way: ReadWay = ReadWay.DIRECT,
     ) -> None:
-        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time."""
+        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time.
+
+        `read_way`: direct, unless the daemon is known to understand `ChunkMemoryWanted`.
+        """
         self._stream = stream
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        way = read_way_of_environment()
         self._engine = PullEngine(
             self._transport,
             max_runs=max_runs,
             disconnects=self._disconnects,
-            chunks=None if way is ReadWay.DIRECT else ChunkPool(self._transport),
+            chunks=None
+            if read_way is ReadWay.DIRECT
+            else ChunkPool(self._transport, report=self._disconnects.outbox.append),
             scatterer=ThreadScatterer(),
-            always_covers=way is ReadWay.COVERING,
+            always_covers=read_way is ReadWay.COVERING,
         )
         self._bindings = Bindings(
             self._transport,
@@ -211,6 +216,8 @@ class MoverLoop:
                 self._engine.start(self._with_early_block_ids(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)
+            case wire.ChunkMemoryGranted():
+                self._engine.set_chunk_memory(message.size_bytes)
             case wire.DisconnectJudged():
                 self._disconnects.handle_reply(message.number, message.over)
             case _:

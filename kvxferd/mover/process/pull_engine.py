@@ -187,6 +187,11 @@ class PullEngine:
         """Whether there are free chunks that `release_idle_chunks` may give back some time."""
         return self._covering is not None and self._covering.holds_chunks
 
+    def set_chunk_memory(self, size_bytes: int) -> None:
+        """Hold this much memory for covering reads at most."""
+        if self._covering is not None:
+            self._covering.set_grant(size_bytes)
+
     def release_idle_chunks(self) -> None:
         """Give back the memory of chunks that are long unused."""
         if self._covering is not None:

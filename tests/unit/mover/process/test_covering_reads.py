@@ -14,7 +14,7 @@ from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, ChunkState
 from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
 from kvxferd.mover.process.slices import SHORT_BYTES
 from kvxferd.mover.transport.base import TransportError
-from kvxferd.wire.mover import PullDone
+from kvxferd.wire.mover import ChunkMemoryWanted, PullDone
 from tests.support.pull_engine_harness import BLOCKS, Bench, scattered
 
 CHUNK = 64 << 10
@@ -408,3 +408,102 @@ def test_bytes_through_chunks_are_counted_and_those_of_a_changed_way_are_not() -
     bench.engine.step()
     assert pull.num_bytes_covered == pull.num_bytes // 2
     assert pull.num_bytes == 8 * 4 * 4 * 2 * HEAD
+
+
+class Granting(Bench):
+    """A reader whose daemon answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(chunk_bytes=CHUNK, max_chunks=0)
+        assert self.chunks is not None
+        self.reports: list[ChunkMemoryWanted] = []
+        self.chunks._report = self.reports.append
+
+
+def test_no_chunk_is_made_before_the_daemon_has_granted_its_memory() -> None:
+    bench = Granting()
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.fabric.posts == []
+    assert [(one.wanted_bytes, one.held_bytes) for one in bench.reports] == [(4 * CHUNK, 0)]
+    bench.engine.set_chunk_memory(2 * CHUNK)
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+    assert bench.chunks is not None
+    assert bench.chunks.num_bytes <= 2 * CHUNK
+    assert bench.reports[-1].held_bytes == bench.chunks.num_bytes
+
+
+def test_a_pull_whose_daemon_grants_nothing_reads_directly_at_once() -> None:
+    bench = Granting()
+    number = bench.start(scattered(8))
+    bench.engine.step()
+    bench.engine.set_chunk_memory(0)
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+    assert states(bench) == {}
+    again = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[again].delivered
+    assert len(bench.reports) == 1, "it is not asked for each pull"
+
+
+def test_a_pull_does_not_wait_long_for_a_daemon_that_is_silent() -> None:
+    bench = Granting()
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += covering_reads.CHUNK_WAIT_S
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    check_arrived(bench, scattered(8))
+
+
+def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
+    bench = Granting()
+    bench.fabric.stalled |= set(bench.agents)
+    number = bench.start(scattered(8))
+    bench.engine.step()
+    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.run()
+    assert bench.chunks is not None
+    held = bench.chunks.num_bytes
+    assert held >= 2 * CHUNK
+    bench.engine.set_chunk_memory(CHUNK)
+    assert bench.chunks.num_bytes == held, "they are being read"
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    assert bench.chunks.num_bytes == bench.reports[-1].held_bytes == CHUNK
+
+
+def test_a_lost_chunk_is_reported() -> None:
+    bench = Granting()
+    bench.fabric.polls_per_read = 2
+    bench.start(scattered(8))
+    bench.engine.step()
+    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
+    bench.run()
+    assert bench.reports[-1].lost_bytes == CHUNK
+
+
+def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
+    bench = Granting()
+    bench.start(scattered(8))
+    bench.engine.step()
+    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.run()
+    bench.now += IDLE_S
+    bench.engine.release_idle_chunks()
+    last = bench.reports[-1]
+    assert (last.wanted_bytes, last.held_bytes) == (0, 0)
+    assert not bench.engine.holds_chunks
+    bench.engine.set_chunk_memory(0)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.reports[-1].wanted_bytes == 4 * CHUNK
+    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.run()
+    assert bench.outcomes()[number].delivered

@@ -1,0 +1,173 @@
+"""The memory for covering reads: one limit, equal shares, and nothing counted as free before it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxferd.core.chunk_memory import MAX_BYTES_PER_MOVER, ChunkMemory, fair_shares
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SendToMover
+from kvxferd.core.settings import Settings
+from kvxferd.ids import BootId, Endpoint, MoverId
+from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted
+
+
+class Movers:
+    """Movers that make and give back chunks as they are told, when the test lets them."""
+
+    def __init__(self, limit: int) -> None:
+        self.context = NodeContext(
+            boot=BootId("b"),
+            endpoint=Endpoint("tcp://a:1"),
+            settings=Settings(),
+            new_token=map(str, itertools.count()).__next__,
+        )
+        self.memory = ChunkMemory(self.context, limit * CHUNK_BYTES)
+        self.granted: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.wanted: dict[int, int] = {}
+
+    def want(self, mover: int, wanted: int, lost: int = 0) -> None:
+        self.wanted[mover] = wanted
+        self.held.setdefault(mover, 0)
+        self.memory.handle(
+            MoverId(mover),
+            ChunkMemoryWanted(
+                wanted_bytes=wanted * CHUNK_BYTES,
+                held_bytes=self.held[mover] * CHUNK_BYTES,
+                lost_bytes=lost * CHUNK_BYTES,
+            ),
+        )
+        self.receive()
+
+    def hold(self, mover: int, held: int) -> None:
+        self.held[mover] = held
+        self.want(mover, self.wanted[mover])
+
+    def die(self, mover: int) -> None:
+        for table in (self.granted, self.held, self.wanted):
+            table.pop(mover, None)
+        self.memory.forget(MoverId(mover))
+        self.receive()
+
+    def receive(self) -> None:
+        for effect in self.context.pop_effects():
+            assert isinstance(effect, SendToMover)
+            assert isinstance(effect.message, ChunkMemoryGranted)
+            assert effect.message.size_bytes % CHUNK_BYTES == 0
+            self.granted[effect.mover] = effect.message.size_bytes // CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "want"),
+    [
+        ([4, 4], 64, [4, 4]),  # all that is wanted
+        ([4, 4, 4], 6, [2, 2, 2]),
+        ([1, 4, 4], 7, [1, 3, 3]),  # who wants less gets that
+        ([4, 4], 5, [3, 2]),  # the odd one goes to the first
+        ([4, 4, 4], 2, [1, 1, 0]),
+        ([4], 0, [0]),
+        ([], 4, []),
+    ],
+)
+def test_shares_are_equal(wanted: list[int], limit: int, want: list[int]) -> None:
+    shares = fair_shares({MoverId(i): num for i, num in enumerate(wanted)}, limit)
+    assert list(shares.values()) == want
+
+
+def test_a_mover_gets_what_it_wants_while_there_is_room() -> None:
+    movers = Movers(16)
+    movers.want(1, 4)
+    movers.want(2, 4)
+    assert movers.granted == {1: 4, 2: 4}
+    assert movers.memory.num_bytes == 8 * CHUNK_BYTES
+
+
+def test_a_limit_of_zero_grants_nothing_and_says_so() -> None:
+    movers = Movers(0)
+    movers.want(1, 4)
+    assert movers.granted == {1: 0}
+
+
+def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> None:
+    movers = Movers(4)
+    movers.want(1, 4)
+    movers.hold(1, 4)
+    movers.want(2, 4)
+    assert movers.granted == {1: 2, 2: 0}, "told at once, but nothing is free"
+    movers.hold(1, 3)
+    assert movers.granted == {1: 2, 2: 1}
+    movers.hold(1, 2)
+    assert movers.granted == {1: 2, 2: 2}
+
+
+def test_what_a_dead_mover_held_is_free() -> None:
+    movers = Movers(4)
+    movers.want(1, 4)
+    movers.hold(1, 4)
+    movers.want(2, 4)
+    movers.die(1)
+    assert movers.granted == {2: 4}
+
+
+def test_lost_chunks_count_until_their_mover_is_dead() -> None:
+    movers = Movers(4)
+    movers.want(1, 4)
+    movers.hold(1, 2)
+    movers.want(1, 0, lost=2)
+    assert movers.memory.lost_bytes(MoverId(1)) == 2 * CHUNK_BYTES
+    movers.want(2, 4)
+    assert movers.granted[2] == 2
+    movers.die(1)
+    assert movers.granted[2] == 4
+    assert movers.memory.lost_bytes(MoverId(1)) == 0
+
+
+def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
+    movers = Movers(4)
+    movers.want(1, 4)
+    movers.want(1, 0)
+    assert not movers.memory._holdings
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 80])
+def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int) -> None:
+    movers = Movers(1000)
+    message = ChunkMemoryWanted(wanted_bytes=size, held_bytes=size, lost_bytes=size)
+    movers.memory.handle(MoverId(1), message)
+    movers.receive()
+    assert 0 <= movers.granted[1] <= MAX_BYTES_PER_MOVER // CHUNK_BYTES
+    assert 0 <= movers.memory.num_bytes <= MAX_BYTES_PER_MOVER
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 20), st.randoms(use_true_random=False))
+def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> None:
+    """Movers that hold no more than they were told to, or as much as before while they must give back."""
+    movers = Movers(limit)
+    for _ in range(60):
+        mover = rng.randrange(5)
+        if mover not in movers.wanted or rng.random() < 0.3:
+            movers.want(mover, rng.randrange(6))
+        elif rng.random() < 0.2:
+            movers.die(mover)
+        else:
+            # It makes chunks up to its grant, or gives back some of what is over it.
+            most = max(movers.granted[mover], movers.held[mover])
+            least = min(movers.granted[mover], movers.held[mover])
+            movers.hold(mover, rng.randint(least, most))
+        assert sum(movers.held.values()) <= limit
+        assert movers.memory.num_bytes <= limit * CHUNK_BYTES
+    for mover in tuple(movers.wanted):
+        movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
+    shares = fair_shares({MoverId(m): movers.wanted[m] for m in movers.wanted}, limit)
+    for _ in movers.wanted:
+        for mover in tuple(movers.wanted):
+            movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
+    assert sum(movers.granted[m] for m in movers.wanted) == sum(shares.values())
