@@ -646,6 +646,8 @@ class Pulls:
             total_s=ended - pull.received_at,
             phases_s=pull.phases_s,
             retried=pull.retried or pull.num_movers_lost > 0,
+            ways=_bytes_by_way(known),
+            predicted_s=known.predicted_s,
         )
         self._context.emit(EmitRecord(record))
 
@@ -685,3 +687,10 @@ class Pulls:
 
 def _mover_lost_message(pull: Pull) -> str:
     return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"
+
+
+def _bytes_by_way(outcome: PullOutcome) -> dict[str, int]:
+    # A resident mover's word, which must not make a counter run backwards.
+    total = max(outcome.bytes, 0)
+    covering = min(max(outcome.covered_bytes, 0), total)
+    return {"direct": total - covering, "covering": covering, "gathered": 0}

@@ -20,6 +20,8 @@ from kvxferd.ids import (
 
 # Where a pull's time goes, in the order in which it passes.
 PHASES = ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack")
+# How a pull's bytes are read: each run by itself, or in longer stretches that the reader or the source packs.
+WAYS = ("direct", "covering", "gathered")
 
 
 class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,8 @@ class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float  # pull received to terminal event sent
     phases_s: dict[str, float]  # keys among PHASES; a phase never entered is absent
     retried: bool = False  # the transport failed once, and it was read again
+    ways: dict[str, int] = {}  # how many of the bytes were read directly, by covering reads, and gathered
+    predicted_s: float = 0.0  # how long the reads were to take; 0: not predicted
 
 
 class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -222,6 +222,7 @@ def _pull_fields(record: PullRecord) -> dict[str, object]:
         **_unless_empty("message", record.message),
         "bytes": record.bytes,
         "runs": record.runs,
+        **({"covering_bytes": covering} if (covering := record.ways.get("covering", 0)) else {}),
         "total_s": round(record.total_s, 6),
         **{f"{phase}_s": round(elapsed_s, 6) for phase, elapsed_s in record.phases_s.items()},
     }

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 import kvxferd
 from kvxferd.core.snapshot import (
     PHASES,
+    WAYS,
     HandshakeRecord,
     NodeSnapshot,
     PlacementRecord,
@@ -92,6 +93,10 @@ class Metrics:
         self._pulled_runs = Counter(
             "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls.", registry=registry
         )
+        self._read_bytes = Counter(
+            "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.", ["way"],
+            registry=registry,
+        )  # fmt: skip
         self._handshakes = Counter(
             "kvxferd_handshakes", "Attempts to learn a remote engine.", ["outcome"], registry=registry
         )
@@ -182,11 +187,15 @@ class Metrics:
         if record.outcome == "delivered":
             self._pulled_bytes.inc(record.bytes)
             self._pulled_runs.inc(record.runs)
+            for way, num_bytes in record.ways.items():
+                self._read_bytes.labels(way).inc(num_bytes)
 
     def _start_at_zero(self) -> None:
         # Prometheus' rate() does not count a series that first appears at 1.
         # Kept, because looking up a series takes longer than counting.
         self._delivered = self._pulls.labels("delivered", NO_CODE)
+        for way in WAYS:
+            self._read_bytes.labels(way)
         self._delivered_seconds = self._pull_seconds.labels("delivered")
         self._retries.labels("delivered")
         self._handshakes.labels("ok")

@@ -206,6 +206,9 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     wire_s: float = 0.0  # first post to the last data read terminal
     fence_s: float = 0.0
     told: bool = False  # the mover has sent Delivered to the worker itself
+    # Of a mover that may read in other ways than directly. A resident one does not, and sends neither.
+    covered_bytes: int = 0  # of `bytes`: by covering reads
+    predicted_s: float = 0.0  # how long the reads were to take, 0 where there is no prediction
 
 
 class PullDone(Message, frozen=True, tag="pull-done"):

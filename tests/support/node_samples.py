@@ -175,6 +175,8 @@ def pull_record(outcome: str = "delivered", code: Code | None = None) -> PullRec
         runs=64,
         total_s=0.012,
         phases_s={"queue": 0.001, "wire": 0.01},
+        ways={"direct": 1 << 18, "covering": 3 << 18, "gathered": 0},
+        predicted_s=0.009,
     )
 
 

@@ -230,7 +230,7 @@ class Mover:
                 for start in [s for s in self.started if s.pull == message.pull and not self.hold]:
                     self.started.remove(start)
                     self._done(start, mv.PullOutcome(delivered=False, started=False))
-            case mv.UnmapFence():
+            case mv.UnmapFence() | mv.ChunkMemoryGranted():
                 pass
             case _:
                 self.assembly.add(message)

@@ -223,4 +223,6 @@ class PullState:
             post_s=self.post_s,
             wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,
             fence_s=now - self.fence_posted_at if self.fence_posted_at is not None else 0.0,
+            covered_bytes=self.num_bytes_covered,
+            predicted_s=self.choice.chosen_s if self.choice is not None else 0.0,
         )

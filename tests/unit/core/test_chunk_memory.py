@@ -13,9 +13,11 @@ from kvxferd.core.chunk_memory import MAX_BYTES_PER_MOVER, ChunkMemory, fair_sha
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover
 from kvxferd.core.settings import Settings
+from kvxferd.core.snapshot import PullRecord
 from kvxferd.ids import BootId, Endpoint, MoverId
 from kvxferd.wire.limits import CHUNK_BYTES
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, PullDone, PullOutcome
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
 
 class Movers:
@@ -144,6 +146,37 @@ def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int
     movers.receive()
     assert 0 <= movers.granted[1] <= MAX_BYTES_PER_MOVER // CHUNK_BYTES
     assert 0 <= movers.memory.num_bytes <= MAX_BYTES_PER_MOVER
+
+
+def test_a_record_has_the_bytes_of_each_way_whatever_the_mover_claims(world, source, sink):
+    """A resident mover is a user's process: its claim must not make a counter run backwards."""
+    for claimed, want in ((5, 5), (99, 7), (-3, 0)):
+        mover_of(sink).hold = True
+        sink.pull(source.publish(f"t{claimed}", IDS, TOKENS), SINK_IDS, TOKENS)
+        start = mover_of(sink).started.popleft()
+        outcome = PullOutcome(delivered=True, bytes=7, covered_bytes=claimed)
+        mover_of(sink).say(PullDone(pull=start.pull, outcome=outcome))
+        record = [r for r in sink.host.records if isinstance(r, PullRecord)][-1]
+        assert record.ways == {"direct": 7 - want, "covering": want, "gathered": 0}
+
+
+def test_a_resident_movers_memory_is_not_counted(world, source, sink):
+    node = sink.host.node
+    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
+    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=0))
+    for mover in node.movers._movers.values():
+        mover.resident = True
+    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 0
+
+
+def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
+    node = sink.host.node
+    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES, held_bytes=CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
+    mover_of(sink).die()
+    assert node.chunk_memory.num_bytes == 0
 
 
 @settings(max_examples=200, deadline=None)
