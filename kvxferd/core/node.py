@@ -128,6 +128,8 @@ from kvxferd.wire.worker import (
     Suspend,
 )
 
+LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
+
 
 class Node:
     """A whole daemon without its sockets, processes and clocks.
@@ -505,6 +507,7 @@ class Node:
                     self.chunk_memory.refuse(mover.mover_id)
                 else:
                     self.chunk_memory.handle(mover.mover_id, message)
+                    self._replace_if_idle(mover.mover_id)
             case MoverLeaving():
                 self.movers.kill(mover.mover_id)
             case _:
@@ -546,6 +549,17 @@ class Node:
     def _is_mover_needed(self, mover: Mover) -> bool:
         """Whether a retired mover still runs a pull, or a peer reads from it."""
         return self.pulls.runs_on(mover.mover_id) or self.poll_requests.has_holders(mover.agent)
+
+    def _replace_if_idle(self, mover_id: MoverId) -> None:
+        """Replace a mover whose lost chunks only its death frees, once nobody needs it; look again later."""
+        mover = self.movers.get(mover_id)
+        if mover is None or not self.chunk_memory.lost_bytes(mover_id):
+            return
+        if self.movers.accepts_pulls(mover_id) and not self._is_mover_needed(mover):
+            self.movers.retire(mover_id)
+        else:
+            again = ("lost-chunks", mover_id)
+            self.context.after(again, LOST_CHUNKS_CHECK_S, lambda: self._replace_if_idle(mover_id))
 
     def _request_polling(self, agent: AgentName, on: bool) -> None:
         if mover := self.movers.get_by_agent(agent):

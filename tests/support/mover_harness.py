@@ -88,7 +88,15 @@ def marked_processes() -> list[str]:
 class Node:
     """A pool, with what its movers said."""
 
-    def __init__(self, name: str, size: int = 1, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int = 1,
+        environment: Mapping[str, str] | None = None,
+        chunk_memory: int = 1 << 30,
+    ) -> None:
+        """`chunk_memory`: the bytes that each mover is granted for covering reads, if it wants so many."""
+        self._chunk_memory = chunk_memory
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
         self._changed = asyncio.Event()
@@ -109,7 +117,8 @@ class Node:
 
     def _message(self, mover: MoverId, message: FromMover) -> None:
         if isinstance(message, ChunkMemoryWanted):
-            self.pool._assigned[mover].send(ChunkMemoryGranted(size_bytes=message.wanted_bytes))
+            size = min(message.wanted_bytes, self._chunk_memory)
+            self.pool._assigned[mover].send(ChunkMemoryGranted(size_bytes=size))
             return
         self.said.append((mover, message))
         self._changed.set()
@@ -181,7 +190,14 @@ class Worker:
 
 
 def worker(
-    engine: str, *, tp: int = 1, tp_rank: int = 0, layers: int = 2, blocks: int = 64, **shape: int
+    engine: str,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    layers: int = 2,
+    blocks: int = 64,
+    layout: str = "HND",
+    **shape: int,
 ) -> Worker:
     """Start a rank of a plain attention model; its memory is zeros."""
     spec = EngineSpec(
@@ -192,16 +208,17 @@ def worker(
         tp_rank=tp_rank,
         num_kv_heads=2,
     )
-    layout = attention_layout(
+    own = attention_layout(
         spec=spec,
         num_kv_heads=2,
         head_dim=shape.get("head_dim", 64),
         block_tokens=shape.get("block_tokens", 16),
         num_blocks=blocks,
+        layout=layout,
     )
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    memory = SealedMemory.create(layout.regions[0].size_bytes, "kvxferd-test")
-    return Worker(spec, layout, memory, process, os.pidfd_open(process.pid))
+    memory = SealedMemory.create(own.regions[0].size_bytes, "kvxferd-test")
+    return Worker(spec, own, memory, process, os.pidfd_open(process.pid))
 
 
 def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:

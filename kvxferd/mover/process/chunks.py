@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for another pull
 IDLE_S = 10.0  # after which a free chunk's memory is given back
 SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
+STUCK_S = 5.0  # a read of an ended pull that takes longer may never end: as good as lost
 
 
 class ChunkState(Enum):
@@ -97,6 +98,7 @@ class ChunkPool:
         self._awaits_grant = False
         self._last_used = 0.0
         self._chunks: list[Chunk] = []
+        self._num_reported_lost = 0
 
     @property
     def num_bytes(self) -> int:
@@ -127,8 +129,8 @@ class ChunkPool:
         """Return a chunk to read into from this agent, None while there is none for it.
 
         Where a pull waits for a chunk to read from elsewhere, the last chunk is not for an agent that has
-        one. An agent whose reads are slow gets no second one in any case, so that a source that is stopped
-        holds one chunk, and those that it had before.
+        one. An agent whose reads are slow gets no second one in any case, and none gets all: a source that is
+        stopped holds those that it had, and leaves one.
         """
         self._last_used = now
         if not self._is_wanted and self._report is not None:
@@ -136,6 +138,8 @@ class ChunkPool:
             self._send_report()
         held = [chunk for chunk in self._chunks if chunk.agent == agent]
         if any(chunk.state is not ChunkState.SCATTERING and now > chunk.since + SLOW_S for chunk in held):
+            return None
+        if self._max_chunks > 1 and len(held) >= self._max_chunks - 1:
             return None
         free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
         num_more = max(0, self._max_chunks - len(self._chunks))
@@ -173,6 +177,15 @@ class ChunkPool:
         elif state is ChunkState.FREE and len(self._chunks) > self._max_chunks:
             self._give_back(1)
 
+    def report_stuck(self, now: float) -> None:
+        """Report reads of ended pulls that do not end: only the mover's death frees those chunks."""
+        if self._num_lost(now) != self._num_reported_lost:
+            self._send_report(now)
+
+    def _num_lost(self, now: float) -> int:
+        stuck = [c.state is ChunkState.DRAINING and now >= c.since + STUCK_S for c in self._chunks]
+        return self.count(ChunkState.LOST) + sum(stuck)
+
     def release_idle(self, now: float) -> None:
         """Give the memory back where no chunk was needed for `IDLE_S`."""
         if now >= self._last_used + IDLE_S and self.is_wanted:
@@ -196,12 +209,14 @@ class ChunkPool:
         if free and num_chunks:
             self._send_report()
 
-    def _send_report(self) -> None:
+    def _send_report(self, now: float = 0.0) -> None:
+        """Report to the daemon. Reads that are stuck count where the time is given."""
         if self._report is not None:
+            self._num_reported_lost = self._num_lost(now)
             self._report(
                 ChunkMemoryWanted(
                     wanted_bytes=self._chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
                     held_bytes=self.num_bytes,
-                    lost_bytes=self._chunk_bytes * self.count(ChunkState.LOST),
+                    lost_bytes=self._chunk_bytes * self._num_reported_lost,
                 )
             )

@@ -102,6 +102,8 @@ class CoveringReads:
                 self._end_read(read)
                 self._move(read.chunk, ChunkState.FREE)
             moved = True
+        if self._draining:
+            self._chunks.report_stuck(self._clock())
         return moved
 
     def post(self, pull: PullState, one: Unposted, others_wait: bool) -> bool:

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from kvxferd.core.chunk_memory import MAX_BYTES_PER_MOVER, ChunkMemory, fair_shares
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover
+from kvxferd.core.node import LOST_CHUNKS_CHECK_S
 from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.ids import BootId, Endpoint, MoverId
 from kvxferd.wire.limits import CHUNK_BYTES
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, PullDone, PullOutcome
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+from kvxferd.wire.worker import Delivered
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
 
 
-class Movers:
+class ManyMovers:
     """Movers that make and give back chunks as they are told, when the test lets them."""
 
     def __init__(self, limit: int) -> None:
@@ -84,7 +86,7 @@ def test_shares_are_equal(wanted: list[int], limit: int, want: list[int]) -> Non
 
 
 def test_a_mover_gets_what_it_wants_while_there_is_room() -> None:
-    movers = Movers(16)
+    movers = ManyMovers(16)
     movers.want(1, 4)
     movers.want(2, 4)
     assert movers.granted == {1: 4, 2: 4}
@@ -92,13 +94,13 @@ def test_a_mover_gets_what_it_wants_while_there_is_room() -> None:
 
 
 def test_a_limit_of_zero_grants_nothing_and_says_so() -> None:
-    movers = Movers(0)
+    movers = ManyMovers(0)
     movers.want(1, 4)
     assert movers.granted == {1: 0}
 
 
 def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> None:
-    movers = Movers(4)
+    movers = ManyMovers(4)
     movers.want(1, 4)
     movers.hold(1, 4)
     movers.want(2, 4)
@@ -110,7 +112,7 @@ def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> Non
 
 
 def test_what_a_dead_mover_held_is_free() -> None:
-    movers = Movers(4)
+    movers = ManyMovers(4)
     movers.want(1, 4)
     movers.hold(1, 4)
     movers.want(2, 4)
@@ -119,7 +121,7 @@ def test_what_a_dead_mover_held_is_free() -> None:
 
 
 def test_lost_chunks_count_until_their_mover_is_dead() -> None:
-    movers = Movers(4)
+    movers = ManyMovers(4)
     movers.want(1, 4)
     movers.hold(1, 2)
     movers.want(1, 0, lost=2)
@@ -132,7 +134,7 @@ def test_lost_chunks_count_until_their_mover_is_dead() -> None:
 
 
 def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
-    movers = Movers(4)
+    movers = ManyMovers(4)
     movers.want(1, 4)
     movers.want(1, 0)
     assert not movers.memory._holdings
@@ -140,7 +142,7 @@ def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
 
 @pytest.mark.parametrize("size", [-1, 1 << 80])
 def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int) -> None:
-    movers = Movers(1000)
+    movers = ManyMovers(1000)
     message = ChunkMemoryWanted(wanted_bytes=size, held_bytes=size, lost_bytes=size)
     movers.memory.handle(MoverId(1), message)
     movers.receive()
@@ -179,11 +181,39 @@ def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
     assert node.chunk_memory.num_bytes == 0
 
 
+def lose_a_chunk(worker: Worker) -> Mover:
+    mover = mover_of(worker)
+    mover.say(ChunkMemoryWanted(wanted_bytes=CHUNK_BYTES, held_bytes=CHUNK_BYTES, lost_bytes=CHUNK_BYTES))
+    return mover
+
+
+def test_an_idle_mover_with_a_lost_chunk_is_replaced(world, source, sink):
+    old = lose_a_chunk(sink)
+    world.advance(1)
+    assert not old.alive
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), Delivered)
+    assert sink.host.node.chunk_memory.num_bytes == 0
+
+
+def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
+    old = lose_a_chunk(sink)
+    world.advance(2 * LOST_CHUNKS_CHECK_S)
+    assert old.alive
+    old.copy()
+    old.finish()
+    assert isinstance(sink.ended(ticket), Delivered)
+    world.advance(LOST_CHUNKS_CHECK_S)
+    assert not old.alive
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 20), st.randoms(use_true_random=False))
 def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> None:
     """Movers that hold no more than they were told to, or as much as before while they must give back."""
-    movers = Movers(limit)
+    movers = ManyMovers(limit)
     for _ in range(60):
         mover = rng.randrange(5)
         if mover not in movers.wanted or rng.random() < 0.3:

@@ -10,7 +10,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import PullId
 from kvxferd.mover.process import covering_reads
-from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, ChunkState
+from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, STUCK_S, ChunkState
 from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
 from kvxferd.mover.process.slices import SHORT_BYTES
 from kvxferd.mover.transport.base import TransportError
@@ -507,3 +507,38 @@ def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
     bench.engine.set_chunk_memory(4 * CHUNK)
     bench.run()
     assert bench.outcomes()[number].delivered
+
+
+def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
+    bench = Granting()
+    bench.fabric.stalled.add(bench.agents[0])
+    number = bench.start(scattered(8))
+    bench.engine.step()
+    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.run()
+    bench.engine.abort(number)
+    bench.run()
+    assert bench.reports[-1].lost_bytes == 0
+    bench.now += STUCK_S
+    bench.run()
+    assert bench.reports[-1].lost_bytes == CHUNK
+    num_reports = len(bench.reports)
+    bench.run()
+    assert len(bench.reports) == num_reports
+    bench.fabric.stalled.clear()
+    bench.run()
+    bench.start(scattered(8))
+    bench.run()
+    assert bench.chunks is not None
+    assert bench.chunks.count(ChunkState.FREE) > 0
+
+
+def test_no_source_gets_every_chunk() -> None:
+    bench = Bench(chunk_bytes=1 << 10, max_chunks=4)
+    bench.fabric.stalled.add(bench.agents[0])
+    for _ in range(4):
+        bench.start(scattered(100))
+    bench.run()
+    assert bench.chunks is not None
+    held = [chunk for chunk in bench.chunks._chunks if chunk.agent == bench.agents[0]]
+    assert len(held) <= 3
