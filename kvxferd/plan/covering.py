@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,9 @@ from kvxferd.plan.token_segments import Segments, common_segments
 # 6 MiB of arrays: 8 GiB of blocks of 32 KiB.
 MAX_STRETCHES = 1 << 18
 MAX_BLOCKS_TOGETHER = 16  # local blocks that share one read of a remote block
+# Of one read's remote blocks, each with tables of its own. 12 against 16 tokens have three, and the ends:
+# sizes without a small common multiple have thousands, and their tables would take seconds.
+MAX_SIGNATURES = 64
 # Tables of all plans of a mover. HND against NHD with 80 layers: 10 KiB a plan.
 MAX_TABLE_BYTES = 8 << 20
 
@@ -216,12 +220,18 @@ class CoverExpander:
 
     def prepare(
         self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
-    ) -> CoverRequest:
-        """Return the request of these block lists, which have passed the checks of `Expander.expand`."""
+    ) -> CoverRequest | None:
+        """Return the request of these block lists, which have passed the checks of `Expander.expand`.
+
+        None: too few of its blocks are alike.
+        """
         pieces = []
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
-            for blocks in _group_by_remote_block(segments):
+            alike = list(islice(_group_by_remote_block(segments), MAX_SIGNATURES + 1))
+            if len(alike) > MAX_SIGNATURES:
+                return None
+            for blocks in alike:
                 make = partial(_make_tables, read, blocks.signature)
                 tables = self._tables.get((self.plan.digest, number, blocks.signature), make)
                 pieces.append(_Piece(read, blocks, tables))

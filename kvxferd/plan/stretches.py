@@ -100,19 +100,24 @@ def cover_block(
 
     `runs_of_blocks` has one entry for each local block that reads from the remote block.
     """
-    if sum(len(runs[0]) for runs in runs_of_blocks) > MAX_RUNS:
-        return None
     runs = _gather(runs_of_blocks, max_stretch_bytes)
+    if runs is None:
+        return None
     begins = _stretch_begins(runs, min(remote_block_stride, max_stretch_bytes), max_gap_bytes)
     return None if begins is None else _classify(runs, begins, len(runs_of_blocks))
 
 
-def _gather(runs_of_blocks: Sequence[OffsetRuns], max_bytes: int) -> _Runs:
+def _gather(runs_of_blocks: Sequence[OffsetRuns], max_bytes: int) -> _Runs | None:
+    """Return all runs, cut into lengths that are few and short; None where these are too many."""
+    if sum(int((-(-runs[2] // max_bytes)).sum()) for runs in runs_of_blocks) > MAX_RUNS:
+        return None
     local, remote, length = (np.concatenate(column) for column in zip(*runs_of_blocks, strict=True))
     counts = [len(runs[0]) for runs in runs_of_blocks]
     block = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     runs = _cut_long(_Runs(local, remote, length, block), max_bytes)
     if len(distinct(runs.length)) > MAX_LENGTHS:
+        if len(runs.length) * max_bytes.bit_length() > MAX_RUNS:
+            return None
         runs = _cut_to_powers_of_two(runs)
     order = np.argsort(runs.remote, kind="stable")
     return _Runs(*(column[order] for column in runs))

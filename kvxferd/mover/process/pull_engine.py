@@ -285,6 +285,8 @@ class PullEngine:
         if self._covering is None or not self._covering.is_available:
             return None
         request = expander.prepare(pull.request.local, pull.request.remote)
+        if request is None:
+            return None
         max_stretches = min(MAX_STRETCHES, self._max_runs)
         if self._always_covers:
             return request.parts(self._region_addresses, remote_bases, max_stretches=max_stretches)

@@ -91,6 +91,7 @@ def test_covering_reads_write_what_direct_reads_write(data: st.DataObject) -> No
     every = data.draw(st.integers(1, 3))
     found: dict[Rank, CoveredRank] = {}
     request = CoverExpander(plan, tables).prepare(mine, theirs)
+    assert request is not None, "small blocks have few signatures"
     assert {one.rank for one in request.forms()} <= set(wanted)
     for part in request.parts(
         local_at, remote_at, lambda _, form: form.num_copies % every == 0, max_stretches

@@ -9,8 +9,15 @@ from kvxferd.ids import Rank, RegionId
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander, TableCache
-from kvxferd.plan.stretches import MAX_FORMS, MAX_LENGTHS, StretchForm, cover_block
-from tests.support.attention_engines import KV, blocks, engine, plan_between
+from kvxferd.plan.stretches import (
+    MAX_FORMS,
+    MAX_LENGTHS,
+    MAX_RUNS,
+    MAX_STRETCH_BYTES,
+    StretchForm,
+    cover_block,
+)
+from tests.support.attention_engines import KV, blocks, engine, layout_of, plan_between
 
 SOURCE = Rank(0, 0)
 
@@ -20,6 +27,7 @@ def covered(
 ) -> dict[Rank, CoveredRank]:
     """Expand with local memory at 1,000,000 and each remote rank's at 2,000,000."""
     request = CoverExpander(plan).prepare(blocks(mine, first[0]), blocks(theirs, first[1]))
+    assert request is not None
     (part,) = request.parts({KV: 1_000_000}, {rank: {KV: 2_000_000} for rank in plan.sources})
     return part
 
@@ -81,6 +89,7 @@ def test_a_request_says_what_its_stretches_are() -> None:
 def test_what_no_stretch_pays_for_comes_as_runs() -> None:
     plan = plan_between(engine(layout="NHD"), engine())
     request = CoverExpander(plan).prepare(blocks([3]), blocks([5]))
+    assert request is not None
     (part,) = request.parts({KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}, lambda rank, form: False)
     assert not part[SOURCE].stretches
     assert sum(len(runs.length) for runs in part[SOURCE].runs) == 4 * 16
@@ -160,3 +169,28 @@ def test_a_form_knows_whether_its_copies_fill_it() -> None:
     assert not one.form.is_packed
     assert one.form.num_bytes == 8
     assert one.form.size_bytes == 12
+
+
+def test_block_sizes_without_a_small_common_multiple_are_not_covered() -> None:
+    """Each remote block would need tables of its own."""
+    mine, theirs = (engine(block_tokens=size, heads=1, layers=1) for size in (101, 103))
+    request = CoverExpander(plan_between(mine, theirs)).prepare(blocks(range(16)), blocks(range(16)))
+    assert request is not None
+    assert len({one.form for one in request.forms()}) > 10
+    mine, theirs = (
+        {r: (s, layout_of(s, block_tokens=size, num_blocks=200)) for r, (s, _) in held.items()}
+        for size, held in ((101, mine), (103, theirs))
+    )
+    assert CoverExpander(plan_between(mine, theirs)).prepare(blocks(range(200)), blocks(range(190))) is None
+
+
+def test_blocks_of_too_many_runs_are_not_covered() -> None:
+    """Neither many short ones, nor one that is cut into many, nor many lengths."""
+    count = MAX_RUNS + 1
+    length = np.full(count, 4)
+    assert cover_block([(np.arange(count) * 4, np.arange(count) * 8, length)], 1 << 30) is None
+    zero = np.zeros(1, dtype=np.int64)
+    assert cover_block([(zero, zero, np.array([MAX_STRETCH_BYTES * count]))], 1 << 50) is None
+    length = np.arange(1, 20_001)
+    start = np.cumsum(length + 1) - length
+    assert cover_block([(start, start, length)], 1 << 30) is None
