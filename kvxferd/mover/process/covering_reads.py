@@ -17,7 +17,6 @@ import numpy as np
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState
-from kvxferd.mover.process.costs import CostModel, ReadShape
 from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter
 from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
 from kvxferd.mover.process.region_map import split_by_memory
@@ -26,6 +25,7 @@ from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.process.slices import SliceBudget
 from kvxferd.mover.transport.base import Transport, TransportError
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)

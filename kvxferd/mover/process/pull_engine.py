@@ -30,7 +30,6 @@ import msgspec
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.costs import CostModel, ReadShape
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
@@ -45,6 +44,7 @@ from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander, TableCache
+from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull

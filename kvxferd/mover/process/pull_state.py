@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import Chunk
-from kvxferd.mover.process.costs import Choice, ReadShape
 from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
 from kvxferd.mover.process.region_map import RegionMap, split_by_memory
 from kvxferd.mover.process.scatterer import ScatterJob
@@ -18,6 +17,7 @@ from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import CoveredRank
+from kvxferd.plan.read_costs import Choice, ReadShape
 from kvxferd.wire.mover import PullOutcome, StartPull
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvxferd.ids import AgentName, Rank
-from kvxferd.mover.process.costs import MIN_GAIN, CostModel, LinkCosts, ReadShape
 from kvxferd.plan.covering import FormCount
+from kvxferd.plan.read_costs import MIN_GAIN, CostModel, LinkCosts, ReadShape
 from kvxferd.plan.stretches import Copies, StretchForm
 
 SOURCE = Rank(0, 0)
