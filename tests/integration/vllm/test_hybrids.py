@@ -20,7 +20,8 @@ NewPrompt = Callable[[int], list[int]]
 EXACT = "--dtype=float32"
 KINDS: dict[str, dict[str, Any]] = {
     "mamba": {"flags": (EXACT, "--no-enable-prefix-caching")},
-    "mla": {"block_tokens": 16, "flags": (EXACT,)},
+    # On a processor with AMX vLLM takes a backend for latents that refuses weights of 32 bits.
+    "mla": {"block_tokens": 16, "flags": (EXACT, "--attention-backend=CPU_MLA")},
     "window": {},
 }
 
