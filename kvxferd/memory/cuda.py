@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.memory.driver import AddressRange, Device, WriteOrder
+from kvxferd.memory.driver import AddressRange, Device, StridedCopy, WriteOrder
 
 _NAME_BYTES = 256
 
@@ -269,6 +269,35 @@ class CudaDriver:
             if status != done:
                 raise DeviceError(f"cannot cuMemcpyAsync {size} bytes: {self._status_text(status)}")
 
+    def max_pitch_bytes(self, uuid: str) -> int:
+        return self._attribute(self._device_of_uuid(uuid).ordinal, "CU_DEVICE_ATTRIBUTE_MAX_PITCH")
+
+    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
+        cuda = self._cuda
+        done = cuda.CUresult.CUDA_SUCCESS
+        # Two structures for all calls: each call has read its own when it returns.
+        by_rows, by_planes = cuda.CUDA_MEMCPY2D(), cuda.CUDA_MEMCPY3D()
+        for form in (by_rows, by_planes):
+            form.srcMemoryType = form.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        for one in copies:
+            if one.planes > 1:
+                _describe_rows(by_planes, one)
+                by_planes.srcHeight, by_planes.dstHeight = one.source_plane_rows, one.to_plane_rows
+                by_planes.Depth = one.planes
+                (status,) = cuda.cuMemcpy3DAsync(by_planes, stream)
+            elif one.rows > 1:
+                _describe_rows(by_rows, one)
+                (status,) = cuda.cuMemcpy2DAsync(by_rows, stream)
+            else:
+                (status,) = cuda.cuMemcpyAsync(one.to, one.source, one.width, stream)
+            if status == done:
+                continue
+            if status != cuda.CUresult.CUDA_ERROR_INVALID_VALUE or one.rows * one.planes == 1:
+                raise DeviceError(f"cannot copy {one.num_bytes} bytes in rows: {self._status_text(status)}")
+            # Inside a device, pitches other than of cuMemAllocPitch may be refused. Single rows are not.
+            to, source, length = zip(*one.each_row(), strict=True)
+            self.copy(to, source, length, stream)
+
     def record(self, stream: Any) -> Any:
         event = self._call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         try:
@@ -296,6 +325,13 @@ class CudaDriver:
         with self.on(uuid):
             free, total = self._call("cuMemGetInfo")
         return int(total) - int(free)
+
+
+def _describe_rows(form: Any, one: StridedCopy) -> None:
+    """Fill in what structures of 2D and 3D copies have in common."""
+    form.srcDevice, form.dstDevice = one.source, one.to
+    form.srcPitch, form.dstPitch = one.source_pitch, one.to_pitch
+    form.WidthInBytes, form.Height = one.width, one.rows
 
 
 def _import_bindings() -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError, EngineError
-from kvxferd.memory.driver import AddressRange, Device, WriteOrder
+from kvxferd.memory.driver import AddressRange, Device, StridedCopy, WriteOrder
 from kvxferd.memory.memfd import SealedMemory
 from kvxferd.memory.validate import check_memfd
 
@@ -27,6 +27,7 @@ FAKE_DEVICES = (
     Device("GPU-fake-1", 1, "fake 1", 8 << 30),
 )
 GRANULARITY = 64 << 10
+MAX_PITCH_BYTES = (1 << 31) - 1  # as NVIDIA's devices have it
 WRITE_ORDER_VARIABLE = "KVXFERD_FAKE_WRITE_ORDER"
 _PREFIX = "kvxferd-fake:"  # a memfd's name is this, then the device and the size
 
@@ -256,6 +257,30 @@ class FakeDriver:
     def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
         stream.pending.append((to, source, length))
         stream.started += 1
+
+    def max_pitch_bytes(self, uuid: str) -> int:
+        _device(uuid)
+        return MAX_PITCH_BYTES
+
+    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
+        for one in copies:
+            self._check_strided(one)
+            to, source, length = zip(*one.each_row(), strict=True)
+            self.copy(to, source, length, stream)
+
+    def _check_strided(self, one: StridedCopy) -> None:
+        """Refuse what CUDA refuses, and what is no memory of a device."""
+        pitches = (one.to_pitch, one.source_pitch) if one.rows > 1 or one.planes > 1 else ()
+        plane_rows = (one.to_plane_rows, one.source_plane_rows) if one.planes > 1 else ()
+        if (
+            min(one.width, one.rows, one.planes) < 1
+            or any(not one.width <= pitch <= MAX_PITCH_BYTES for pitch in pitches)
+            or any(rows < one.rows for rows in plane_rows)
+        ):
+            raise DeviceError(f"cannot copy {one}: rows, or planes, lie inside one another")
+        for first, end in ((one.to, one.to_end), (one.source, one.source_end)):
+            self.allocation_range(first)
+            self.allocation_range(end - 1)
 
     def record(self, stream: Any) -> Any:
         return _Event(stream, stream.started)

@@ -27,7 +27,7 @@ typedef struct { int type, handle_types, location_type, location_id; } Prop; /* 
 struct memory { ino_t inode; int fd; size_t size; int holders; };
 struct mapping { u64 at; size_t size; struct memory *memory; };
 struct pending { u64 to, from; size_t size; };
-struct stream { struct pending copies[MOST]; int count, done; };
+struct stream { struct pending copies[16 * MOST]; int count, done; };
 struct event { struct stream *stream; int until, asked; };
 
 static struct memory memories[MOST];
@@ -73,6 +73,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     if (attribute == 117) *value = number_in("STUB_FLUSH_OPTIONS", 1);    /* GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS */
     else if (attribute == 118) *value = number_in("STUB_WRITES_ORDERING", 0); /* GPU_DIRECT_RDMA_WRITES_ORDERING */
     else if (attribute == 116 || attribute == 124) *value = number_in("STUB_RDMA", 1); /* RDMA, dma-buf */
+    else if (attribute == 11) *value = 0x7fffffff;                        /* MAX_PITCH */
     else *value = attribute > 0;
     return device;
 }
@@ -213,10 +214,44 @@ int cuStreamDestroy(void *stream) { free(stream); return OK; }
 ALIAS(cuStreamDestroy_v2, cuStreamDestroy);
 int cuMemcpyAsync(u64 to, u64 from, size_t size, void *where) {
     struct stream *stream = where;
-    if (stream->count == MOST) return OUT_OF_MEMORY;
+    if (stream->count == 16 * MOST) return OUT_OF_MEMORY;
     stream->copies[stream->count++] = (struct pending){to, from, size};
     return OK;
 }
+/* As cuda.h declares them, 64-bit. */
+struct copy_2d { size_t from_x, from_y; int from_type; void *from_host; u64 from; void *from_array; size_t from_pitch;
+    size_t to_x, to_y; int to_type; void *to_host; u64 to; void *to_array; size_t to_pitch; size_t width, height; };
+struct copy_3d { size_t from_x, from_y, from_z, from_lod; int from_type; void *from_host; u64 from; void *from_array, *r0;
+    size_t from_pitch, from_height; size_t to_x, to_y, to_z, to_lod; int to_type; void *to_host; u64 to; void *to_array, *r1;
+    size_t to_pitch, to_height; size_t width, height, depth; };
+static int copy_rows(struct stream *stream, u64 to, u64 from, size_t to_pitch, size_t from_pitch, size_t width, size_t height) {
+    size_t most = 0x7fffffff;
+    int refused = number_in("STUB_PITCH_MULTIPLE", 1); /* as a device that wants pitches of cuMemAllocPitch */
+    if (!width || !height || to_pitch < width || from_pitch < width || to_pitch > most || from_pitch > most) return INVALID_VALUE;
+    if (to_pitch % refused || from_pitch % refused) return INVALID_VALUE;
+    for (size_t row = 0; row < height; row++) {
+        int status = cuMemcpyAsync(to + row * to_pitch, from + row * from_pitch, width, stream);
+        if (status) return status;
+    }
+    return OK;
+}
+int cuMemcpy2DAsync(const struct copy_2d *c, void *stream) {
+    if (c->from_type != 2 || c->to_type != 2 || c->from_x || c->from_y || c->to_x || c->to_y) return INVALID_VALUE;
+    if (!find(mappings, c->to) || !find(mappings, c->from)) return INVALID_VALUE;
+    return copy_rows(stream, c->to, c->from, c->to_pitch, c->from_pitch, c->width, c->height);
+}
+ALIAS(cuMemcpy2DAsync_v2, cuMemcpy2DAsync);
+int cuMemcpy3DAsync(const struct copy_3d *c, void *stream) {
+    if (c->from_type != 2 || c->to_type != 2 || c->from_x || c->from_y || c->from_z || c->to_x || c->to_y || c->to_z) return INVALID_VALUE;
+    if (c->from_height < c->height || c->to_height < c->height || !c->depth || c->from_lod || c->to_lod) return INVALID_VALUE;
+    for (size_t plane = 0; plane < c->depth; plane++) {
+        int status = copy_rows(stream, c->to + plane * c->to_height * c->to_pitch, c->from + plane * c->from_height * c->from_pitch,
+            c->to_pitch, c->from_pitch, c->width, c->height);
+        if (status) return status;
+    }
+    return OK;
+}
+ALIAS(cuMemcpy3DAsync_v2, cuMemcpy3DAsync);
 static void run(struct stream *stream, int until) {
     for (; stream->done < until; stream->done++) {
         struct pending copy = stream->copies[stream->done];

@@ -46,6 +46,20 @@ def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
     assert "skipped" not in summary
 
 
+def test_pitches_that_a_device_refuses_are_copied_row_by_row(stub: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "cuda and strided", HERE / "test_driver_contract.py"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub), "STUB_PITCH_MULTIPLE": "512"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "passed" in ran.stdout
+
+
 def said_by(stub: Path, program: str, **environment: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-c", program],

@@ -10,7 +10,7 @@ import pytest
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import Driver, WriteOrder
+from kvxferd.memory.driver import Driver, StridedCopy, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from tests.support.devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
 from tests.support.open_fds import num_open_fds
@@ -160,6 +160,66 @@ def test_copies_are_done_when_their_event_is(driver: Driver, uuid: str, unit: in
         driver.drop_event(event)
         driver.close_stream(stream)
         assert read(driver, host.address, unit) == content[half:] + content[:half]
+
+
+STRIDED = [
+    StridedCopy(0, 0, 5000),
+    StridedCopy(3, 8, 256, 16, 512, 256),  # heads of 128 half floats into tokens of two of them
+    StridedCopy(0, 1, 7, 9, 13, 11),  # no alignment at all
+    StridedCopy(64, 0, 256, 16, 1024, 256, 3, 16, 20),
+    StridedCopy(1, 5, 3, 2, 3, 5, 4, 6, 2),  # rows that touch
+    StridedCopy(0, 0, 64, 1, 64, 64, 5, 3, 1),  # planes of one row
+]
+
+
+@pytest.mark.parametrize("shape", STRIDED)
+def test_a_strided_copy_writes_its_rows_and_nothing_else(
+    driver: Driver, uuid: str, unit: int, shape: StridedCopy
+) -> None:
+    before, content = noise(unit, 3), noise(unit, 4)
+    wanted = bytearray(before)
+    for plane in range(shape.planes):
+        for row in range(shape.rows):
+            to = shape.to + (plane * shape.to_plane_rows + row) * shape.to_pitch
+            source = shape.source + (plane * shape.source_plane_rows + row) * shape.source_pitch
+            wanted[to : to + shape.width] = content[source : source + shape.width]
+    with Segment(driver, uuid, [unit]) as target, Segment(driver, uuid, [unit]) as origin:
+        target.write(before)
+        origin.write(content)
+        stream = driver.open_stream()
+        copy = shape._replace(to=target.address + shape.to, source=origin.address + shape.source)
+        driver.copy_strided([copy], stream)
+        event = driver.record(stream)
+        while not driver.is_done(event):
+            os.sched_yield()
+        driver.drop_event(event)
+        driver.close_stream(stream)
+        assert target.read(unit) == bytes(wanted)
+    assert shape.to_end == max(to + width for to, _, width in shape.each_row())
+    assert shape.source_end == max(source + width for _, source, width in shape.each_row())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        StridedCopy(0, 0, 256, 2, 128, 256),  # rows inside one another
+        StridedCopy(0, 0, 256, 2, 256, 1 << 40),
+        StridedCopy(0, 0, 16, 4, 64, 64, 2, 3, 4),  # planes inside one another
+        StridedCopy(0, 0, 256, 2, 1 << 20, 256),  # past the end
+    ],
+)
+def test_the_fake_driver_refuses_strides_that_no_device_copies(shape: StridedCopy) -> None:
+    """CUDA refuses the first three. Past the end, it writes other memory, or faults."""
+    driver = driver_or_skip("fake")
+    uuid = driver.devices()[0].uuid
+    assert driver.max_pitch_bytes(uuid) == (1 << 31) - 1
+    pool = DevicePool(uuid, driver)
+    block = pool.allocate(1)
+    stream = driver.open_stream()
+    with pytest.raises(DeviceError):
+        driver.copy_strided([shape._replace(to=block.address, source=block.address + 32768)], stream)
+    driver.close_stream(stream)
+    pool.close()
 
 
 def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, unit: int) -> None:
