@@ -32,6 +32,7 @@ from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
+from kvxferd.mover.process.link_measurement import LinkMeasurement
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
@@ -47,7 +48,7 @@ from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander, Tab
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
-from kvxferd.wire.mover import FromMover, PullDone, PullQuiesced, StartPull
+from kvxferd.wire.mover import FromMover, PullDone, PullOutcome, PullQuiesced, StartPull
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,8 +88,17 @@ class PullEngine:
         self._clock = clock
         self._max_runs = max_runs
         self._word_slots = WordSlots(transport)
+        self._costs = CostModel()
+        self._measurement = None
+        if chunks is not None and not always_covers:
+            self._measurement = LinkMeasurement(transport, self.remote_agents, self._costs, clock)
         self._warmup = ConnectionWarmup(
-            transport, self.remote_agents, self._word_slots, self._disconnects, clock
+            transport,
+            self.remote_agents,
+            self._word_slots,
+            self._disconnects,
+            clock,
+            None if self._measurement is None else self._measurement.queue,
         )
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
@@ -96,8 +106,8 @@ class PullEngine:
         self._tables = TableCache()
         self._plans: dict[Digest, _LoadedPlan] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
-        self._costs = CostModel()
         self._always_covers = always_covers
+        self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
         self._covering = None
         if chunks is not None:
             self._covering = CoveringReads(
@@ -118,7 +128,7 @@ class PullEngine:
     @property
     def is_busy(self) -> bool:
         """Whether a pull, a warm-up read, or the read of a pull that has ended needs `step`."""
-        return bool(self._by_id) or self._is_draining or self._warmup.is_busy
+        return bool(self._by_id) or self._is_draining or self._warmup.is_busy or self._is_measuring
 
     @property
     def num_inflight(self) -> int:
@@ -132,7 +142,12 @@ class PullEngine:
     @property
     def is_polling(self) -> bool:
         """Whether `step` polls a read, which drives the library."""
-        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining
+        measures = self._measurement is not None and self._measurement.is_reading
+        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining or measures
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._measurement is not None and self._measurement.is_busy
 
     def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
         """Set the local regions' addresses.
@@ -164,7 +179,10 @@ class PullEngine:
         """Forget an agent."""
         self.remote_agents.drop(agent)
         self._warmup.forget(agent)
+        if self._measurement is not None:
+            self._measurement.forget(agent)
         self._costs.forget(agent)
+        self._read_directly.discard(agent)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
@@ -172,6 +190,9 @@ class PullEngine:
             _LOG.error("pull started twice: pull=%d", request.pull)
             return
         pull = PullState(request, self._clock())
+        if self._by_id:
+            for other in (pull, *self._by_id.values()):
+                other.was_alone = False
         self._by_id[request.pull] = pull
         self._queued.append(pull)
 
@@ -205,6 +226,8 @@ class PullEngine:
     def step(self) -> bool:
         """Advance everything, by at most one expansion and one post; return whether anything advanced."""
         moved = self._warmup.poll()
+        if self._measurement is not None:
+            moved |= self._measurement.step(is_idle=not self._by_id)
         if self._covering is not None:
             moved |= self._covering.step()
         for pull in tuple(self._active):
@@ -484,7 +507,20 @@ class PullEngine:
 
     def _report(self, pull: PullState, now: float) -> None:
         pull.reported = True
-        self.outbox.append(PullDone(pull=pull.pull_id, outcome=pull.outcome(now)))
+        outcome = pull.outcome(now)
+        self.outbox.append(PullDone(pull=pull.pull_id, outcome=outcome))
+        if outcome.delivered and pull.choice is not None and pull.was_alone and not pull.is_direct:
+            self._costs.learn_pull(pull.choice, outcome.wire_s)
+        if outcome.delivered and self._always_covers and outcome.covered_bytes < outcome.bytes:
+            self._log_direct_bytes(pull.request.sources[0].agent, outcome)
+
+    def _log_direct_bytes(self, agent: AgentName, outcome: PullOutcome) -> None:
+        if agent not in self._read_directly:
+            self._read_directly.add(agent)
+            num_direct = outcome.bytes - outcome.covered_bytes
+            _LOG.warning(
+                "read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, outcome.bytes
+            )
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.pull_id]

@@ -81,6 +81,7 @@ class PullState:
         default_factory=list
     )  # these write a chunk, until they are scattered
     choice: Choice | None = None  # None: of no cost model
+    was_alone: bool = True  # no other pull was there at any time
     num_bytes_covered: int = 0  # that come through chunks, of `num_bytes`
     is_direct: bool = False  # what is not posted yet is read directly, because chunks are short
     waits_for_chunk_since: float | None = None

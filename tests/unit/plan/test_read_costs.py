@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.ids import AgentName, Rank
 from kvxferd.plan.covering import FormCount
-from kvxferd.plan.read_costs import MIN_GAIN, CostModel, LinkCosts, ReadShape
+from kvxferd.plan.read_costs import MIN_GAIN, Choice, CostModel, LinkCosts, ReadShape
 from kvxferd.plan.stretches import Copies, StretchForm
 
 SOURCE = Rank(0, 0)
@@ -140,3 +140,59 @@ def test_a_gain_below_the_models_own_error_is_no_gain() -> None:
             assert choice.direct_s >= MIN_GAIN * choice.chosen_s
         else:
             assert choice.direct_s == choice.chosen_s
+
+
+def choose(model: CostModel, covered: bool) -> Choice:
+    one = form(32, 256) if covered else form(4, 64 << 10)
+    choice = model.choose([FormCount(SOURCE, one, 8192)], AGENTS)
+    assert bool(choice.covered) == covered
+    return choice
+
+
+@pytest.mark.parametrize("covered", [False, True])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 2.0])
+def test_pulls_that_take_longer_than_their_slices_are_predicted_after_eight(
+    factor: float, covered: bool
+) -> None:
+    """The same pull again and again, with a noise of 20 %: from the ninth on within a factor of 1.5."""
+    rng = random.Random(3)
+    model = CostModel()
+    true_s = choose(model, covered).chosen_s * factor
+    for _ in range(8):
+        model.learn_pull(choose(model, covered), true_s * rng.uniform(0.8, 1.2))
+    for _ in range(30):
+        elapsed_s = true_s * rng.uniform(0.8, 1.2)
+        choice = choose(model, covered)
+        assert 1 / 1.5 < choice.chosen_s / elapsed_s < 1.5
+        model.learn_pull(choice, elapsed_s)
+
+
+def test_a_way_that_went_badly_is_tried_again() -> None:
+    """4 KiB runs, covered at a gain of 1.6: worse than predicted by far, then not chosen, and then again."""
+    model = CostModel()
+    one = form(4, 4096)
+    counts = [FormCount(SOURCE, one, 4096)]
+    choice = model.choose(counts, AGENTS)
+    assert choice.covered
+    model.learn_pull(choice, 10.0)
+    choice = model.choose(counts, AGENTS)
+    assert not choice.covered
+    for _ in range(60):
+        model.learn_pull(choice, choice.direct_s)
+    assert model.choose(counts, AGENTS).covered
+
+
+def test_a_short_pull_teaches_nothing_of_whole_pulls() -> None:
+    model = CostModel()
+    choice = model.choose([FormCount(SOURCE, form(32, 256), 1)], AGENTS)
+    model.learn_pull(choice, 1.0)
+    assert model.link(AGENT) == LinkCosts()
+
+
+def test_one_agents_pulls_teach_nothing_of_anothers() -> None:
+    model = CostModel()
+    other = AgentName("p/1")
+    model.link(other)
+    model.learn_pull(choose(model, covered=True), 10.0)
+    assert model.link(AGENT).covering_correction > 1.0
+    assert model.link(other) == LinkCosts()
