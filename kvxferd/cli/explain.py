@@ -17,6 +17,9 @@ from kvxferd.tooling.output import console, print_json
 if TYPE_CHECKING:
     from kvxferd.explain.analysis import DecodeRankReads, Explanation
 
+# Listed here so that --help does not load numpy; a test compares them with the module.
+LINK_NAMES = ("cma", "tcp", "100g", "400g")
+
 
 @click.command()
 @click.argument("prefill")
@@ -24,6 +27,13 @@ if TYPE_CHECKING:
 @click.option("--rank", "rank", metavar="PP,TP", help="Also show the byte ranges of this decode rank.")
 @click.option(
     "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
+)
+@click.option(
+    "--link",
+    type=click.Choice(LINK_NAMES),
+    default=LINK_NAMES[0],
+    show_default=True,
+    help="Predict times for this link: copies within the node, TCP, or a network card of 100 or 400 Gbit/s.",
 )
 @json_option
 @with_control_client
@@ -35,15 +45,19 @@ def explain(
     decode: str,
     rank: str | None,
     svg: Path | None,
+    link: str,
     as_json: bool,
 ) -> None:
     """Show what DECODE would read from PREFILL: which ranks, layers, heads, bytes and runs, or why it cannot.
+
+    Also in which way each rank is read, how long that is predicted to take, and what layout would be faster.
 
     Each is PRESET[,key=value...] (keys tp, pp, block_tokens, layout, num_blocks and more), a .json or
     .toml file, or @ENGINE_ID for an engine that is registered in the daemon. No GPU is needed, and a
     daemon only for @ENGINE_ID. Exits with 1 if DECODE cannot read from PREFILL.
     """
     # Imported here, so that the other verbs do not load numpy.
+    from kvxferd.explain.advice import with_advice
     from kvxferd.explain.analysis import explain_pair
     from kvxferd.explain.byte_ranges import byte_ranges
     from kvxferd.explain.engine_spec_parser import parse_engine
@@ -52,8 +66,8 @@ def explain(
     from kvxferd.explain.text_report import print_byte_ranges, print_explanation
 
     asked = _parse_rank(rank)
-    engines = [parse_engine(text, lambda: daemon) for text in (prefill, decode)]
-    explanation = explain_pair(*engines)
+    source, sink = (parse_engine(text, lambda: daemon) for text in (prefill, decode))
+    explanation = with_advice(explain_pair(source, sink, link))
     chosen = _reads_of_rank(explanation, asked)
     ranges = None if chosen is None else byte_ranges(chosen)
     if svg is not None:

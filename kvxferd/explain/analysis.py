@@ -12,6 +12,8 @@ import numpy as np
 
 from kvxferd.errors import PlanError
 from kvxferd.explain.engine_spec_parser import EngineDescription
+from kvxferd.explain.links import DEFAULT_LINK, LINKS, Link
+from kvxferd.explain.read_estimate import ReadEstimate, ReadSample, estimate_read
 from kvxferd.explain.run_lengths import Lengths, describe_runs
 from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
 from kvxferd.explain.sends import RankSends, engine_sends
@@ -51,6 +53,7 @@ class RankRead:
     num_runs: int
     fewest_runs: int
     merges: str
+    estimate: ReadEstimate
 
     @property
     def mean_run_bytes(self) -> float:
@@ -77,6 +80,11 @@ class DecodeRankReads:
         """The runs of a request of 1,000 tokens."""
         return sum(read.num_runs for read in self.reads)
 
+    @property
+    def predicted_s(self) -> float:
+        """How long the reads take: one mover makes them all."""
+        return sum(read.estimate.predicted_s for read in self.reads)
+
     def sources(self, kind: GroupKind) -> list[Rank]:
         """Return the prefill ranks read for attention, or for state."""
         return [read.source for read in self.reads if read.kind is kind]
@@ -92,19 +100,36 @@ class Explanation:
     sends: tuple[RankSends, ...] = ()  # of every prefill rank
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
+    link: str = DEFAULT_LINK  # for which times are predicted
+    advice: str = ""
 
     @property
     def num_bytes(self) -> int:
         """The bytes of a request of 1,000 tokens, into all decode ranks."""
         return sum(rank.num_bytes for rank in self.ranks)
 
+    @property
+    def num_runs(self) -> int:
+        """The runs of a request of 1,000 tokens, into all decode ranks."""
+        return sum(rank.num_runs for rank in self.ranks)
+
+    @property
+    def predicted_s(self) -> float:
+        """How long the slowest decode rank is predicted to read a request of 1,000 tokens."""
+        return max((rank.predicted_s for rank in self.ranks), default=0.0)
+
     def bytes_by_source(self) -> dict[Rank, int]:
         """Return the bytes that each prefill rank sends, 0 if no decode rank reads it."""
         return {sends.rank: sends.num_bytes for sends in self.sends}
 
 
-def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Explanation:
-    """Return the reads of every rank of `decode` from `prefill`, or the reasons why it cannot read."""
+def explain_pair(
+    prefill: EngineDescription, decode: EngineDescription, link: str = DEFAULT_LINK
+) -> Explanation:
+    """Return the reads of every rank of `decode` from `prefill`, or the reasons why it cannot read.
+
+    `link`: a name of LINKS.
+    """
     remote = prefill.layouts()
     ranks: list[DecodeRankReads] = []
     refused: dict[Refusal, None] = {}  # in order, each once
@@ -115,12 +140,16 @@ def explain_pair(prefill: EngineDescription, decode: EngineDescription) -> Expla
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
             continue
-        ranks.append(DecodeRankReads(rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan))))
+        ranks.append(
+            DecodeRankReads(
+                rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan, LINKS[link]))
+            )
+        )
     if refused:
-        return Explanation(prefill, decode, refused=tuple(refused))
+        return Explanation(prefill, decode, refused=tuple(refused), link=link)
     layouts = {rank: layout for rank, (_, layout) in decode.ranks.items()}
     sends = engine_sends(remote, layouts, (reads.plan for reads in ranks))
-    return Explanation(prefill, decode, tuple(ranks), sends, notes=tuple(_notes(ranks)))
+    return Explanation(prefill, decode, tuple(ranks), sends, notes=tuple(_notes(ranks)), link=link)
 
 
 def _refusals(
@@ -139,7 +168,7 @@ def _refusals(
         yield Refusal(error.code.value, prefill.label, f"{decode.label} {rank}", error.message)
 
 
-def _reads(plan: Plan) -> Iterator[RankRead]:
+def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:
     """Yield a plan's reads, source by source, attention before state."""
     for read in plan_reads(plan):
         group_reads = [
@@ -149,22 +178,27 @@ def _reads(plan: Plan) -> Iterator[RankRead]:
         ]
         num_bytes = scattered = in_a_row = Fraction()
         sentences: dict[str, None] = {}
+        samples = []
         for tokens, alike in _by_tokens(group_reads).items():
             size = sum((_bytes_read(group_read, tokens) for group_read in alike), Fraction())
-            apart, together = _run_lengths(msgspec.structs.replace(plan, group_reads=tuple(alike)))
+            part = msgspec.structs.replace(plan, group_reads=tuple(alike))
+            step, apart, together = _run_lengths(part)
+            samples.append(ReadSample(part, step, len(apart), size / int(apart.sum())))
             num_bytes += size
             scattered += size * _runs_per_byte(apart)
             in_a_row += size * _runs_per_byte(together)
             sentences[describe_runs(alike, apart, together)] = None
+        num_runs = max(1, round(scattered))
         yield RankRead(
             read.source,
             read.kind,
             read.layers,
             read.units,
             round(num_bytes),
-            max(1, round(scattered)),
+            num_runs,
             max(1, round(in_a_row)),
             "; ".join(sentences),
+            estimate_read(samples, read.source, round(num_bytes), num_runs, link),
         )
 
 
@@ -192,14 +226,14 @@ def _runs_per_byte(lengths: Lengths) -> Fraction:
     return Fraction(len(lengths), int(lengths.sum()))
 
 
-def _run_lengths(plan: Plan) -> tuple[Lengths, Lengths]:
-    """Return the run lengths of a request with scattered ids on both sides, and with consecutive ids."""
+def _run_lengths(plan: Plan) -> tuple[int, Lengths, Lengths]:
+    """Return the tokens of a sample, its run lengths with scattered ids, and some with consecutive ids."""
     sides = [side for group_read in plan.group_reads for side in (group_read.local, group_read.remote)]
     step = sample_tokens(sides)
     apart = _sample_run_lengths(plan, step, 2)
     has_tokens = any(side.id_tokens for side in sides)
     steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if has_tokens else 1
-    return apart, _sample_run_lengths(plan, step * steps, 1)
+    return step, apart, _sample_run_lengths(plan, step * steps, 1)
 
 
 def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:

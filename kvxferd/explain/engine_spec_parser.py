@@ -43,11 +43,28 @@ _USAGE = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Deployment:
+    """A model and the options that an engine is deployed with."""
+
+    model: ModelFacts
+    options: DeploymentOptions
+
+    def ranks(self) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+        """Return spec and layout of every rank. Raises ValueError for options that do not suit the model."""
+        return deployed(self.model, self.options)
+
+    def with_options(self, options: Mapping[str, Any]) -> Deployment:
+        """Return the deployment with some other options. Raises ValueError as DeploymentOptions does."""
+        return Deployment(self.model, dataclasses.replace(self.options, **options))
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineDescription:
     """One described engine, with every rank checked."""
 
     label: str  # as the user wrote it
     ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]
+    deployment: Deployment | None = None  # None: described by its ranks, which have one layout
 
     @property
     def spec(self) -> EngineSpec:
@@ -82,12 +99,15 @@ def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescri
     `daemon` is called only if the text begins with "@". Raises ConfigError that names what is
     wrong with the description, and KvxferdError if the daemon does not respond.
     """
+    deployment = None
     if text.startswith("@"):
         ranks = _from_daemon(text[1:], daemon())
     else:
         try:
             is_file = text.endswith((".json", ".toml")) or "/" in text
-            ranks = _from_file(Path(text)) if is_file else _from_keys(text)
+            found = _from_file(Path(text)) if is_file else _from_keys(text)
+            deployment = found if isinstance(found, Deployment) else None
+            ranks = found.ranks() if isinstance(found, Deployment) else found
         except ValueError as error:
             raise ConfigError(f"{error} (in {text!r})") from error
     try:
@@ -96,10 +116,10 @@ def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescri
         check_engine(ranks)
     except KvxferdError as error:
         raise ConfigError(f"{error.message} (in {text!r})", error.code) from error
-    return EngineDescription(text, ranks)
+    return EngineDescription(text, ranks, deployment)
 
 
-def _from_keys(text: str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _from_keys(text: str) -> Deployment:
     name, *pairs = text.split(",")
     keys: dict[str, Any] = {}
     for pair in pairs:
@@ -112,7 +132,7 @@ def _from_keys(text: str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     return _from_preset(find_model(name), keys)
 
 
-def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> Deployment:
     """Return a model's deployment by keys, whose values are text or values of a file."""
     chosen: dict[str, Any] = {}
     for key, value in keys.items():
@@ -140,7 +160,7 @@ def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> dict[Rank, tuple
         raise ConfigError(
             f"cannot explain {choices.pp} x {choices.ranks_per_stage} ranks: {MAX_ENGINE_RANKS} is the limit"
         )
-    return deployed(model, choices)
+    return Deployment(model, choices)
 
 
 def _parse_integer(key: str, value: Any) -> Any:
@@ -162,7 +182,7 @@ def _with_kv_dtype(model: ModelFacts, name: str) -> ModelFacts:
     return with_kv_dtype(model, dtype, _ITEMSIZES[dtype])
 
 
-def _from_file(path: Path) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _from_file(path: Path) -> Deployment | dict[Rank, tuple[EngineSpec, RankLayout]]:
     try:
         text = path.read_text("utf-8")
         content = tomllib.loads(text) if path.suffix == ".toml" else msgspec.json.decode(text)
@@ -176,8 +196,10 @@ def _from_file(path: Path) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     return _from_content(str(path), content)
 
 
-def _from_content(name: str, content: dict[str, Any]) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    """Return the ranks of a file in one of its three forms; see docs/reference/explain.md."""
+def _from_content(
+    name: str, content: dict[str, Any]
+) -> Deployment | dict[Rank, tuple[EngineSpec, RankLayout]]:
+    """Return the engine of a file in one of its three forms; see docs/reference/explain.md."""
     forms = [form for form in ("preset", "model", "ranks") if form in content]
     if len(forms) != 1:
         raise ConfigError(

@@ -14,6 +14,8 @@ def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None =
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
         return about | {"refused": [refusal._asdict() for refusal in explanation.refused]}
+    about["link"] = explanation.link
+    about["advice"] = explanation.advice
     about["bytes_per_1000_tokens"] = explanation.num_bytes
     about["ranks"] = [_rank(rank) for rank in explanation.ranks]
     about["sends"] = [_sends(sends) for sends in explanation.sends]
@@ -47,6 +49,11 @@ def _read(read: RankRead) -> dict[str, Any]:
         "runs_per_1000_tokens_if_blocks_in_a_row": read.fewest_runs,
         "mean_run_bytes": round(read.mean_run_bytes, 1),
         "merges": read.merges,
+        "way": read.estimate.way,
+        "covering_factor": round(read.estimate.covering_factor, 3),
+        "descriptors_direct": read.estimate.descriptors_direct,
+        "descriptors_posted": read.estimate.descriptors_posted,
+        "predicted_ms": round(1e3 * read.estimate.predicted_s, 3),
     }
 
 

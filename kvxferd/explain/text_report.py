@@ -18,9 +18,10 @@ from kvxferd.explain.formatting import (
     format_unit_ranges,
     format_units,
 )
+from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
-from kvxferd.tooling.output import format_bytes, plain_text
+from kvxferd.tooling.output import format_bytes, format_duration, plain_text
 
 SHADES = " ░▒▓█"
 LOAD_BAR = 24  # characters of the busiest rank's bar
@@ -44,6 +45,8 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
     for note in explanation.notes:
         console.print(plain_text(f"note: {note}"), soft_wrap=True)
+    if explanation.advice:
+        console.print(plain_text(f"advice: {explanation.advice}"), soft_wrap=True)
     total = f"in all {format_bytes(explanation.num_bytes)}"
     if len(set(explanation.bytes_by_source().values()) - {0}) == 1:
         console.print(plain_text(f"{total}; {format_load(explanation)}"), soft_wrap=True)
@@ -117,9 +120,12 @@ def _reads_table(explanation: Explanation) -> Table:
     """Return a table with one row per read, and one per decode rank that has several."""
     table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
     for head in ("decode", "prefill", "for", "layers", "what"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in ("bytes", "runs", "average run", "runs, blocks in a row"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
+    table.add_column("way", overflow="fold")
+    for head in ("reads posted", f"over {explanation.link}"):
+        table.add_column(head, justify="right", overflow="fold")
     for rank in explanation.ranks:
         several = len(rank.reads) != 1
         if several:
@@ -133,7 +139,7 @@ def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
     """Return a decode rank's own row: which ranks it reads, and how much in all."""
     attention, state = (format_ranks(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
     if not rank.reads:
-        return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0")
+        return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0", "-", "0", "-")
     whom = attention if state in ("-", attention) else f"{attention}; state {state}"
     return (
         str(rank.rank),
@@ -145,6 +151,9 @@ def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
         f"{rank.num_runs:,}",
         format_bytes(rank.num_bytes / rank.num_runs),
         f"{sum(read.fewest_runs for read in rank.reads):,}",
+        "",
+        f"{sum(read.estimate.descriptors_posted for read in rank.reads):,}",
+        format_duration(rank.predicted_s),
     )
 
 
@@ -159,7 +168,16 @@ def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
         f"{read.num_runs:,}",
         format_bytes(read.mean_run_bytes),
         f"{read.fewest_runs:,}",
+        _way(read.estimate),
+        f"{read.estimate.descriptors_posted:,}",
+        format_duration(read.estimate.predicted_s),
     )
+
+
+def _way(estimate: ReadEstimate) -> str:
+    """Return the way to read, with how much more is read than wanted."""
+    extra = estimate.covering_factor
+    return f"{estimate.way} {extra:.2g}x" if extra >= 1.05 else estimate.way
 
 
 def _loads_table(explanation: Explanation) -> Table:
@@ -197,10 +215,11 @@ def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[Byte
         title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's, of the first layer listed",
         title_justify="left",
     )
+    # Folded where the terminal is narrow: a number that is cut off would be a wrong one.
     for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in ("runs", "next layer", "next block"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     rows = group_layers_in_step(ranges)
     for row in rows[:MAX_RANGES]:
         table.add_row(*(plain_text(cell) for cell in _range_row(row)))

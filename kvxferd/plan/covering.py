@@ -61,6 +61,12 @@ class Stretches(NamedTuple):
         """The number of bytes that are read."""
         return self.form.size_bytes * len(self.remote)
 
+    @property
+    def num_descriptors(self) -> int:
+        """The number of reads: one for stretches that follow one another."""
+        remote = self.remote
+        return 1 + int(np.count_nonzero(remote[1:] != remote[:-1] + self.form.size_bytes))
+
     def slice(self, start: int, stop: int) -> Stretches:
         """Return the stretches `start` to `stop`."""
         return self._replace(remote=self.remote[start:stop], local=self.local[start:stop])

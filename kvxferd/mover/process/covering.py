@@ -52,7 +52,7 @@ class CoverSlicer:
         self.num_runs = sum(one.form.num_copies * len(one.remote) for one in self._left)
         self.num_bytes = sum(one.num_bytes for one in self._left)
         self.covered_bytes = sum(one.covered_bytes for one in self._left)
-        self._posts = [_num_descriptors(one) for one in self._left]
+        self._posts = [one.num_descriptors for one in self._left]
         self.num_descriptors = sum(self._posts)
         self._number = 0  # of the stretches that are handed out now
         self._next = 0  # of these
@@ -119,11 +119,6 @@ class CoverSlicer:
             runs.append(rest.runs(local_bases[one.local_region]))
             self._number, self._next = self._number + 1, 0
         return runs
-
-
-def _num_descriptors(stretches: Stretches) -> int:
-    remote = stretches.remote
-    return 1 + int(np.count_nonzero(remote[1:] != remote[:-1] + stretches.form.size_bytes))
 
 
 def _descriptors(stretches: Stretches, offset: int, max_num: int) -> tuple[Int64s, Int64s, Int64s]:

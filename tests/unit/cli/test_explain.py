@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from kvxferd.cli.root import root
+from kvxferd.explain.byte_ranges import byte_ranges
+from kvxferd.explain.text_report import print_byte_ranges, print_explanation
 from kvxferd.layout.presets import deploy
+from tests.support.explained_pairs import explained
 
 LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
 
@@ -246,3 +251,39 @@ def test_a_rank_that_is_not_there(rank: str, words: str) -> None:
     result = run("llama-3-8b", "llama-3-8b,tp=4", "--rank", rank)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_json_has_how_each_rank_is_read_and_an_advice() -> None:
+    """Heads first against tokens first: whole blocks are read, and put into order here."""
+    found = report("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD", "--link", "100g")
+    assert found["link"] == "100g"
+    assert found["advice"].startswith("with HND at decode: 16 times fewer reads")
+    for read in (read for rank in found["ranks"] for read in rank["reads"]):
+        assert (read["way"], read["covering_factor"]) == ("covering", 1.0)
+        assert read["descriptors_direct"] == read["runs_per_1000_tokens"] == 80_000
+        assert read["descriptors_posted"] == 5000
+        assert 0 < read["predicted_ms"] < 80_000 * 1.4e-3
+
+
+def test_text_has_how_each_rank_is_read_and_an_advice() -> None:
+    """The same in the table, and one line."""
+    result = run("llama-3-8b", "llama-3-8b,layout=NHD", "--link", "tcp")
+    (row,) = (line for line in result.stdout.splitlines() if "attention │" in line)
+    assert "covering" in row
+    assert "4,000" in row
+    assert "over tcp" in result.stdout
+    assert "advice: with HND at decode: 128 times fewer reads (512,000 runs become 4,000)" in result.stdout
+
+
+def test_a_link_that_is_not_known() -> None:
+    assert run("llama-3-8b", "llama-3-8b", "--link", "carrier-pigeon").exit_code == 2
+
+
+def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
+    """Cells are folded instead."""
+    out = StringIO()
+    found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD")
+    narrow = Console(file=out, width=80)
+    print_explanation(narrow, found)
+    print_byte_ranges(narrow, found.ranks[3], byte_ranges(found.ranks[3]))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()

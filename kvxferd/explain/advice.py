@@ -1,0 +1,171 @@
+"""Which change of layout or block size would make the reads of a pair fewer and faster, found by planning it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvxferd.errors import KvxferdError
+from kvxferd.explain.analysis import Explanation, explain_pair
+from kvxferd.explain.engine_spec_parser import Deployment, EngineDescription
+from kvxferd.tooling.output import format_duration
+
+# Each pair that is tried is planned as a whole, which takes 10 ms and more for a decode rank.
+MAX_DECODE_RANKS = 32
+# Less is within the error of the prediction.
+MIN_TIME_GAIN = 1.2
+# So many times fewer runs are worth a change that costs no time: a mover that reads directly gains as much.
+MIN_RUN_GAIN = 2.0
+
+
+class Change(NamedTuple):
+    """Other options for one or both engines."""
+
+    decode: dict[str, str | int]
+    prefill: dict[str, str | int]
+
+    @property
+    def num_options(self) -> int:
+        """The number of options that are changed."""
+        return len(self.decode) + len(self.prefill)
+
+    def __str__(self) -> str:
+        if self.decode == self.prefill:
+            return f"{_words(self.decode)} at both"
+        sides = (("decode", self.decode), ("prefill", self.prefill))
+        return " and ".join(f"{_words(options)} at {side}" for side, options in sides if options)
+
+
+class _Tried(NamedTuple):
+    change: Change
+    explanation: Explanation
+
+
+def with_advice(explanation: Explanation) -> Explanation:
+    """Return the explanation with a sentence of advice, unless the pair is refused."""
+    if explanation.refused:
+        return explanation
+    return dataclasses.replace(explanation, advice=advise(explanation))
+
+
+def advise(explanation: Explanation) -> str:
+    """Return which change is predicted to gain most, and how much, or why there is none."""
+    if explanation.prefill.deployment is None and explanation.decode.deployment is None:
+        return "none: other layouts can be tried for engines that are described by a preset or a model"
+    if len(explanation.ranks) > MAX_DECODE_RANKS:
+        return f"none: other layouts are tried for at most {MAX_DECODE_RANKS} decode ranks"
+    best = _best(explanation)
+    if best is None:
+        return (
+            "nothing to change: no other order of heads and tokens, and no block size of the other side, is "
+            f"predicted to be faster over {explanation.link} by a fifth, or to have half as many runs"
+        )
+    return _sentence(explanation, best)
+
+
+def variant(engine: EngineDescription, options: dict[str, str | int]) -> EngineDescription:
+    """Return the engine with other options. Raises ValueError or KvxferdError where it cannot have them."""
+    if not options:
+        return engine
+    assert engine.deployment is not None
+    changed = engine.deployment.with_options(options)
+    label = ",".join([engine.label, *(f"{name}={value}" for name, value in options.items())])
+    return EngineDescription(label, changed.ranks(), changed)
+
+
+def _sentence(explanation: Explanation, best: _Tried) -> str:
+    before, after = explanation.num_runs, best.explanation.num_runs
+    gain = "the bytes that are wanted lie closer together"
+    if before >= MIN_TIME_GAIN * after:
+        gain = f"{_times(before / after)} times fewer reads ({before:,} runs become {after:,})"
+    return (
+        f"with {best.change}: {gain}; 1,000 tokens over {explanation.link} are predicted to take "
+        f"{format_duration(best.explanation.predicted_s)} in place of {format_duration(explanation.predicted_s)}"
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}".removesuffix(".0")
+
+
+def _best(explanation: Explanation) -> _Tried | None:
+    """Return the change that gains most; one of more options has to be worth it."""
+    best: _Tried | None = None
+    changes = sorted(_changes(explanation.prefill, explanation.decode), key=lambda one: one.num_options)
+    for change in changes:
+        try:
+            tried = explain_pair(
+                variant(explanation.prefill, change.prefill),
+                variant(explanation.decode, change.decode),
+                explanation.link,
+            )
+        except (ValueError, KvxferdError):
+            continue
+        if tried.refused or not _is_worth(explanation, tried):
+            continue
+        if best is None or (
+            _is_worth(best.explanation, tried)
+            if change.num_options > best.change.num_options
+            else _cost(tried) < _cost(best.explanation)
+        ):
+            best = _Tried(change, tried)
+    return best
+
+
+def _is_worth(before: Explanation, after: Explanation) -> bool:
+    """Whether reads are faster, or fewer and not slower."""
+    if before.predicted_s >= MIN_TIME_GAIN * after.predicted_s:
+        return True
+    return before.predicted_s >= after.predicted_s and before.num_runs >= MIN_RUN_GAIN * after.num_runs
+
+
+def _cost(explanation: Explanation) -> tuple[float, int]:
+    return explanation.predicted_s, explanation.num_runs
+
+
+def _changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[Change]:
+    """Yield each combination of one or two changed options, or of the same layout for both."""
+    of_decode = list(_options(decode.deployment, prefill.deployment))
+    of_prefill = list(_options(prefill.deployment, decode.deployment))
+    for options in of_decode:
+        yield Change(options, {})
+    for options in of_prefill:
+        yield Change({}, options)
+    for mine in of_decode:
+        yield from (Change(mine, theirs) for theirs in of_prefill if len(mine) == len(theirs) == 1)
+
+
+def _options(mine: Deployment | None, other: Deployment | None) -> Iterator[dict[str, str | int]]:
+    """Yield other options for one engine: its heads and tokens in the other order, and the other's blocks."""
+    if mine is None:
+        return
+    layout: dict[str, str | int] = {"layout": _swapped(mine.options.layout)}
+    tokens: dict[str, str | int] = {}
+    if other is not None and other.options.block_tokens != mine.options.block_tokens:
+        tokens = {"block_tokens": other.options.block_tokens}
+    yield layout
+    if tokens:
+        yield tokens
+        yield {**layout, **tokens}
+
+
+def _swapped(layout: str) -> str:
+    """Return the layout with heads and tokens in the other order; HND for one of its own kind."""
+    arrangement, plus, conv = layout.partition("+")
+    if arrangement.startswith("NHD"):
+        return arrangement.replace("NHD", "HND", 1) + plus + conv
+    if arrangement.startswith("HND"):
+        return arrangement.replace("HND", "NHD", 1) + plus + conv
+    if arrangement in ("blocks-first", "cross-layer", "packed"):  # these mean the HND forms
+        return f"NHD-{arrangement}{plus}{conv}"
+    return "HND" + plus + conv  # vectorised
+
+
+def _words(options: dict[str, str | int]) -> str:
+    texts = []
+    if "layout" in options:
+        texts.append(str(options["layout"]))
+    if "block_tokens" in options:
+        texts.append(f"blocks of {options['block_tokens']} tokens")
+    return " and ".join(texts)

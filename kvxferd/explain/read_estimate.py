@@ -1,0 +1,104 @@
+"""How a mover with `mover.read = "auto"` would read from one rank, and how long that is predicted to take.
+
+The stretches are those of `kvxferd.plan.covering`, and the choice is that of `kvxferd.plan.read_costs`: the
+mover's own. They are counted over sample lists, and stand for the whole request in proportion to its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from kvxferd.explain.links import Link
+from kvxferd.explain.sample_request import sample_lists
+from kvxferd.ids import AgentName, Rank, RegionId
+from kvxferd.plan import Plan
+from kvxferd.plan.covering import CoveredRank, CoverExpander, CoverRequest, FormCount
+from kvxferd.plan.read_costs import Choice, CostModel, LinkCosts, ReadShape
+
+_AGENT = AgentName("prefill")
+
+ReadWay = Literal["direct", "covering"]
+
+
+class ReadSample(NamedTuple):
+    """A part of a request: what some group reads of one rank move for some tokens."""
+
+    plan: Plan  # of these group reads alone
+    tokens: int
+    num_runs: int
+    times: Fraction  # how many such samples the request has
+
+
+class ReadEstimate(NamedTuple):
+    """The way to read, for a request of 1,000 tokens with block ids without neighbours."""
+
+    way: ReadWay
+    covering_factor: float  # bytes that are read, by bytes that are wanted
+    descriptors_direct: int  # one for each run
+    descriptors_posted: int  # by the chosen way
+    predicted_s: float
+
+
+def estimate_read(
+    samples: Sequence[ReadSample], source: Rank, num_bytes: int, num_runs: int, link: Link
+) -> ReadEstimate:
+    """Return the way that is predicted to be faster; `num_bytes`, `num_runs` are those of the request."""
+    requests = [_prepare(one) for one in samples]
+    forms = [
+        FormCount(form.rank, form.form, max(1, round(form.num_stretches * one.times)))
+        for one, request in zip(samples, requests, strict=True)
+        if request is not None
+        for form in request.forms()
+    ]
+    model = CostModel()
+    costs = model.link(_AGENT)
+    costs.descriptor_s, costs.bytes_per_s = link.descriptor_s, link.bytes_per_s
+    choice = model.choose(forms, {source: _AGENT})
+    if not choice.covered:
+        predicted_s = costs.predict_s(ReadShape(num_runs, num_bytes))
+        return ReadEstimate("direct", 1.0, num_runs, num_runs, predicted_s)
+    posted = extra_bytes = Fraction()
+    for one, request in zip(samples, requests, strict=True):
+        num_posted, num_extra = _posted(one, request, choice)
+        posted += num_posted * one.times
+        extra_bytes += num_extra * one.times
+    predicted_s = choice.chosen_s + _rest_s(forms, num_bytes, num_runs, costs)
+    factor = float(1 + extra_bytes / num_bytes)
+    return ReadEstimate("covering", factor, num_runs, max(1, round(posted)), predicted_s)
+
+
+def _prepare(sample: ReadSample) -> CoverRequest | None:
+    reads = sample.plan.group_reads
+    local = sample_lists((read.local for read in reads), sample.tokens, 2)
+    remote = sample_lists((read.remote for read in reads), sample.tokens, 2)
+    return CoverExpander(sample.plan).prepare(local, remote)
+
+
+def _posted(sample: ReadSample, request: CoverRequest | None, choice: Choice) -> tuple[int, int]:
+    """Return how many descriptors a sample takes, and how many bytes are read beside those wanted."""
+    if request is None:
+        return sample.num_runs, 0
+    patterns = [pattern for read in sample.plan.group_reads for pattern in read.patterns]
+    mine: dict[RegionId, int] = dict.fromkeys((pattern.local.region for pattern in patterns), 0)
+    theirs: dict[RegionId, int] = dict.fromkeys((pattern.remote.region for pattern in patterns), 0)
+    bases = {read.rank: theirs for read in sample.plan.group_reads}
+    ranks: list[CoveredRank] = [
+        rank for part in request.parts(mine, bases, choice.pays) for rank in part.values()
+    ]
+    stretches = [one for rank in ranks for one in rank.stretches]
+    num_runs = sum(len(runs.length) for rank in ranks for runs in rank.runs)
+    return (
+        num_runs + sum(one.num_descriptors for one in stretches),
+        sum(one.covered_bytes - one.num_bytes for one in stretches),
+    )
+
+
+def _rest_s(forms: Sequence[FormCount], num_bytes: int, num_runs: int, costs: LinkCosts) -> float:
+    """Return how long the runs take that have no form: they are always read directly."""
+    bytes_of_forms = sum(one.num_stretches * one.form.num_bytes for one in forms)
+    runs_of_forms = sum(one.num_stretches * one.form.num_copies for one in forms)
+    rest = ReadShape(max(0, num_runs - runs_of_forms), max(0, num_bytes - bytes_of_forms))
+    # Without a form for some runs, at least these remain; a few are the rounding of counts.
+    return costs.predict_s(rest) if rest.num_bytes > num_bytes // 100 else 0.0

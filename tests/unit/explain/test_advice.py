@@ -1,0 +1,90 @@
+"""The advice of explain is true: the pair that it advises has as many fewer runs when it is planned."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvxferd.explain import advice as advice_module
+from kvxferd.explain.advice import advise, with_advice
+from kvxferd.explain.analysis import Explanation, explain_pair
+from tests.support.explained_pairs import described, explained
+
+_ADVICE = re.compile(
+    r"with (?P<change>.+?): (?P<times>[\d,.]+) times fewer reads "
+    r"\((?P<before>[\d,]+) runs become (?P<after>[\d,]+)\)"
+)
+
+
+def follow(advice: str, prefill: str, decode: str) -> Explanation:
+    """Return the explanation of the pair that an advice describes, read from its words alone."""
+    match = _ADVICE.match(advice)
+    assert match is not None, advice
+    texts = {"prefill": prefill, "decode": decode}
+    for part in re.split(r"(?<=decode) and |(?<=prefill) and ", match["change"]):
+        what, side = part.rsplit(" at ", 1)
+        keys: dict[str, str] = {}
+        for word in what.split(" and "):
+            blocks = re.fullmatch(r"blocks of (\d+) tokens", word)
+            keys |= {"block_tokens": blocks[1]} if blocks else {"layout": word}
+        for name in ("prefill", "decode") if side == "both" else (side,):
+            model, *pairs = texts[name].split(",")
+            kept = [pair for pair in pairs if pair.partition("=")[0] not in keys]
+            texts[name] = ",".join([model, *kept, *(f"{k}={v}" for k, v in keys.items())])
+    return explained(texts["prefill"], texts["decode"])
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "begin"),
+    [
+        ("llama-3-8b", "llama-3-8b,layout=NHD", "with HND at decode: 128 times fewer reads"),
+        ("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD", "with HND at decode: 16 times fewer reads"),
+        ("llama-3-8b,block_tokens=12", "llama-3-8b", "with blocks of 16 tokens at prefill: 16 times fewer"),
+        ("llama-3-8b,layout=NHD", "llama-3-8b,tp=4,layout=NHD", "with HND at both: 16 times fewer reads"),
+        ("llama-3-70b,tp=4", "llama-3-70b,tp=2,layout=NHD,block_tokens=32", "with HND at decode"),
+        ("llama-3-8b,layout=vectorised", "llama-3-8b", "with HND at prefill"),
+        (
+            "gpt-oss-20b,layout=NHD-blocks-first",
+            "gpt-oss-20b,layout=blocks-first",
+            "with NHD-blocks-first at",
+        ),
+    ],
+)
+def test_the_advised_pair_has_so_many_fewer_runs(prefill: str, decode: str, begin: str) -> None:
+    before = explained(prefill, decode)
+    advice = advise(before)
+    assert advice.startswith(begin)
+    match = _ADVICE.match(advice)
+    assert match is not None
+    after = follow(advice, prefill, decode)
+    assert int(match["before"].replace(",", "")) == before.num_runs
+    assert int(match["after"].replace(",", "")) == after.num_runs
+    assert float(match["times"].replace(",", "")) == pytest.approx(before.num_runs / after.num_runs, rel=0.05)
+    assert after.predicted_s <= before.predicted_s
+    assert after.num_bytes == before.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("llama-3-8b", "llama-3-8b"),
+        ("llama-3-8b,tp=4,layout=NHD", "llama-3-8b,tp=4,layout=NHD"),
+        ("nemotron-h-8b", "nemotron-h-8b,tp=4"),
+        ("deepseek-v3,tp=8", "deepseek-v3,tp=4"),
+    ],
+)
+def test_where_nothing_gains_nothing_is_advised(prefill: str, decode: str) -> None:
+    assert advise(explained(prefill, decode)).startswith("nothing to change: ")
+
+
+def test_a_refused_pair_has_no_advice() -> None:
+    found = with_advice(explain_pair(described("llama-3-8b"), described("qwen3-8b")))
+    assert found.refused
+    assert found.advice == ""
+
+
+def test_large_engines_are_not_planned_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained("llama-3-8b", "llama-3-8b,layout=NHD")
+    monkeypatch.setattr(advice_module, "MAX_DECODE_RANKS", 0)
+    assert advise(found) == "none: other layouts are tried for at most 0 decode ranks"
