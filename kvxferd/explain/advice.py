@@ -1,4 +1,4 @@
-"""Which change of layout or block size would make the reads of a pair fewer and faster, found by planning it."""
+"""Which change of layout or block size would make the reads of a pair fewer or faster, found by planning."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def _sentence(explanation: Explanation, best: _Tried) -> str:
     gain = "the bytes that are wanted lie closer together"
     if before >= MIN_TIME_GAIN * after:
         gain = f"{_times(before / after)} times fewer reads ({before:,} runs become {after:,})"
+    now, then = format_duration(explanation.predicted_s), format_duration(best.explanation.predicted_s)
     return (
-        f"with {best.change}: {gain}; 1,000 tokens over {explanation.link} are predicted to take "
-        f"{format_duration(best.explanation.predicted_s)} in place of {format_duration(explanation.predicted_s)}"
+        f"with {best.change}: {gain}; 1,000 tokens over {explanation.link} are predicted to take {then} in "
+        f"place of {now}"
     )
 
 
