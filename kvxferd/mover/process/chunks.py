@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for another pull
 IDLE_S = 10.0  # after which a free chunk's memory is given back
 SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
+RETRY_S = 1.0  # after a chunk could not be made
 STUCK_S = 5.0  # a read of an ended pull that takes longer may never end: as good as lost
 
 
@@ -40,10 +41,14 @@ class ChunkState(Enum):
     LOST = auto()
 
 
+# The states in which a read is not over, and may be any time.
+_READ = frozenset({ChunkState.READING, ChunkState.DRAINING, ChunkState.IN_DOUBT})
+
 # A pair that is not here is a bug: a chunk would be used twice.
 MOVES = frozenset(
     {
         (ChunkState.FREE, ChunkState.READING),
+        (ChunkState.FREE, ChunkState.LOST),  # the library does not let it go
         (ChunkState.READING, ChunkState.SCATTERING),
         (ChunkState.READING, ChunkState.FREE),  # refused, or failed and over
         (ChunkState.READING, ChunkState.DRAINING),
@@ -97,8 +102,9 @@ class ChunkPool:
         self._is_wanted = False  # the daemon was asked, and is not told otherwise since
         self._awaits_grant = False
         self._last_used = 0.0
+        self._make_again_at = 0.0
         self._chunks: list[Chunk] = []
-        self._num_reported_lost = 0
+        self._num_stuck = 0  # as reported
 
     @property
     def num_bytes(self) -> int:
@@ -109,10 +115,15 @@ class ChunkPool:
         """Return how many chunks are in a state."""
         return sum(chunk.state is state for chunk in self._chunks)
 
-    @property
-    def can_ever_acquire(self) -> bool:
-        """Whether a chunk is free, or will be, or the daemon has still to say so."""
-        return self._awaits_grant or self._max_chunks > self.count(ChunkState.LOST)
+    def may_acquire_soon(self, agent: AgentName, now: float) -> bool:
+        """Whether a chunk to read into from this agent is likely to be free before long."""
+        if self._awaits_grant:
+            return True
+        num_lost = sum(c.state is ChunkState.LOST and c.agent == agent for c in self._chunks)
+        if self._max_chunks > 1 and num_lost >= self._max_chunks - 1:
+            return False  # as many as an agent ever gets
+        num_useless = sum(c.state is ChunkState.LOST or _is_slow(c, now) for c in self._chunks)
+        return min(len(self._chunks) + self._num_more(now), self._max_chunks) > num_useless
 
     @property
     def is_wanted(self) -> bool:
@@ -137,25 +148,29 @@ class ChunkPool:
             self._is_wanted = self._awaits_grant = True
             self._send_report()
         held = [chunk for chunk in self._chunks if chunk.agent == agent]
-        if any(chunk.state is not ChunkState.SCATTERING and now > chunk.since + SLOW_S for chunk in held):
+        if any(_is_slow(chunk, now) for chunk in held):
             return None
         if self._max_chunks > 1 and len(held) >= self._max_chunks - 1:
             return None
         free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
-        num_more = max(0, self._max_chunks - len(self._chunks))
-        if len(free) + num_more < (2 if held and is_wanted_elsewhere else 1):
+        if len(free) + self._num_more(now) < (2 if held and is_wanted_elsewhere else 1):
             return None
-        chunk = free[-1] if free else self._make()
+        chunk = free[-1] if free else self._make(now)
         if chunk is not None:
             self.move(chunk, ChunkState.READING, now, agent)
         return chunk
 
-    def _make(self) -> Chunk | None:
+    def _num_more(self, now: float) -> int:
+        """Return how many chunks may be made now."""
+        return max(0, self._max_chunks - len(self._chunks)) if now >= self._make_again_at else 0
+
+    def _make(self, now: float) -> Chunk | None:
         try:
             chunk = Chunk(self._chunk_bytes)
             self._transport.register(chunk.span)
         except (OSError, TransportError) as error:
             _LOG.warning("chunk not made: reason=%s", error)
+            self._make_again_at = now + RETRY_S
             return None
         self._chunks.append(chunk)
         self._send_report()
@@ -178,13 +193,14 @@ class ChunkPool:
             self._give_back(1)
 
     def report_stuck(self, now: float) -> None:
-        """Report reads of ended pulls that do not end: only the mover's death frees those chunks."""
-        if self._num_lost(now) != self._num_reported_lost:
-            self._send_report(now)
+        """Report reads of ended pulls that do not end, for which only the mover's death frees the chunks.
 
-    def _num_lost(self, now: float) -> int:
-        stuck = [c.state is ChunkState.DRAINING and now >= c.since + STUCK_S for c in self._chunks]
-        return self.count(ChunkState.LOST) + sum(stuck)
+        Report also that they have ended after all.
+        """
+        num = sum(c.state is ChunkState.DRAINING and now >= c.since + STUCK_S for c in self._chunks)
+        if num != self._num_stuck:
+            self._num_stuck = num
+            self._send_report()
 
     def release_idle(self, now: float) -> None:
         """Give the memory back where no chunk was needed for `IDLE_S`."""
@@ -198,25 +214,29 @@ class ChunkPool:
 
         Nothing reads a chunk from outside: its registration is in no metadata that a peer has.
         """
-        free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
-        for chunk in free[:num_chunks]:
+        free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE][:num_chunks]
+        for chunk in free:
             try:
                 self._transport.deregister(chunk.span)
             except TransportError as error:
                 _LOG.warning("chunk not given back: reason=%s", error.message)
+                self.move(chunk, ChunkState.LOST, self._last_used)
                 continue
             self._chunks.remove(chunk)
-        if free and num_chunks:
+        if free:
             self._send_report()
 
-    def _send_report(self, now: float = 0.0) -> None:
-        """Report to the daemon. Reads that are stuck count where the time is given."""
+    def _send_report(self) -> None:
         if self._report is not None:
-            self._num_reported_lost = self._num_lost(now)
             self._report(
                 ChunkMemoryWanted(
                     wanted_bytes=self._chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
                     held_bytes=self.num_bytes,
-                    lost_bytes=self._chunk_bytes * self._num_reported_lost,
+                    lost_bytes=self._chunk_bytes * (self.count(ChunkState.LOST) + self._num_stuck),
                 )
             )
+
+
+def _is_slow(chunk: Chunk, now: float) -> bool:
+    """Whether the read into a chunk takes longer than reads do."""
+    return chunk.state in _READ and now > chunk.since + SLOW_S

@@ -82,8 +82,7 @@ class CoverSlicer:
             one, size = self._left[self._number], self._left[self._number].form.size_bytes
             used += -used % IMAGE_ALIGNMENT
             cost = size + DESCRIPTOR_COST_BYTES * self._posts[self._number] / len(one.remote)
-            room = min((chunk_bytes - used) // size, int(budget / cost))
-            room = room if placed else max(1, room)
+            room = max(0 if placed else 1, min((chunk_bytes - used) // size, int(budget / cost)))
             taken = one.slice(self._next, self._next + room)
             offset, remote, length = _descriptors(taken, used, MAX_DESCRIPTORS - num_descriptors)
             num_taken = int(length.sum()) // size

@@ -89,7 +89,8 @@ class CoveringReads:
     def step(self) -> bool:
         """Scatter, unless a thread does; poll the reads of pulls that have ended."""
         moved = self._scatterer.step()
-        for read in tuple(self._draining):
+        draining = tuple(self._draining)
+        for read in draining:
             assert read.handle is not None
             try:
                 if not self._transport.poll(read.handle):
@@ -102,7 +103,7 @@ class CoveringReads:
                 self._end_read(read)
                 self._move(read.chunk, ChunkState.FREE)
             moved = True
-        if self._draining:
+        if draining:
             self._chunks.report_stuck(self._clock())
         return moved
 
@@ -119,7 +120,8 @@ class CoveringReads:
             pull.unposted.append(one)
             if pull.waits_for_chunk_since is None:
                 pull.waits_for_chunk_since = now
-            if now >= pull.waits_for_chunk_since + CHUNK_WAIT_S or not self._chunks.can_ever_acquire:
+            has_waited = now >= pull.waits_for_chunk_since + CHUNK_WAIT_S
+            if has_waited or not self._chunks.may_acquire_soon(one.agent, now):
                 pull.read_directly()
             return False
         pull.waits_for_chunk_since = None
@@ -191,9 +193,9 @@ class CoveringReads:
 
     def _on_read_done(self, pull: PullState, read: CoveringRead) -> None:
         self._end_read(read)
-        budget = self._budgets.setdefault(read.agent, SliceBudget())
         now = self._clock()
-        budget.update(now - read.posted_at, read.used_whole_budget)
+        if (budget := self._budgets.get(read.agent)) is not None:
+            budget.update(now - read.posted_at, read.used_whole_budget)
         shape = ReadShape(len(read.fill.length), int(read.fill.length.sum()))
         self._costs.learn(read.agent, shape, read.posted_at, now)
         if pull.failure is not None:

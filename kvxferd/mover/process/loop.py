@@ -82,6 +82,7 @@ class MoverLoop:
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
         self._is_polling = False
+        self._next_idle_check = 0.0
         self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
         self._tickets: dict[PullId, Ticket] = {}  # of the pulls whose delivery goes to the worker directly
         self._bind_reply: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
@@ -158,6 +159,12 @@ class MoverLoop:
             self._backoff.reset()
         else:
             self._backoff.record_call(time.perf_counter() - began)
+        if began >= self._next_idle_check:  # peers may read from here for hours
+            self._release_idle_chunks()
+
+    def _release_idle_chunks(self) -> None:
+        self._next_idle_check = time.perf_counter() + IDLE_CHECK_S
+        self._engine.release_idle_chunks()
 
     def _wait(self) -> bool:
         """Pause if it is time to, and return whether the stream is readable."""
@@ -170,7 +177,7 @@ class MoverLoop:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
         if pause is None and self._engine.holds_chunks:
-            self._engine.release_idle_chunks()
+            self._release_idle_chunks()
             pause = IDLE_CHECK_S
         return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
 

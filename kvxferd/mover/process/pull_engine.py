@@ -53,6 +53,9 @@ from kvxferd.wire.mover import FromMover, PullDone, PullOutcome, PullQuiesced, S
 _LOG = logging.getLogger(__name__)
 
 MAX_INFLIGHT = 16  # posts in flight, all pulls together
+# A post that takes longer than 16 slices of 8 ms, twice over, has a source that is stopped: it does not
+# count, so that no number of pulls from one such source keeps the others waiting.
+STALLED_S = 0.25
 MAX_INFLIGHT_PER_PULL = 3  # so that five large pulls leave room for a small one
 FAILED_PULL_WAIT_S = 0.1
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
@@ -181,6 +184,7 @@ class PullEngine:
         self._warmup.forget(agent)
         if self._measurement is not None:
             self._measurement.forget(agent)
+        self._budgets.pop(agent, None)
         self._costs.forget(agent)
         self._read_directly.discard(agent)
 
@@ -240,6 +244,15 @@ class PullEngine:
         for pull in tuple(self._active):
             moved |= self._finish_if_over(pull)
         return moved
+
+    def _num_prompt(self) -> int:
+        """Return the number of posts in flight that were posted lately."""
+        since = self._clock() - STALLED_S
+        num = 0
+        for pull in self._active:
+            num += sum(read.posted_at >= since for read in pull.inflight)
+            num += sum(read.posted_at >= since for read in pull.covering if read.handle is not None)
+        return num
 
     # --- a pull's steps, in order
 
@@ -326,7 +339,7 @@ class PullEngine:
         short pulls. Behind a large pull's slices a short one would wait for two of them, before its data and
         before its word.
         """
-        if self.num_inflight >= MAX_INFLIGHT:
+        if self.num_inflight >= MAX_INFLIGHT and self._num_prompt() >= MAX_INFLIGHT:
             return False
         for pull in self._active:
             if pull.needs_fence_read and pull.num_runs and self._post_fence(pull):

@@ -42,9 +42,11 @@ class ScatterJob:
             is_last = self._is_cancelled or next(self._pieces, self) is self
         except Exception as error:
             _LOG.exception("chunk not scattered")
-            self.error = error
+            self.error = error.with_traceback(None)  # which would hold the chunk
             is_last = True
         self.elapsed_s += time.perf_counter() - began
+        if is_last:
+            self._pieces = iter(())  # the last reference to the chunk's memory may be in there
         self.is_over = is_last
 
 
@@ -75,6 +77,8 @@ class InlineScatterer:
         self._jobs.append(job)
 
     def step(self) -> bool:
+        if not self._jobs:
+            return False
         began = self._clock()
         moved = False
         while self._jobs and self._clock() < began + INLINE_S:
@@ -89,25 +93,32 @@ class InlineScatterer:
 
 
 class ThreadScatterer:
-    """Scatters in a thread, which the first job starts."""
+    """Scatters in a thread, which the first job starts; in the engine's steps where there is no thread."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[ScatterJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._without_thread = InlineScatterer()
 
     def start(self, job: ScatterJob) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvxferd-scatter", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvxferd-scatter", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are as many as the limits allow
+                self._without_thread.start(job)
+                return
+            self._thread = thread
         self._queue.put(job)
 
     def step(self) -> bool:
-        return False
+        return self._without_thread.step()
 
     def close(self) -> None:
         # Without a limit: while a copy runs, the memory is in use, and nobody may be told otherwise.
         self._is_closing = True
+        self._without_thread.close()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
