@@ -16,7 +16,7 @@ import numpy as np
 
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.plan.expand import Runs
+from kvxferd.plan.expand import MAX_RUNS, Runs
 from kvxferd.plan.plan import GroupRead, Plan
 from kvxferd.plan.run_shapes import (
     Int64s,
@@ -37,8 +37,13 @@ MAX_BLOCKS_TOGETHER = 16  # local blocks that share one read of a remote block
 # Of one read's remote blocks, each with tables of its own. 12 against 16 tokens have three, and the ends:
 # sizes without a small common multiple have thousands, and their tables would take seconds.
 MAX_SIGNATURES = 64
-# Tables of all plans of a mover. HND against NHD with 80 layers: 10 KiB a plan.
+# Tables of all plans of a mover, and of one request. HND against NHD with 80 layers: 10 KiB a plan.
 MAX_TABLE_BYTES = 8 << 20
+# Of Python's objects about the arrays: block lists that begin at many different tokens have many tables of
+# few bytes each.
+ENTRY_OVERHEAD_BYTES = 512
+TABLE_OVERHEAD_BYTES = 512
+FORM_OVERHEAD_BYTES = 1 << 10
 
 Signature = tuple[SegmentShape, ...]  # the segments that lie in one remote block
 
@@ -98,15 +103,23 @@ class _Table(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        if self.classes is not None:
-            return sum(one.table_bytes for one in self.classes)
-        return sum(column.nbytes for runs in self.runs for column in runs)
+        num_bytes = TABLE_OVERHEAD_BYTES + sum(column.nbytes for runs in self.runs for column in runs)
+        for one in self.classes or ():
+            num_bytes += FORM_OVERHEAD_BYTES + one.table_bytes
+        return num_bytes
 
     @property
     def num_stretches(self) -> int:
         if self.classes is not None:
             return sum(len(one.remote) for one in self.classes)
         return sum(len(runs[0]) for runs in self.runs)
+
+    @property
+    def num_runs(self) -> int:
+        """Return how many runs the same bytes are."""
+        return sum(one.form.num_copies * len(one.remote) for one in self.classes or ()) + sum(
+            len(runs[0]) for runs in self.runs
+        )
 
 
 class TableCache:
@@ -132,7 +145,7 @@ class TableCache:
 
 
 def _size_of(tables: Mapping[RegionPair, _Table]) -> int:
-    return sum(table.num_bytes for table in tables.values())
+    return ENTRY_OVERHEAD_BYTES + sum(table.num_bytes for table in tables.values())
 
 
 class _Alike(NamedTuple):
@@ -182,22 +195,26 @@ class CoverRequest:
         remote_bases: Mapping[Rank, Mapping[RegionId, int]],
         pays: Callable[[Rank, StretchForm], bool] = _always,
         max_stretches: int = MAX_STRETCHES,
+        max_runs: int = MAX_RUNS,
     ) -> Iterator[dict[Rank, CoveredRank]]:
-        """Yield what to read from each remote rank, in parts of about `max_stretches` stretches.
+        """Yield what to read from each remote rank, in parts of about `max_stretches` stretches at most.
 
+        A part is no more than about `max_runs` runs either, because all of it may come to be read directly.
         The bytes are those of `Expander.expand`, under its conditions. `pays`: whether to cover stretches of
         this form rather than to read their runs directly.
         """
         part: dict[Rank, CoveredRank] = {}
-        room = max_stretches
+        room = 1.0
         for read, blocks, tables in self._pieces:
-            per_block = max(1, sum(table.num_stretches for table in tables.values()))
+            num_stretches = sum(table.num_stretches for table in tables.values())
+            num_runs = sum(table.num_runs for table in tables.values())
+            per_block = max(num_stretches / max_stretches, num_runs / max_runs)
             start, total = 0, len(blocks.remote_block)
             while start < total:
                 if room < per_block and part:
                     yield part
-                    part, room = {}, max_stretches
-                stop = min(total, start + max(1, room // per_block))
+                    part, room = {}, 1.0
+                stop = min(total, start + max(1, int(room / per_block)))
                 few = blocks._replace(
                     remote_block=blocks.remote_block[start:stop], local_block=blocks.local_block[start:stop]
                 )
@@ -229,9 +246,10 @@ class CoverExpander:
     ) -> CoverRequest | None:
         """Return the request of these block lists, which have passed the checks of `Expander.expand`.
 
-        None: too few of its blocks are alike.
+        None: too few of its blocks are alike, or their tables are too large.
         """
         pieces = []
+        room = MAX_TABLE_BYTES
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
             alike = list(islice(_group_by_remote_block(segments), MAX_SIGNATURES + 1))
@@ -240,12 +258,22 @@ class CoverExpander:
             for blocks in alike:
                 make = partial(_make_tables, read, blocks.signature)
                 tables = self._tables.get((self.plan.digest, number, blocks.signature), make)
+                room -= _size_of(tables)
+                if room < 0 or not tables:
+                    return None
                 pieces.append(_Piece(read, blocks, tables))
         return CoverRequest(pieces)
 
 
 def _make_tables(read: GroupRead, signature: Signature) -> dict[RegionPair, _Table]:
-    by_segment = [block_runs(read, shape) for shape in signature]
+    """Return how one signature's bytes are read; nothing where they are more than `MAX_RUNS` runs."""
+    by_segment = []
+    room = MAX_RUNS
+    for shape in signature:  # of one block, that may be listed any number of times
+        by_segment.append(block_runs(read, shape))
+        room -= sum(len(runs[0]) for runs in by_segment[-1].values())
+        if room < 0:
+            return {}
     tables = {}
     for key in by_segment[0]:
         runs = tuple(segment[key] for segment in by_segment)

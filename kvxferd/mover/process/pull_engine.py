@@ -325,12 +325,17 @@ class PullEngine:
             return None
         max_stretches = min(MAX_STRETCHES, self._max_runs)
         if self._always_covers:
-            return request.parts(self._region_addresses, remote_bases, max_stretches=max_stretches)
+            return request.parts(
+                self._region_addresses,
+                remote_bases,
+                max_stretches=max_stretches,
+                max_runs=self._max_runs,
+            )
         agents = {source.rank: source.agent for source in pull.request.sources}
         pull.choice = choice = self._costs.choose(request.forms(), agents)
         if not choice.covered:
             return None
-        return request.parts(self._region_addresses, remote_bases, choice.pays, max_stretches)
+        return request.parts(self._region_addresses, remote_bases, choice.pays, max_stretches, self._max_runs)
 
     def _post_next(self) -> bool:
         """Post one slice, of the pull that has waited longest for its turn.

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from kvxferd.ids import Rank, RegionId
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.plan import Plan
-from kvxferd.plan.covering import CoveredRank, CoverExpander, TableCache
+from kvxferd.plan.covering import (
+    ENTRY_OVERHEAD_BYTES,
+    FORM_OVERHEAD_BYTES,
+    TABLE_OVERHEAD_BYTES,
+    CoveredRank,
+    CoverExpander,
+    TableCache,
+)
 from kvxferd.plan.stretches import (
     MAX_FORMS,
     MAX_LENGTHS,
@@ -134,15 +143,16 @@ def test_the_table_of_a_plan_does_not_grow_with_its_layers(layers: int) -> None:
     tables = TableCache()
     plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
     CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
-    assert tables.num_bytes == 16 * 2 * 8 + layers * 2 * 2 * 8
+    overhead = ENTRY_OVERHEAD_BYTES + TABLE_OVERHEAD_BYTES + FORM_OVERHEAD_BYTES
+    assert tables.num_bytes == overhead + 16 * 2 * 8 + layers * 2 * 2 * 8
 
 
 def test_tables_that_are_not_used_make_room() -> None:
-    tables = TableCache(max_bytes=2000)
+    tables = TableCache(max_bytes=14_000)
     for layers in (2, 3, 4, 5):
         plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
         CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
-        assert 0 < tables.num_bytes <= 2000
+        assert 0 < tables.num_bytes <= 14_000
 
 
 def test_a_stretch_outside_its_region_is_refused() -> None:
@@ -194,3 +204,46 @@ def test_blocks_of_too_many_runs_are_not_covered() -> None:
     length = np.arange(1, 20_001)
     start = np.cumsum(length + 1) - length
     assert cover_block([(start, start, length)], 1 << 30) is None
+
+
+def test_a_part_is_no_more_runs_than_are_expanded_at_a_time() -> None:
+    """All of it may come to be read directly: where no chunk is granted, for one."""
+    plan = plan_between(engine(layout="NHD"), engine())
+    request = CoverExpander(plan).prepare(blocks(range(12)), blocks(range(12)))
+    assert request is not None
+    bases = {KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}
+    for max_runs in (1, 64, 130, 1 << 20):
+        parts = [part[SOURCE] for part in request.parts(*bases, max_runs=max_runs)]
+        num_runs = [sum(len(one.remote) * one.form.num_copies for one in part.stretches) for part in parts]
+        assert max(num_runs) <= max(64, max_runs), "a block is 64 runs"
+        assert sum(num_runs) == 12 * 64
+
+
+def test_tables_of_many_small_forms_are_counted_as_the_memory_that_they_take() -> None:
+    """Some ten bytes of arrays each. Block lists may begin at any token."""
+    plan = plan_between(engine(block_tokens=256), engine(block_tokens=256))
+    tables = TableCache()
+    expander = CoverExpander(plan, tables)
+    tracemalloc.start()
+    try:
+        for first in range(1, 256, 3):
+            expander.prepare(blocks([0], first), blocks([0]))
+            expander.prepare(blocks([0]), blocks([0], first))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(tables._tables) == 2 * 85
+    assert taken <= 1.25 * tables.num_bytes
+
+
+def test_a_block_that_is_listed_again_and_again_is_not_held_in_memory_as_often() -> None:
+    """328,000 runs a block, of which eight are read together: they are given up before all are made."""
+    mine, theirs = (engine(block_tokens=512, layers=80, layout=order) for order in ("NHD", "HND"))
+    expander = CoverExpander(plan_between(mine, theirs))
+    tracemalloc.start()
+    try:
+        assert expander.prepare(blocks(range(10)), blocks([1] * 10, 256)) is None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 48 << 20
