@@ -14,14 +14,11 @@ from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through, wait_until_settled
 
 NewPrompt = Callable[[int], list[int]]
-# What vLLM's CPU backend asks of each, found out by trying; docs/how-to/vllm-tests.md has it in words. A
-# prompt and a single token go through different kernels for latents and states, whose roundings choose
-# other tokens.
-EXACT = "--dtype=float32"
+# What vLLM's CPU backend asks of each, found out by trying; docs/how-to/vllm-tests.md has it in words.
 KINDS: dict[str, dict[str, Any]] = {
-    "mamba": {"flags": (EXACT, "--no-enable-prefix-caching")},
+    "mamba": {"flags": ("--no-enable-prefix-caching",)},
     # On a processor with AMX vLLM takes a backend for latents that refuses weights of 32 bits.
-    "mla": {"block_tokens": 16, "flags": (EXACT, "--attention-backend=CPU_MLA")},
+    "mla": {"block_tokens": 16, "flags": ("--attention-backend=CPU_MLA",)},
     "window": {},
 }
 

@@ -70,7 +70,6 @@ def test_another_prompts_cache_gives_other_tokens(
 
 
 PIPELINE = ("--pipeline-parallel-size=2", "--no-enforce-eager", "-cc.mode=1", "-cc.backend=eager")
-EXACT = ("--dtype=float32",)
 HANDSHAKING: dict[str, Any] = {
     "kv_connector": "HandshakingConnector",
     "kv_connector_module_path": "tests.support.vllm_servers.handshaking_connector",
@@ -87,7 +86,7 @@ def beside_a_handshake(served: Served, *, first: bool) -> Served:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": children if first else children[::-1]},
     }
-    flags, environ = (*EXACT, *PIPELINE), {"PYTHONPATH": str(REPOSITORY)}
+    flags, environ = PIPELINE, {"PYTHONPATH": str(REPOSITORY)}
     return replace(served, connector=multi, flags=flags, environ=environ)
 
 
@@ -95,7 +94,7 @@ def beside_a_handshake(served: Served, *, first: bool) -> Served:
 def reader(site: Site, nodes: Nodes) -> Iterator[Engine]:
     """A decode engine of one stage, which starts beside the test's prefill engine."""
     nodes.heal()
-    engine = site.engine("decode-beside", nodes.consumer(site.model("llama"), flags=EXACT))
+    engine = site.engine("decode-beside", nodes.consumer(site.model("llama")))
     yield engine
     site.end(engine)
 
@@ -104,7 +103,7 @@ def reader(site: Site, nodes: Nodes) -> Iterator[Engine]:
 def test_the_first_request_of_two_stages_is_published_beside_another_handshake(
     site: Site, nodes: Nodes, reader: Engine, new_prompt: NewPrompt, first: bool
 ) -> None:
-    served = beside_a_handshake(nodes.producer(site.model("llama"), flags=EXACT), first=first)
+    served = beside_a_handshake(nodes.producer(site.model("llama")), first=first)
     staged = site.engine(f"prefill-beside-{'first' if first else 'last'}", served)
     staged.wait(warm_up=False)
     reader.wait()
