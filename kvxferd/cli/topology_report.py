@@ -33,6 +33,8 @@ def _lines(topology: TopologySnapshot) -> Iterator[str]:
         f"{topology.engine_id}@{topology.generation}{home}, "
         f"last used {format_duration(topology.last_used_s)} ago"
     )
+    if not topology.is_plan_kept:
+        yield "  its plan was evicted: splits and reads are shown again after the next pull"
     for stage in topology.stages:
         yield f"  stage {stage.info['remote_pp_rank']}"
         for line in _stage_lines(stage):

@@ -235,7 +235,7 @@ class GrantClient:
         if refusal is not None:
             hold.state = GrantState.REFUSED
             hold.refusal = refusal
-            hold.remote = None  # a prepared hold may be kept for minutes
+            hold.remote = hold.plan = None  # a prepared hold may be kept for minutes
         hold.settled_at = self._context.now
         callback, hold.on_settled = hold.on_settled, None
         if callback is not None:
@@ -331,7 +331,7 @@ class GrantClient:
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""
         self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
-        hold.charged_bytes, hold.granted, hold.remote = 0, None, None
+        hold.charged_bytes, hold.granted, hold.remote, hold.plan = 0, None, None, None
 
     def _send_return(self, hold: HeldGrant) -> None:
         self._peers.request(

@@ -83,7 +83,8 @@ def topology_steps(
     """
     regions = yield from _regions(topology.layout)
     splits, summary = _Splits(topology.layout), ReadSummary()
-    for read in engine.plan.group_reads if engine.plan is not None else ():
+    plan = engine.plan  # the cache may evict it between two steps
+    for read in plan.group_reads if plan is not None else ():
         yield None
         summary.add(read)
         yield from splits.add(read)
@@ -119,6 +120,7 @@ def topology_steps(
         generation=engine.generation,
         last_used_s=round(max(0.0, now - engine.last_used), 3),
         stages=tuple(stages),
+        is_plan_kept=plan is not None,
     )
 
 

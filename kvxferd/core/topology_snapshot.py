@@ -83,3 +83,4 @@ class TopologySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     last_used_s: float  # seconds since the rank used its plan
     stages: tuple[StageSnapshot, ...]  # by pp_rank
+    is_plan_kept: bool = True  # else `splits` and `reads` are empty until the next pull plans again

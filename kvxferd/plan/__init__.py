@@ -30,7 +30,7 @@ from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
 from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
-from kvxferd.plan.plan_cache import PlanCache
+from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, ReadSummary, plan_reads
 from kvxferd.plan.regions import (
@@ -52,10 +52,12 @@ __all__ = [
     "EngineTransferInfo",
     "Expander",
     "HybridReads",
+    "KeptPlan",
     "MambaConvSplitInfo",
     "MambaEngineTransferInfo",
     "Plan",
     "PlanCache",
+    "PlanOwner",
     "Read",
     "ReadSummary",
     "RegisteredEngine",

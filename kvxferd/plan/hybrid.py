@@ -78,6 +78,11 @@ class HybridReads:
         self._reads = reads
 
     @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of the stage."""
+        return self._reads.num_ranks
+
+    @property
     def fa_source_ranks(self) -> tuple[int, ...]:
         """Return the tp_ranks read for attention."""
         return tuple(self._reads.attention)

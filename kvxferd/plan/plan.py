@@ -100,7 +100,7 @@ class GroupRead(msgspec.Struct, frozen=True, array_like=True):
     patterns: tuple[StridePattern, ...] = msgspec.field(name="strips")
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """What one local rank reads from one remote engine, and where each byte goes.
 
     `digest` is of the group reads: plans with equal digests move the same bytes.

@@ -1,69 +1,130 @@
-"""A cache of plans, keyed by the digests of the specs and layouts that they were made from."""
+"""A cache of plans, keyed by the digests of the specs and layouts that they were made from.
+
+It is the only place that keeps plans: a registry of remote engines refers to a `KeptPlan`, which has its plan
+until the cache evicts it. The plan is made again on the next use. What reads by a plan meanwhile refers to
+the plan itself, and its bytes count until nothing does.
+
+Each plan counts for an owner: the user whose pull it was made for, and the peer that the remote engine is of.
+Where there is no room, the owner with the most bytes loses the plan that it has not used for longest. So one
+owner that has ever new plans made evicts its own.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvxferd.ids import Digest, Rank
+from kvxferd.errors import BusyError, Code, PlanError
+from kvxferd.ids import Digest, Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.planner import make_plan
 
-# One rank of a TP=16, PP=4 engine against 64 ranks has a plan of 100 KiB at most; a node has 8 ranks
-# and reads tens of engines with a few distinct layouts.
-MAX_PLANS = 256
+# The plans of a node: those of the cache, and those evicted by which pulls still read. A plan of 80 layers
+# has 160 extents for each rank that is read, 24 KiB: 160 MiB are 1,600 plans that read four ranks. With the
+# layouts below (96 MiB) the cache takes 256 MiB at most.
+MAX_PLAN_BYTES = 160 << 20
+# Small ones: their keys and places are counted for 4 KiB each, 32 MiB of the limit above.
+MAX_PLANS = 8192
 # Every rank of every engine known: 64 ranks times tens of engines.
 MAX_LAYOUTS = 8192
 # A tensor is 375 bytes of objects, and a hostile peer's engine may have 65,536 that nobody else has: without
 # a limit of these as well, 8,192 layouts were gigabytes.
 MAX_LAYOUT_TENSORS = 1 << 18
 
-# The extents of all plans, 100 to 300 bytes each: 64 MiB. 256 plans with 400 are 102,400; the plan of a
-# hostile layout may have 65,536.
-MAX_PLAN_EXTENTS = 1 << 18
+# Bytes of objects, measured with tracemalloc; a plan's include its key and its place in the cache.
+PLAN_BYTES, GROUP_READ_BYTES, PATTERN_BYTES, EXTENT_BYTES = 4096, 1024, 320, 148
+
+# Refusals that are kept, and sizes of plans for which there was no room. A request for one of these costs no
+# planning, which takes up to two seconds. A refusal has 1 KiB of text, and may have a megabyte.
+MAX_REFUSALS = 1024
+MAX_REFUSAL_CHARS = 1 << 20
+
+RETRY_AFTER_S = 1.0  # where pulls that are under way have taken all room
 
 LayoutDigests = tuple[tuple[Rank, Digest], ...]  # of an engine's ranks, the lowest first
 _KeyPart = tuple[object, ...]
+_Key = tuple[object, ...]
+
+
+class PlanOwner(NamedTuple):
+    """For whom a plan was made."""
+
+    uid: int = 0  # the user of the local rank
+    home: Endpoint = Endpoint("")  # the peer that the remote engine is of
+
+
+ANY_OWNER = PlanOwner()
+
+
+@dataclass(slots=True, eq=False)
+class KeptPlan:
+    """A plan for as long as the cache keeps it, and which ranks it reads for ever."""
+
+    plan: Plan | None  # None: evicted
+    sources: tuple[Rank, ...]  # ascending
+    owner: PlanOwner = ANY_OWNER
+    used_at: float = 0.0  # seconds of the caller's clock
+    placed_at: float = 0.0  # `used_at` when it got its place in the order of eviction
+
+
+class _Refusal(NamedTuple):
+    message: str
+    code: Code
 
 
 class PlanCache:
-    """Plans by what they were made from. The least recently used is evicted first."""
+    """Plans by what they were made from, all of them of one owner unless one is given."""
 
     def __init__(
         self,
         max_plans: int = MAX_PLANS,
         max_layouts: int = MAX_LAYOUTS,
         max_tensors: int = MAX_LAYOUT_TENSORS,
+        max_bytes: int = MAX_PLAN_BYTES,
     ) -> None:
-        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self.max_bytes = max_bytes
+        self._max_plans = max_plans
+        self._kept: dict[_Key, KeptPlan] = {}
+        self._keys_of: dict[PlanOwner, OrderedDict[_Key, None]] = {}  # the longest unused about first
+        # All plans that anything refers to, with the owner that each counts for.
+        self._alive: dict[_Key, tuple[weakref.ref[Plan], PlanOwner]] = {}
+        self._bytes_of: dict[PlanOwner, int] = {}
+        self._refusals: OrderedDict[tuple[_Key, str], _Refusal] = OrderedDict()
+        self._num_refusal_chars = 0
+        self._sizes: OrderedDict[_Key, int] = OrderedDict()  # of plans for which there was no room
         # By identity: a digest of 80 layers costs 100 us, and the same layout objects come again. The
         # reference to the layout keeps its id from being reused.
         self._layouts: OrderedDict[int, tuple[RankLayout, Digest]] = OrderedDict()
-        self._max_plans = max_plans
         self._max_layouts = max_layouts
         self._max_tensors = max_tensors
         self._num_tensors = 0
-        self._num_extents = 0
-        # Engines that are deployed alike share one tuple: that of 64 ranks is 5 KiB.
-        self._shared: OrderedDict[LayoutDigests, LayoutDigests] = OrderedDict()
+        # Engines that are deployed alike share one tuple: that of 64 ranks is 5 KiB. With the digest of it.
+        self._shared: OrderedDict[LayoutDigests, tuple[LayoutDigests, Digest]] = OrderedDict()
         self._num_shared_ranks = 0
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all plans that anything refers to."""
+        return sum(self._bytes_of.values())
+
+    def bytes_of(self, owner: PlanOwner) -> int:
+        """Return the bytes of an owner's plans that anything refers to."""
+        return self._bytes_of.get(owner, 0)
+
+    def bytes_by_owner(self) -> Mapping[PlanOwner, int]:
+        """Return the bytes of each owner that has any."""
+        return self._bytes_of
 
     def digests(self, remote: Mapping[Rank, RankLayout]) -> LayoutDigests:
         """Return the digest of each rank's layout; the same object for equal ones, unless it was evicted."""
-        digests = tuple((rank, self._digest(remote[rank])) for rank in sorted(remote))
-        shared = self._shared.get(digests)
-        if shared is not None:
-            self._shared.move_to_end(shared)
-            return shared
-        self._shared[digests] = digests
-        self._num_shared_ranks += len(digests)
-        while self._num_shared_ranks > self._max_layouts and len(self._shared) > 1:
-            self._num_shared_ranks -= len(self._shared.popitem(last=False)[0])
-        return digests
+        return self._share(tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)))[0]
 
     def get(
         self,
@@ -73,23 +134,142 @@ class PlanCache:
         remote: Mapping[Rank, RankLayout],
         digests: LayoutDigests | None = None,
     ) -> Plan:
-        """Return the plan of `make_plan`, from the cache if it is there. Raises what `make_plan` raises.
-
-        `digests`: of `remote`, where the caller has them.
-        """
-        of_remote = self.digests(remote) if digests is None else digests
-        key = (_reader_key(spec), self._digest(layout), _source_key(remote_spec), of_remote)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make_plan(spec, layout, remote_spec, remote)
-            self._num_extents += plan.num_extents
-            while len(self._plans) > self._max_plans or (
-                self._num_extents > MAX_PLAN_EXTENTS and len(self._plans) > 1
-            ):
-                self._num_extents -= self._plans.popitem(last=False)[1].num_extents
-        else:
-            self._plans.move_to_end(key)
+        """Return the plan of `make_plan`, from the cache if it is there. Raises what `keep` raises."""
+        plan = self.keep(spec, layout, remote_spec, remote, digests).plan
+        assert plan is not None
         return plan
+
+    def keep(
+        self,
+        spec: EngineSpec,
+        layout: RankLayout,
+        remote_spec: EngineSpec,
+        remote: Mapping[Rank, RankLayout],
+        digests: LayoutDigests | None = None,
+        *,
+        owner: PlanOwner = ANY_OWNER,
+        now: float = 0.0,
+    ) -> KeptPlan:
+        """Return the plan of `make_plan`, from the cache if it is there, for as long as it is there.
+
+        `digests`: of `remote`, where the caller has them. Raises what `make_plan` raises, and BusyError
+        where pulls read by so many plans of the owner that there is no room for another one.
+        """
+        _, of_remote = self._share(self.digests(remote) if digests is None else digests)
+        key = (_reader_key(spec), self._digest(layout), _source_key(remote_spec), of_remote)
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._keys_of[kept.owner].move_to_end(key)
+            kept.used_at = kept.placed_at = max(kept.used_at, now)
+            return kept
+        plan, counted_for = self._find_alive(key)
+        if plan is None or counted_for is None:
+            plan, counted_for = self._make(key, spec, layout, remote_spec, remote, owner), owner
+        while len(self._kept) >= self._max_plans and any(map(self._evict, self.losers(owner, 0))):
+            pass
+        kept = self._kept[key] = KeptPlan(plan, plan.sources, counted_for, now, now)
+        self._keys_of.setdefault(counted_for, OrderedDict())[key] = None
+        return kept
+
+    def has_room(self, owner: PlanOwner, num_bytes: int) -> bool:
+        """Whether the owner may have so many bytes more."""
+        return self.num_bytes + num_bytes <= self.max_bytes
+
+    def losers(self, owner: PlanOwner, num_bytes: int) -> list[PlanOwner]:
+        """Return the owners that lose plans where this one has no room for so many bytes, the first first."""
+        return sorted(self._keys_of, key=self.bytes_of, reverse=True)
+
+    def _find_alive(self, key: _Key) -> tuple[Plan | None, PlanOwner | None]:
+        """Return a plan that was evicted and that a pull reads by, and the owner that it counts for."""
+        reference, owner = self._alive.get(key, (None, None))
+        return (None if reference is None else reference()), owner
+
+    def _make(
+        self,
+        key: _Key,
+        spec: EngineSpec,
+        layout: RankLayout,
+        remote_spec: EngineSpec,
+        remote: Mapping[Rank, RankLayout],
+        owner: PlanOwner,
+    ) -> Plan:
+        """Make a plan, and room for it. What cannot be had is refused the next time without planning."""
+        refusal_key = (key, remote_spec.engine_id)
+        if (refusal := self._refusals.get(refusal_key)) is not None:
+            self._refusals.move_to_end(refusal_key)
+            raise PlanError(refusal.message, refusal.code)
+        if key in self._sizes:
+            self._make_room(owner, self._sizes[key])
+        try:
+            plan = make_plan(spec, layout, remote_spec, remote)
+        except PlanError as error:
+            self._keep_refusal(refusal_key, _Refusal(str(error), error.code))
+            raise
+        size = bytes_of(plan)
+        self._sizes[key] = size
+        if len(self._sizes) > MAX_REFUSALS:
+            self._sizes.popitem(last=False)
+        self._make_room(owner, size)
+        del self._sizes[key]
+        self._alive[key] = (weakref.ref(plan), owner)
+        self._bytes_of[owner] = self.bytes_of(owner) + size
+        weakref.finalize(plan, self._release, key, owner, size).atexit = False
+        return plan
+
+    def _make_room(self, owner: PlanOwner, num_bytes: int) -> None:
+        """Evict plans until the owner may have so many bytes more; raises BusyError where it may not."""
+        while not self.has_room(owner, num_bytes):
+            evicted = next((loser for loser in self.losers(owner, num_bytes) if self._evict(loser)), None)
+            if evicted is None:
+                raise BusyError(
+                    f"cannot keep a plan of {num_bytes} bytes: pulls read by plans of {self.num_bytes} bytes "
+                    f"of {self.max_bytes}, {self.bytes_of(owner)} of them for uid {owner.uid} from "
+                    f"{owner.home or 'here'}; try again in {RETRY_AFTER_S:g} s",
+                    RETRY_AFTER_S,
+                )
+
+    def _evict(self, owner: PlanOwner) -> bool:
+        """Evict the plan that the owner has not used for longest; return whether it had one."""
+        keys = self._keys_of.get(owner)
+        while keys:
+            key = next(iter(keys))
+            kept = self._kept[key]
+            if kept.used_at > kept.placed_at:  # registries note a use without a word to the cache
+                kept.placed_at = kept.used_at
+                keys.move_to_end(key)
+                continue
+            del keys[key], self._kept[key]
+            if not keys:
+                del self._keys_of[owner]
+            kept.plan = None
+            return True
+        return False
+
+    def _release(self, key: _Key, owner: PlanOwner, num_bytes: int) -> None:
+        del self._alive[key]
+        left = self._bytes_of[owner] - num_bytes
+        if left:
+            self._bytes_of[owner] = left
+        else:
+            del self._bytes_of[owner]
+
+    def _keep_refusal(self, key: tuple[_Key, str], refusal: _Refusal) -> None:
+        self._refusals[key] = refusal
+        self._num_refusal_chars += len(refusal.message)
+        while len(self._refusals) > MAX_REFUSALS or self._num_refusal_chars > MAX_REFUSAL_CHARS:
+            self._num_refusal_chars -= len(self._refusals.popitem(last=False)[1].message)
+
+    def _share(self, digests: LayoutDigests) -> tuple[LayoutDigests, Digest]:
+        """Return the tuple that all equal ones share, and its digest."""
+        shared = self._shared.get(digests)
+        if shared is not None:
+            self._shared.move_to_end(shared[0])
+            return shared
+        shared = self._shared[digests] = (digests, digest_of(digests))
+        self._num_shared_ranks += len(digests)
+        while self._num_shared_ranks > self._max_layouts and len(self._shared) > 1:
+            self._num_shared_ranks -= len(self._shared.popitem(last=False)[0])
+        return shared
 
     def _digest(self, layout: RankLayout) -> Digest:
         known = self._layouts.get(id(layout))
@@ -100,6 +280,17 @@ class PlanCache:
                 _, (oldest, _) = self._layouts.popitem(last=False)
                 self._num_tensors -= len(oldest.tensors)
         return known[1]
+
+
+def bytes_of(plan: Plan) -> int:
+    """Return about how much memory a plan takes."""
+    patterns = [pattern for read in plan.group_reads for pattern in read.patterns]
+    return (
+        PLAN_BYTES
+        + GROUP_READ_BYTES * len(plan.group_reads)
+        + PATTERN_BYTES * len(patterns)
+        + EXTENT_BYTES * sum(len(pattern.extents) for pattern in patterns)
+    )
 
 
 def _reader_key(spec: EngineSpec) -> _KeyPart:

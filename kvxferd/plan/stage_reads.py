@@ -196,17 +196,20 @@ def group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:
 def _units_in(
     remote: Mapping[int, tuple[Rank, RankLayout]], attention: Mapping[int, AttentionRead]
 ) -> UnitsOfRank:
-    """Return the function from a remote tp_rank to its units of the first attention tensor that is read."""
+    """Return the function from a remote tp_rank to its units of the first attention tensor that is read.
+
+    It does not keep the layouts: a registry keeps it after the manifest is forgotten.
+    """
     if not attention:
         return _no_units
     first = min((read.tensor for read in attention.values()), key=_memory_order)
-
-    def units_of(tp_rank: int) -> tuple[UnitRange, ...]:
-        held = _by_component(remote[tp_rank][1]) if tp_rank in remote else {}
-        found = held.get((first.layer, first.component))
-        return () if found is None else found.units
-
-    return units_of
+    units = {
+        tp_rank: tensor.units
+        for tp_rank, (_, layout) in remote.items()
+        for tensor in layout.tensors
+        if tensor.layer == first.layer and tensor.component == first.component
+    }
+    return lambda tp_rank: units.get(tp_rank, ())
 
 
 def _no_units(tp_rank: int) -> tuple[UnitRange, ...]:

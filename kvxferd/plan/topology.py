@@ -8,7 +8,10 @@ that the rank reads. An entry holds:
 * the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change
   while it is registered;
 * one `EngineTransferInfo` for each pipeline stage, by pp_rank;
-* the plan: which bytes of which remote rank this rank reads. The cache of plans holds it too, by digest;
+* a reference to the plan: which bytes of which remote rank this rank reads. The cache of plans, one for the
+  node, keeps it. Once that has evicted it, the entry has the ranks that it reads, and the next use makes it
+  again;
+* for each stage of which it reads states, which ranks are read for what (`HybridReads`);
 * a weak reference to the manifest as it was fetched, with the addresses that every mapping of the memory
   changes. The daemon's record of that peer and the grants that read by it keep the manifest; the registry
   does not, as its bytes count for a user for as long as anything refers to it;
@@ -23,6 +26,7 @@ An entry is forgotten
 * by `expire`, which the daemon calls at each registration and never in between: if it was not used for
   `transfer.max_hold_s`, or as the longest unused of more than `MAX_REMOTE_ENGINES` entries or
   `MAX_KEPT_PARTS` parts, of all homes together,
+* by `forget_longest_unused`, which the daemon calls where all ranks of the node together have too many parts,
 * with the local rank itself.
 
 A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
@@ -34,6 +38,7 @@ planner's own assignment of units to the ranks that such an engine has (plan/sta
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,19 +53,18 @@ from kvxferd.plan.engine_checks import RANK_FIELDS, check_stage_layers
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
 from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import LayoutDigests, PlanCache
+from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests, PlanCache, PlanOwner
 from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
-from kvxferd.plan.stage_reads import assigned_reads, group_reads_of
+from kvxferd.plan.stage_reads import assigned_reads
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
 BY_HAND = Endpoint("")  # the home of facts that no peer sent
 
 # Engines of which a rank keeps a plan: it reads from tens.
 MAX_REMOTE_ENGINES = 256
-# The ranks, stages and extents of all of them; an extent takes 148 bytes: 40 MiB. 256 engines of 64 ranks in
-# 8 stages, whose plans have 400 extents each, are 120,000. Without this limit 256 engines with 65,536 extents
-# each were 2.5 GB.
-MAX_KEPT_PARTS = 1 << 18
+# The ranks and stages of all of them; 256 engines of 64 ranks in 8 stages are 18,432. Each takes 205 bytes
+# where it is like no other: 13 MiB. Plans are not counted here: the cache of plans keeps them.
+MAX_KEPT_PARTS = 1 << 16
 MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 
 
@@ -92,10 +96,16 @@ class RegisteredEngine:
     last_used: float  # seconds of the caller's clock
     stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first where layouts are known
     spec: EngineSpec | None = None  # of its first rank; None: it is known by facts alone
-    plan: Plan | None = None  # what this rank reads of it; None: it is known by facts alone
+    kept: KeptPlan | None = None  # what this rank reads of it; None: it is known by facts alone
     layout_digests: LayoutDigests = ()  # of each rank, the lowest first
     manifest: Callable[[], RemoteManifest | None] | None = None  # a weak reference, which returns None later
+    hybrids: dict[int, HybridReads] = dataclasses.field(default_factory=dict)  # by pp_rank
     num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan; None where only facts are known, or the cache of plans has evicted it."""
+        return None if self.kept is None else self.kept.plan
 
     def layouts(self) -> Mapping[Rank, RankLayout] | None:
         """Return the layout of each rank; None where only facts are known, or the manifest is forgotten."""
@@ -237,15 +247,19 @@ class TransferTopology:
     def use(self, engine_id: EngineId, home: Endpoint, manifest: RemoteManifest, now: float) -> Plan | None:
         """Return the plan of the engine that is registered with exactly that manifest, and count it as used.
 
-        None: it is not registered, or with another manifest; then `register_remote_ranks` is to be called.
+        None: it is not registered, or with another manifest, or its plan is evicted; then
+        `register_remote_ranks` is to be called.
         """
         key = (engine_id, home)
         engine = self._engines.get(key)
         if engine is None or engine.manifest is None or engine.manifest() is not manifest:
             return None
-        engine.last_used = now
+        kept = engine.kept
+        if kept is None or kept.plan is None:
+            return None
+        engine.last_used = kept.used_at = now
         self._engines[key] = self._engines.pop(key)
-        return engine.plan
+        return kept.plan
 
     def register_remote_engine(
         self,
@@ -286,7 +300,7 @@ class TransferTopology:
             if differing:
                 raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
             return known
-        if engine.plan is not None:
+        if engine.kept is not None:
             raise _other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
         _require_own_layers(engine, facts)
         engine.stages[info.remote_pp_rank] = facts
@@ -302,33 +316,43 @@ class TransferTopology:
         manifest: Callable[[], RemoteManifest | None] | None = None,
         plans: PlanCache | None = None,
         now: float = 0.0,
+        uid: int = 0,
     ) -> Plan:
         """Keep an engine whose layouts are known, with the plan that reads it, and return the plan.
 
         Where the generation is registered already, its facts must be the same; then the plan stays and
-        `manifest` replaces the former one. Else the plan is `plan`, or made through `plans`. `manifest` is a
-        weak reference to what has the layouts; without one they are kept here.
+        `manifest` replaces the former one. Else the plan is `plan`, or made through `plans` for the user
+        `uid` and `home`, also where it was evicted. `manifest` is a weak reference to what has the layouts;
+        without one they are kept here.
 
         Raises EngineError as `register_remote_engine` does (shape-mismatch for other specs and layouts
         too), LayoutError or PlanError (layers-missing) where the stages do not hold every layer once, or a
-        tensor that is read lies outside its stage's layers, and what `make_plan` raises. Nothing has changed
-        then.
+        tensor that is read lies outside its stage's layers, and what `PlanCache.keep` raises. Nothing has
+        changed then.
         """
         engine_id = remote_spec.engine_id
         self._require_remote(engine_id)
-        cache = PlanCache(max_plans=1) if plans is None else plans
+        cache = PlanCache() if plans is None else plans
         digests = cache.digests(ranks)
-        kept = (lambda held=_LayoutsByHand(ranks): held) if manifest is None else manifest
+        reference = (lambda held=_LayoutsByHand(ranks): held) if manifest is None else manifest
         known = self.get(engine_id, home)
         if known is not None and known.generation == remote_spec.generation:
             if known.layout_digests is not digests or known.spec != remote_spec:
                 _require_same_facts(known, remote_spec, ranks, digests)
             if known.plan is not None:
-                known.manifest = kept
+                known.manifest = reference
                 self._touch(known, now)
                 return known.plan
-        made = cache.get(self.spec, self.layout, remote_spec, ranks, digests) if plan is None else plan
-        stages = self._stages_alike(remote_spec, digests, made) or self._stages_of(remote_spec, ranks, made)
+        kept, made = self._keep(plan, cache, remote_spec, ranks, digests, PlanOwner(uid, home), now)
+        if known is not None and known.generation == remote_spec.generation and known.kept is not None:
+            known.kept, known.manifest = kept, reference
+            self._touch(known, now)
+            return made
+        alike = self._find_alike(remote_spec, digests, kept)
+        if alike is not None:
+            stages, hybrids = dict(alike.stages), alike.hybrids
+        else:
+            stages, hybrids = self._stages_of(remote_spec, ranks, made)
         self._put(
             RegisteredEngine(
                 engine_id,
@@ -337,37 +361,58 @@ class TransferTopology:
                 now,
                 stages,
                 remote_spec,
-                made,
-                digests,
                 kept,
-                len(ranks) + len(stages) + made.num_extents,
+                digests,
+                reference,
+                hybrids,
+                len(ranks) + len(stages) + sum(reads.num_ranks for reads in hybrids.values()),
             )
         )
         return made
 
-    def _stages_alike(
-        self, remote_spec: EngineSpec, digests: LayoutDigests, plan: Plan
-    ) -> dict[int, EngineTransferInfo]:
-        """Return the facts of the last used engine, if this one is deployed alike; else nothing.
+    def _keep(
+        self,
+        plan: Plan | None,
+        cache: PlanCache,
+        remote_spec: EngineSpec,
+        ranks: Mapping[Rank, RankLayout],
+        digests: LayoutDigests,
+        owner: PlanOwner,
+        now: float,
+    ) -> tuple[KeptPlan, Plan]:
+        """Return the plan as the cache keeps it, and itself; one that was made by hand is kept here."""
+        if plan is not None:
+            return KeptPlan(plan, plan.sources), plan
+        kept = cache.keep(self.spec, self.layout, remote_spec, ranks, digests, owner=owner, now=now)
+        assert kept.plan is not None
+        return kept, kept.plan
+
+    def _find_alike(
+        self, remote_spec: EngineSpec, digests: LayoutDigests, kept: KeptPlan
+    ) -> RegisteredEngine | None:
+        """Return the last used engine, if this one is deployed alike: then it has the same facts.
 
         A hybrid's facts take 300 us, and most engines that a rank reads have the same layouts.
         """
         latest = next(reversed(self._engines.values()), None)
-        if latest is None or latest.spec is None or latest.plan is not plan:
-            return {}
+        if latest is None or latest.spec is None or latest.kept is not kept:
+            return None
         sizes = (remote_spec.pp_size, remote_spec.tp_size, remote_spec.num_layers)
         if latest.layout_digests is not digests or sizes != (
             latest.spec.pp_size,
             latest.spec.tp_size,
             latest.spec.num_layers,
         ):
-            return {}
-        return dict(latest.stages)
+            return None
+        return latest
 
     def _stages_of(
         self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
-    ) -> dict[int, EngineTransferInfo]:
-        """Return the facts of each stage, once they are proved to hold the model and all that is read."""
+    ) -> tuple[dict[int, EngineTransferInfo], dict[int, HybridReads]]:
+        """Return the facts of each stage, once they are proved to hold the model and all that is read.
+
+        And the reads of each stage of which states are read.
+        """
         stages = stage_infos(remote_spec, ranks)
         layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in stages.items()}
         check_stage_layers(remote_spec, layers)
@@ -375,10 +420,11 @@ class TransferTopology:
         ranks_of: dict[int, dict[Rank, RankLayout]] = {}
         for rank, layout in ranks.items():
             ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
+        hybrids = {}
         for pp_rank in {read.rank.pp_rank for read in plan.group_reads if read.local.kind is GroupKind.STATE}:
-            reads = HybridReads(self.spec, self.layout, plan, ranks_of[pp_rank])
+            hybrids[pp_rank] = reads = HybridReads(self.spec, self.layout, plan, ranks_of[pp_rank])
             stages[pp_rank] = reads.info(stages[pp_rank])
-        return stages
+        return stages, hybrids
 
     def _with_reads(self, info: EngineTransferInfo) -> EngineTransferInfo:
         """Return facts built by hand, extended by what this rank reads of the stage where that is states."""
@@ -398,6 +444,15 @@ class TransferTopology:
             if not (oldest.last_used < unused_since or (is_full and len(self._engines) > 1)):
                 return
             self._drop(key)
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of ranks and stages of all remote engines."""
+        return self._num_parts
+
+    def forget_longest_unused(self) -> None:
+        """Forget one engine. There is one."""
+        self._drop(next(iter(self._engines)))
 
     def _require_remote(self, engine_id: EngineId) -> None:
         if engine_id == self.spec.engine_id:
@@ -472,9 +527,11 @@ class TransferTopology:
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         if isinstance(info, MambaEngineTransferInfo):
             return list(info.remote_all_source_ranks)
-        plan = self.find(engine_id, home).plan
-        if plan is not None:
-            return sorted({read.rank.tp_rank for read in group_reads_of(plan, remote_pp_rank)})
+        kept = self.find(engine_id, home).kept
+        if kept is not None:
+            first = bisect.bisect_left(kept.sources, (remote_pp_rank,))
+            end = bisect.bisect_left(kept.sources, (remote_pp_rank + 1,))
+            return [rank.tp_rank for rank in kept.sources[first:end]]
         return assigned_reads(self.spec, self.layout, info).sources
 
     def hybrid(
@@ -482,21 +539,18 @@ class TransferTopology:
     ) -> HybridReads:
         """Return what is read of a stage from which this rank reads states.
 
-        Raises EngineError: layout-incompatible for a stage from which it reads none; engine-unknown
-        where the engine's manifest is forgotten (the next pull fetches it).
+        Raises EngineError (layout-incompatible) for a stage from which it reads none.
         """
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
         engine = self.find(engine_id, home)
-        cannot = f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: "
         if not isinstance(info, MambaEngineTransferInfo):
-            raise EngineError(f"{cannot}this rank reads no states of it", Code.LAYOUT_INCOMPATIBLE)
-        if engine.plan is None:
-            return HybridReads.by_facts(self.spec, self.layout, info)
-        layouts = engine.layouts()
-        if layouts is None:
-            raise EngineError(f"{cannot}its manifest is forgotten", Code.ENGINE_UNKNOWN)
-        stage = {rank: layout for rank, layout in layouts.items() if rank.pp_rank == remote_pp_rank}
-        return HybridReads(self.spec, self.layout, engine.plan, stage)
+            raise EngineError(
+                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: "
+                "this rank reads no states of it",
+                Code.LAYOUT_INCOMPATIBLE,
+            )
+        known = engine.hybrids.get(remote_pp_rank)
+        return known if known is not None else HybridReads.by_facts(self.spec, self.layout, info)
 
     def should_skip_fa(
         self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None

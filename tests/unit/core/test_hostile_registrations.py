@@ -94,3 +94,25 @@ def test_an_engine_of_countless_stages_does_not_fill_log_and_history() -> None:
     assert [record.stage for record in records if isinstance(record, TopologyRecord)] == list(
         range(MAX_REPORTED_STAGES)
     )
+
+
+def test_of_too_many_engines_the_rank_with_most_forgets_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that reads ever new engines does not take those of another."""
+    context, quiet = reader()
+    _, busy = reader()
+    registry = RemoteEngineRegistry(context)
+    monkeypatch.setattr("kvxferd.core.remote_engines.MAX_NODE_PARTS", 12)  # six engines of a rank and a stage
+    for number in range(2):
+        registry.plan(quiet, Endpoint(f"tcp://quiet{number}:9441"), remote())
+    for number in range(40):
+        context.now += 1.0
+        registry.plan(busy, Endpoint(f"tcp://{number}:9441"), remote())
+        assert quiet.topology.num_parts + busy.topology.num_parts <= 12
+    assert len(list(quiet.topology.engines())) == 2
+    assert [engine.home for engine in busy.topology.engines()] == [
+        f"tcp://{number}:9441" for number in range(36, 40)
+    ]
+    registry.plan(busy, HOME, remote(tp=16))
+    assert busy.topology.find(REMOTE, HOME)  # larger than the limit: it is the last one that was registered

@@ -173,6 +173,18 @@ def test_a_use_between_two_steps_is_not_in_the_future() -> None:
     assert shown(registered("tiny-dense", 2, 1), now=99.0).last_used_s == 0.0
 
 
+def test_an_evicted_plan_is_shown_as_such() -> None:
+    """What came from the plan is left out, not guessed; facts and ratios stay."""
+    pair = registered(hybrid(8), 2, 4)
+    before = shown(pair)
+    kept = pair.topology.find(REMOTE).kept
+    assert kept is not None
+    kept.plan = None
+    after = shown(pair)
+    assert (before.is_plan_kept, after.is_plan_kept) == (True, False)
+    assert after.stages == tuple(replace(stage, splits=(), reads=()) for stage in before.stages)
+
+
 # --- every byte of a block
 
 

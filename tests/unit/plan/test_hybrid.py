@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 
@@ -13,6 +16,7 @@ from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import (
     EngineTransferInfo,
     MambaEngineTransferInfo,
+    PlanCache,
     TransferTopology,
     attention_descriptor_bytes,
     stage_infos,
@@ -226,6 +230,42 @@ def test_stages_with_one_kind_only() -> None:
     assert made.target_remote_ranks(REMOTE, 1) == [0, 1]
     with pytest.raises(EngineError, match="stage 1: this rank reads no states"):
         made.should_skip_fa(REMOTE, 0, 1)
+
+
+class Manifest:
+    """A manifest as fetched: it alone keeps its layouts."""
+
+    def __init__(self, ranks: dict[Rank, RankLayout]) -> None:
+        self.ranks = ranks
+
+    def layouts(self) -> dict[Rank, RankLayout]:
+        return self.ranks
+
+
+@pytest.mark.parametrize(("tp", "remote_tp", "heads"), [(2, 8, 4), (4, 2, 8), (2, 4, 8), (1, 2, 4)])
+def test_a_forgotten_manifest_takes_no_answers(tp: int, remote_tp: int, heads: int) -> None:
+    """What a stage of states is read for is kept with the facts, without the layouts."""
+    local, source = engine(tp, heads), engine(remote_tp, heads, 1, REMOTE)
+    own = TransferTopology(*local[Rank(0, 0)])
+    manifest, plans = Manifest({r: held[1] for r, held in source.items()}), PlanCache(max_plans=1)
+    own.register_remote_ranks(
+        source[Rank(0, 0)][0], manifest.ranks, manifest=weakref.ref(manifest), plans=plans
+    )
+    alike = topology(tp, 0, remote_tp, heads)
+    freed = weakref.ref(manifest)
+    other = engine(remote_tp, heads, 1, "other")
+    plans.get(*other[Rank(0, 0)], other[Rank(0, 0)][0], {rank: held[1] for rank, held in other.items()})
+    del manifest
+    gc.collect()
+    assert freed() is None
+    assert own.find(REMOTE).plan is None
+    for rank in range(remote_tp):
+        assert own.should_skip_fa(REMOTE, rank) is alike.should_skip_fa(REMOTE, rank)
+        assert own.fa_head_slot(REMOTE, rank) == alike.fa_head_slot(REMOTE, rank)
+    assert own.fa_rank_offset(REMOTE, 64) == alike.fa_rank_offset(REMOTE, 64)
+    assert own.needs_split_handles(REMOTE) is alike.needs_split_handles(REMOTE)
+    parts = [(4096, 960)], [(9000, 960)]
+    assert own.compute_split_handle_data(REMOTE, *parts) == alike.compute_split_handle_data(REMOTE, *parts)
 
 
 def test_describing_a_hybrid() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from kvxferd.errors import PlanError
@@ -68,13 +71,48 @@ def test_layouts_are_kept_up_to_so_many_tensors() -> None:
     assert asked(cache, engine(layers=1), engine(layers=1)) is plan
 
 
-def test_a_refusal_is_not_kept() -> None:
-    """The same question is answered anew."""
+def test_a_refusal_is_kept_and_costs_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer with a layout that cannot be read would else cost a whole planning for each pull."""
     cache = PlanCache()
-    for _ in range(2):
-        with pytest.raises(PlanError):
+    made = []
+
+    def counted(*args: Any) -> Plan:
+        made.append(args)
+        return make_plan(*args)
+
+    monkeypatch.setattr("kvxferd.plan.plan_cache.make_plan", counted)
+    refusals = []
+    for _ in range(3):
+        with pytest.raises(PlanError) as caught:
             asked(cache, engine(layers=2), engine(layers=3))
+        refusals.append((str(caught.value), caught.value.code))
+    assert len(made) == len(set(refusals)) == 1
     assert len(cache) == 0
+    assert asked(cache, engine(layers=2), engine(layers=2))
+
+
+def test_a_refusal_names_its_own_engine() -> None:
+    """Of two that are alike, of two users: neither gets the other's text."""
+    cache = PlanCache()
+    for name in ("one", "two", "one"):
+        source = {
+            r: (msgspec.structs.replace(s, engine_id=name), x) for r, (s, x) in engine(layers=3).items()
+        }
+        with pytest.raises(PlanError, match=f"'{name}'"):
+            asked(cache, engine(layers=2), source)
+
+
+def test_refusals_are_kept_up_to_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number, and by the characters of their texts."""
+    cache = PlanCache()
+    for limit, least in (("MAX_REFUSALS", 4), ("MAX_REFUSAL_CHARS", 300)):
+        monkeypatch.setattr(f"kvxferd.plan.plan_cache.{limit}", least)
+        for layers in range(3, 13):
+            with pytest.raises(PlanError):
+                asked(cache, engine(layers=2), engine(layers=layers))
+        assert 1 <= len(cache._refusals) <= 4
+        assert cache._num_refusal_chars == sum(len(kept.message) for kept in cache._refusals.values())
+    assert cache._num_refusal_chars <= 300
 
 
 def test_plans_travel_as_bytes() -> None:

@@ -107,6 +107,27 @@ def test_the_registry_does_not_keep_a_manifest() -> None:
     assert made.register_remote_ranks(remote_spec, ranks, home=P) is plan
 
 
+def test_a_plan_that_was_evicted_is_made_again_on_the_next_use() -> None:
+    """The facts stay, and which ranks are read."""
+    made, manifest, plans = topology(), Manifest(remote(tp=2, pp=2)[1]), PlanCache(max_plans=1)
+    named, other = remote(tp=2, pp=2)[0], remote("other", tp=4)
+    made.register_remote_ranks(named, manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=plans)
+    made.register_remote_ranks(*other, home=P, plans=plans)
+    kept = made.find(REMOTE)
+    assert kept.plan is None
+    assert [made.target_remote_ranks(REMOTE, stage) for stage in (0, 1)] == [[0, 1], [0, 1]]
+    assert "reads=[0, 1]" in made.describe(REMOTE)
+    assert made.use(REMOTE, P, manifest, 2.0) is None
+    again = made.register_remote_ranks(
+        named, manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=plans, now=2.0
+    )
+    assert made.find(REMOTE) is kept
+    assert made.use(REMOTE, P, manifest, 3.0) is again is kept.plan
+    assert made.find(EngineId("other")).plan is None
+    with pytest.raises(EngineError, match="block_size was 4 and is 8"):
+        made.register_remote_ranks(*remote(tp=2, pp=2, block_tokens=8), home=P, plans=plans)
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
@@ -197,7 +218,7 @@ def test_two_homes_of_one_engine_id_have_an_entry_each() -> None:
 
 
 def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By time, by number, and by the parts of their layouts and plans."""
+    """By time, by number, and by the parts of their facts."""
     made = topology()
     for number in range(6):
         made.register_remote_ranks(*remote(f"e{number}"), home=P, now=float(number))
@@ -208,7 +229,7 @@ def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) 
     made.expire()
     assert [kept.engine_id for kept in made.engines()] == ["e4", "e5", "e1"]
     parts = made.find(EngineId("e1")).num_parts
-    assert parts == 1 + 1 + 4  # a rank, a stage, and K and V of two layers
+    assert parts == 1 + 1  # a rank and a stage
     monkeypatch.setattr(registry, "MAX_KEPT_PARTS", 2 * parts)
     made.expire()
     assert [kept.engine_id for kept in made.engines()] == ["e5", "e1"]
@@ -288,7 +309,7 @@ MANY = 40
 
 
 def test_a_hostile_engine_has_as_many_stages_as_the_wire_allows() -> None:
-    """What a rank keeps of such engines is limited: 32 of 8,192 parts each, and none of their layouts."""
+    """What a rank keeps of such engines is limited: 8 of 8,192 parts each, and none of their layouts."""
     remote_spec, ranks = remote(layers=2)
     rank = ranks[Rank(0, 0)]
     beyond = msgspec.structs.replace(rank, start_layer=2, end_layer=2, tensors=())
