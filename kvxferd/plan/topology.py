@@ -99,7 +99,7 @@ class RegisteredEngine:
     kept: KeptPlan | None = None  # what this rank reads of it; None: it is known by facts alone
     layout_digests: LayoutDigests = ()  # of each rank, the lowest first
     manifest: Callable[[], RemoteManifest | None] | None = None  # a weak reference, which returns None later
-    hybrids: dict[int, HybridReads] = dataclasses.field(default_factory=dict)  # by pp_rank
+    hybrids: dict[int, HybridReads] | None = None  # by pp_rank; None: none has states
     num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
 
     @property
@@ -350,7 +350,7 @@ class TransferTopology:
             return made
         alike = self._find_alike(remote_spec, digests, kept)
         if alike is not None:
-            stages, hybrids = dict(alike.stages), alike.hybrids
+            stages, hybrids = dict(alike.stages), alike.hybrids or {}
         else:
             stages, hybrids = self._stages_of(remote_spec, ranks, made)
         self._put(
@@ -364,7 +364,7 @@ class TransferTopology:
                 kept,
                 digests,
                 reference,
-                hybrids,
+                hybrids or None,
                 len(ranks) + len(stages) + sum(reads.num_ranks for reads in hybrids.values()),
             )
         )
@@ -549,7 +549,7 @@ class TransferTopology:
                 "this rank reads no states of it",
                 Code.LAYOUT_INCOMPATIBLE,
             )
-        known = engine.hybrids.get(remote_pp_rank)
+        known = (engine.hybrids or {}).get(remote_pp_rank)
         return known if known is not None else HybridReads.by_facts(self.spec, self.layout, info)
 
     def should_skip_fa(
