@@ -6,7 +6,9 @@ deadlines and replies without an error anywhere, so a daemon that is kept off th
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -55,10 +57,43 @@ def read_clocks() -> ClockReading:
     return ClockReading(time.monotonic(), time.process_time(), _read_waited_s())
 
 
+class ThreadClocks:
+    """The clocks of the thread that makes it, for many readings: the file of the kernel's count stays open.
+
+    A reading takes 1 us; of that file by its name, 9 us, and five times that where nothing is in the caches.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+        with suppress(OSError):
+            self._fd = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> ClockReading:
+        """Return the clocks now; after `close`, without `waited_s`. Only on that thread."""
+        waited_s = None
+        if self._fd >= 0:
+            with suppress(OSError):
+                waited_s = _waited_s_of(os.pread(self._fd, 256, 0))
+        return ClockReading(time.monotonic(), time.process_time(), waited_s)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 def _read_waited_s() -> float | None:
     try:
-        ran_ns, waited_ns, num_turns = map(int, _SCHEDSTAT.read_bytes().split())
-    except (OSError, ValueError):
+        return _waited_s_of(_SCHEDSTAT.read_bytes())
+    except OSError:
+        return None
+
+
+def _waited_s_of(schedstat: bytes) -> float | None:
+    try:
+        ran_ns, waited_ns, num_turns = map(int, schedstat.split())
+    except ValueError:
         return None
     # A kernel that does not count shows three zeros.
     return waited_ns / 1e9 if ran_ns or waited_ns or num_turns else None
@@ -68,19 +103,20 @@ def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> La
     """Return by how much a timer of `sleep_s` was late, and why; None if by no more than `LATE_S`.
 
     The cause is what the largest part of the lateness was spent in; more than `LATE_S` without a processor
-    counts before a stop of any length. Where the kernel does not count the time without a processor, a
-    process that did not compute counts as starved.
+    counts before a stop of any length. Of equal parts a stop counts first, which warns nobody, and computing
+    last: nobody is sent to look for what the clocks do not show. Where the kernel does not count the time
+    without a processor, a process that did not compute for more than half of it counts as starved.
     """
     late_s = after.now - before.now - sleep_s
     if late_s <= LATE_S:
         return None
     busy_s = min(late_s, after.cpu_s - before.cpu_s)
     if before.waited_s is None or after.waited_s is None:
-        return Lateness(late_s, Cause.BUSY if 2 * busy_s >= late_s else Cause.STARVED)
+        return Lateness(late_s, Cause.BUSY if 2 * busy_s > late_s else Cause.STARVED)
     waited_s = min(late_s, after.waited_s - before.waited_s)
     if waited_s > max(LATE_S, busy_s):
         return Lateness(late_s, Cause.STARVED)
-    parts = {Cause.BUSY: busy_s, Cause.STARVED: waited_s, Cause.STOPPED: late_s - busy_s - waited_s}
+    parts = {Cause.STOPPED: late_s - busy_s - waited_s, Cause.STARVED: waited_s, Cause.BUSY: busy_s}
     return Lateness(late_s, max(parts, key=lambda cause: parts[cause]))
 
 

@@ -12,15 +12,16 @@ from kvxferd.telemetry.late_timers import (
     ClockReading,
     Lateness,
     LateTimers,
+    ThreadClocks,
     lateness_of,
     read_clocks,
 )
 
 log = structlog.get_logger()
 
-# A stall of LATE_S and this is noticed for certain. With four turns a second an idle node takes 0.17 % of a
-# core (docs/evidence/benchmarks.md).
-INTERVAL_S = 0.25
+# A stall of LATE_S and this is noticed for certain, a shorter one if it begins late enough before a turn.
+# With four turns a second an idle node took 0.17 % of a core (docs/evidence/benchmarks.md).
+INTERVAL_S = 0.5
 
 
 class TimerWatch:
@@ -29,23 +30,29 @@ class TimerWatch:
     def __init__(
         self,
         on_late: Callable[[Lateness], None],
-        read: Callable[[], ClockReading] = read_clocks,
+        read: Callable[[], ClockReading] | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._on_late = on_late
-        self._read = read
+        self._clocks: ThreadClocks | None = None
+        self._read = read or read_clocks
         self._interval_s = interval_s
         self._late_timers = LateTimers()
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Set the first timer. Only on the loop's thread."""
+        if self._read is read_clocks:
+            self._clocks = ThreadClocks()
+            self._read = self._clocks.read
         self._set(self._read())
 
     def stop(self) -> None:
         """Set no more timers."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._clocks is not None:
+            self._clocks.close()
 
     def warnings(self) -> list[str]:
         """Return what an operator should know of late timers of the last minutes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from kvxferd.telemetry.late_timers import (
     Lateness,
     LateTimers,
     LogLine,
+    ThreadClocks,
     lateness_of,
     read_clocks,
 )
@@ -52,8 +54,11 @@ def after(elapsed_s: float, cpu_s: float, waited_s: float | None) -> ClockReadin
         (60.25, 0.0, 0.7, Cause.STARVED),  # continued, and then starved
         (1.05, 0.001, 0.37, Cause.STOPPED),  # some of it without a processor, and less than is late
         (5.25, 0.002, 0.01, Cause.STOPPED),  # a system call that waits for a disk
+        (1.25, 0.5, 0.0, Cause.STOPPED),  # as long busy as stopped: nothing is reported
+        (0.99, 0.37, 0.37, Cause.STARVED),  # as long busy as without a processor
         (9.25, 0.0, None, Cause.STARVED),  # a kernel that does not count: not busy is starved
         (1.25, 0.8, None, Cause.BUSY),
+        (1.25, 0.5, None, Cause.STARVED),
     ],
 )
 def test_a_late_timer_and_its_cause(
@@ -83,6 +88,28 @@ def test_this_kernel_s_clocks_go_on() -> None:
     assert second.now >= first.now
     assert second.cpu_s >= first.cpu_s
     assert (first.waited_s is None) == (second.waited_s is None)
+
+
+def test_the_clocks_of_a_thread_are_those_of_one_reading() -> None:
+    """With the file of the kernel's count kept open, it goes on; closed, that count is missing."""
+    clocks = ThreadClocks()
+    try:
+        first = read_clocks()
+        while time.process_time() < first.cpu_s + 0.02:
+            pass
+        between, last = clocks.read(), read_clocks()
+    finally:
+        clocks.close()
+        clocks.close()
+    for before, after_it in zip(first[:2], between[:2], strict=True):
+        assert after_it > before
+    assert between.now <= last.now
+    assert between.cpu_s <= last.cpu_s
+    if last.waited_s is not None:
+        assert first.waited_s is not None
+        assert between.waited_s is not None
+        assert first.waited_s <= between.waited_s <= last.waited_s
+    assert clocks.read().waited_s is None
 
 
 def test_a_starved_daemon_warns_until_it_has_not_happened_for_a_while() -> None:
