@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvxferd.bench.content import UNSTAMPED
 from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role, footprint
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks
@@ -41,6 +43,12 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The tokens of one pull."""
         return self.blocks * footprint(self.deployment.layout()).block_tokens
 
+    def blocks_of(self, role: Role) -> int:
+        """Return the ids of the attention group in one pull on that side."""
+        if self.deployment.sink is None or role == "source":
+            return self.blocks
+        return self.num_tokens // self.deployment.sink.block_tokens
+
 
 def blocks_for(deployment: Deployment, size_bytes: int) -> int:
     """Return the number of blocks that comes closest to a size; 0 if the states alone are larger."""
@@ -61,24 +69,25 @@ def block_lists(case: Case, role: Role, slot: int) -> dict[str, BlockIds]:
     of them are pages of one pool.
     """
     chosen = _pool_ids(case, role)
-    taken = ids_per_pull(case.deployment, case.blocks)
+    blocks = case.blocks_of(role)
+    taken = ids_per_pull(case.deployment, blocks)
     own = chosen[slot * taken : (slot + 1) * taken]
     lists: dict[str, BlockIds] = {}
-    rest = case.blocks
+    rest = blocks
     for group in case.deployment.layout().groups:
         if group.kind is GroupKind.STATE:
             lists[group.name] = own[rest : rest + 1]
             rest += 1
         else:
-            lists[group.name] = own[: case.blocks]
+            lists[group.name] = own[:blocks]
     return lists
 
 
 @lru_cache(maxsize=4)
 def _pool_ids(case: Case, role: Role) -> BlockIds:
     """Return the ids of all slots in order."""
-    needed = case.slots * ids_per_pull(case.deployment, case.blocks)
-    room = case.deployment.pool_blocks - case.first_block
+    needed = case.slots * ids_per_pull(case.deployment, case.blocks_of(role))
+    room = case.deployment.pool_of(role) - case.first_block
     if needed > room:
         raise ValueError(f"cannot list {needed} blocks: the pool has {room}")
     if case.lists is BlockPattern.CONTIGUOUS:
@@ -107,18 +116,41 @@ def _expander(deployment: Deployment, rank: Rank) -> Expander:
     return Expander(make_plan(sink_spec, sink_layout, source[FIRST_RANK][0], layouts))
 
 
+def reads_of(case: Case, rank: Rank, slot: int) -> Mapping[Rank, Runs]:
+    """Return what one pull of a rank moves from each source rank, as offsets in the two regions."""
+    expander = _expander(case.deployment, rank)
+    mine = case.deployment.layout(rank, "sink")
+    theirs = {
+        source: {RegionId(region.region): 0 for region in layout.regions}
+        for source, (_, layout) in case.deployment.engine("source").items()
+    }
+    return expander.expand(
+        packed_blocks(case, "sink", slot),
+        packed_blocks(case, "source", slot),
+        case.num_tokens,
+        {RegionId(region.region): 0 for region in mine.regions},
+        theirs,
+    )
+
+
+def stamp_of(nonce: int, rank: Rank) -> int:
+    """Return what a source rank stamps, so that bytes of another rank are found out."""
+    return nonce if nonce == UNSTAMPED else nonce ^ (rank.pp_rank << 48 | rank.tp_rank << 32)
+
+
+def readers_of(deployment: Deployment, rank: Rank) -> list[Rank]:
+    """Return the sink ranks that read from a source rank."""
+    sinks = deployment.engine("sink")
+    return [
+        sink
+        for sink in sinks
+        if any(read.rank == rank for read in _expander(deployment, sink).plan.group_reads)
+    ]
+
+
 def runs_of(case: Case, rank: Rank, slot: int) -> Runs:
     """Return what one pull of a rank moves, as offsets in the two regions: sorted and merged.
 
     This is what the mover posts, up to the cutting of long runs. A rank reads its twin alone.
     """
-    expander = _expander(case.deployment, rank)
-    bases = {RegionId(region.region): 0 for region in case.deployment.layout().regions}
-    found = expander.expand(
-        packed_blocks(case, "sink", slot),
-        packed_blocks(case, "source", slot),
-        case.num_tokens,
-        bases,
-        {rank: bases},
-    )
-    return found[rank]
+    return reads_of(case, rank, slot)[rank]

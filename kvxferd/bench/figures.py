@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvxferd.bench.measures.calls import BORROWED, COPIED, MANY_IDS, CallIds, Calls
+from kvxferd.bench.measures.crossing import CROSSINGS, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
@@ -27,6 +28,10 @@ SUMMARY = (
     "parallel_speedup_64",
     "daemon_rss_mb",
     "mover_private_mb",
+    "crossing_speedup",
+    "crossing_ratio",
+    "crossing_ratio_lowest",
+    "worst_against_direct",
 )
 
 _MB = 1e6
@@ -51,6 +56,7 @@ class Measurements:
     parallel: Parallel | None = None
     idle: Idle | None = None
     first_pull: FirstPull | None = None
+    crossing: list[CrossingPoint] = field(default_factory=list)
 
 
 def figures_of(found: Measurements) -> list[Figure]:
@@ -63,6 +69,7 @@ def figures_of(found: Measurements) -> list[Figure]:
         *_idle(found.idle),
         *_head_of_line(found.head_of_line),
         *_parallel(found.parallel),
+        *_crossing(found.crossing),
     ]
 
 
@@ -294,3 +301,65 @@ def _parallel(found: Parallel | None) -> list[Figure]:
         _without_aim("parallel_gb_per_s", "64 in flight", found.together_gb_per_s, how, "GB/s"),
         _without_aim("one_at_a_time_gb_per_s", "one at a time", found.one_gb_per_s, how, "GB/s"),
     ]
+
+
+def _crossing(points: list[CrossingPoint]) -> list[Figure]:
+    """Return what auto gains and costs between layouts that differ, over the first transport."""
+    of_first = [point for point in points if point.transport == points[0].transport]
+    counted = [point for point in of_first if point.is_counted]
+    if not counted:
+        return []
+    how = (
+        f"{len(counted)} points over {counted[0].transport}, fragmented lists, prepared, one rank after the "
+        "other; for each the median of its rounds, auto, direct and equal layouts in turn"
+    )
+    lowest = min(counted, key=lambda point: point.auto_to_equal)
+    figures = [
+        _without_aim(
+            "crossing_speedup",
+            "layouts that differ: auto by direct, median point",
+            median([point.auto_to_direct for point in counted]),
+            how,
+            "",
+        ),
+        _at_least(
+            "crossing_ratio",
+            "layouts that differ: auto by equal layouts, median point",
+            median([point.auto_to_equal for point in counted]),
+            0.4,
+            how,
+        ),
+        _at_least(
+            "crossing_ratio_lowest",
+            f"the same, lowest point ({lowest.crossing}, {lowest.size_bytes // MIB} MiB)",
+            lowest.auto_to_equal,
+            0.2,
+            how,
+        ),
+    ]
+    fast = [point for point in counted if point.crossing == str(CROSSINGS[0])]
+    if fast:
+        figures.append(
+            _at_least(
+                "crossing_speedup_short_runs",
+                f"auto by direct, runs of 256 bytes ({fast[-1].crossing}, {fast[-1].size_bytes // MIB} MiB)",
+                fast[-1].auto_to_direct,
+                12,
+                how,
+            )
+        )
+    # A point that auto read directly throughout differs from direct by chance alone.
+    chosen = [point for point in of_first if point.auto_covered_bytes]
+    if chosen:
+        worst = min(chosen, key=lambda point: point.auto_to_direct)
+        figures.append(
+            _at_least(
+                "worst_against_direct",
+                f"auto by direct, worst point ({worst.crossing}, {worst.size_bytes // MIB} MiB)",
+                worst.auto_to_direct,
+                0.9,
+                f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
+                "alternated pairs",
+            )
+        )
+    return figures

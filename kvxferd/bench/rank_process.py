@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvxferd import client
 from kvxferd.bench import content, protocol
-from kvxferd.bench.cases import Case, block_lists, runs_of
+from kvxferd.bench.cases import Case, block_lists, readers_of, reads_of, stamp_of
 from kvxferd.bench.shapes import Role
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import GroupKind
 from kvxferd.memory import SealedMemory
+from kvxferd.plan import Runs
 from kvxferd.tooling.command_loop import serve_commands
 from kvxferd.tooling.event_waiter import EventWaiter
 
@@ -167,27 +168,36 @@ class BenchRank:
         """Stamp this rank's runs of all slots, after restoring what another case had stamped."""
         former, self._stamped = self._stamped, command.case
         if former is not None and former != command.case:
-            for slot in range(former.slots):
-                content.unstamp(self._words, runs_of(former, self._rank_id, slot))
-        for slot in range(command.case.slots):
-            content.stamp(self._words, runs_of(command.case, self._rank_id, slot), command.nonce)
+            for runs in self._sent(former):
+                content.unstamp(self._words, runs)
+        nonce = stamp_of(command.nonce, self._rank_id)
+        for runs in self._sent(command.case):
+            content.stamp(self._words, runs, nonce)
         return protocol.Done()
 
     def wipe(self, command: protocol.Wipe) -> protocol.Done:
         """Wipe this rank's runs of all slots."""
         for slot in range(command.case.slots):
-            content.wipe(self._words, runs_of(command.case, self._rank_id, slot))
+            for runs in reads_of(command.case, self._rank_id, slot).values():
+                content.wipe(self._words, runs)
         return protocol.Done()
 
     def check(self, command: protocol.Check) -> protocol.Checked:
         """Count wrong words."""
         count = content.count_wrong if command.whole else content.count_unstamped
-        slots = range(command.slots)
         return protocol.Checked(
             wrong=sum(
-                count(self._words, runs_of(command.case, self._rank_id, n), command.nonce) for n in slots
+                count(self._words, runs, stamp_of(command.nonce, source))
+                for slot in range(command.slots)
+                for source, runs in reads_of(command.case, self._rank_id, slot).items()
             )
         )
+
+    def _sent(self, case: Case) -> Iterator[Runs]:
+        """Yield what sink ranks read from this rank, of all slots."""
+        for sink in readers_of(case.deployment, self._rank_id):
+            for slot in range(case.slots):
+                yield reads_of(case, sink, slot)[self._rank_id]
 
     def _blocks(self, case: Case, role: Role, slot: int, lent: bool = False) -> Blocks:
         lists = block_lists(case, role, slot)

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxferd.bench.implementations import TITLES
+from kvxferd.bench.measures.crossing import CrossingPoint
 from kvxferd.bench.points import Point
 from kvxferd.bench.results import Figure, Result
 from kvxferd.tooling.output import format_bytes, format_duration
@@ -23,6 +24,7 @@ def render_report(result: Result) -> RenderableType:
         *(f"[{number}] {how}" for how, number in _footnotes(result.figures).items()),
     ]
     tables = [_points(result.points)] if result.points else []
+    tables += [_crossing(result.crossing)] if result.crossing else []
     return Group(*tables, _figures(result.figures), Text("\n".join(lines)))
 
 
@@ -51,6 +53,27 @@ def _points(points: list[Point]) -> Table:
             f"{point.ratio_to_engine:.2f}",
             format_duration(taken["kvxferd"].engine_thread_median_s),
             format_duration(taken["engine"].engine_thread_median_s),
+        )
+    return table
+
+
+def _crossing(points: list[CrossingPoint]) -> Table:
+    table = Table(title="Layouts that differ: medians of rounds, GB/s (10^9 bytes)", title_justify="left")
+    for head in ("over", "from and to", "size"):
+        table.add_column(head)
+    for head in ("runs", "auto", "direct", "equal layouts", "auto by direct", "by equal", "not direct"):
+        table.add_column(head, justify="right")
+    for point in points:
+        seconds = (point.auto_s, point.direct_s, point.equal_s)
+        table.add_row(
+            point.transport,
+            point.crossing,
+            format_bytes(point.size_bytes),
+            f"{point.runs:,}",
+            *(f"{point.bytes / one / 1e9:.2f}" for one in seconds),
+            f"{point.auto_to_direct:.2f}",
+            f"{point.auto_to_equal:.2f}",
+            f"{point.auto_covered_bytes / (point.bytes * point.rounds):.0%}",
         )
     return table
 

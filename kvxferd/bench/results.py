@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 import kvxferd
+from kvxferd.bench.measures.crossing import CrossingPoint
 from kvxferd.bench.points import Point
 from kvxferd.bench.proc_stats import busy_cpu_seconds
 
@@ -53,6 +54,7 @@ class Result(msgspec.Struct, kw_only=True):
     points: list[Point]
     figures: list[Figure]
     summary: dict[str, float | None]
+    crossing: list[CrossingPoint] = []
     error: str = ""  # why results are missing
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.hosts import TOOL, Host, LocalHost
 from kvxferd.bench.implementations import KVXFERD
-from kvxferd.bench.measures import calls, first_pull, head_of_line, idle, latency, parallel, throughput
+from kvxferd.bench.measures import (
+    calls,
+    crossing,
+    first_pull,
+    head_of_line,
+    idle,
+    latency,
+    parallel,
+    throughput,
+)
 from kvxferd.bench.proc_stats import available_bytes
 from kvxferd.bench.remote_client import RemoteHost
 from kvxferd.bench.results import Result, describe_machine
@@ -31,8 +40,8 @@ MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Memory beside the two regions: workers, movers, baselines.
 _HEADROOM_BYTES = 2 * GIB
 
-MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first"))
-POINT_MEASURES = frozenset(("latency", "throughput"))  # taken over every transport
+MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing"))
+POINT_MEASURES = frozenset(("latency", "throughput", "crossing"))  # taken over every transport
 
 ReportProgress = Callable[[str], None]
 
@@ -113,6 +122,7 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
         points=found.points,
         figures=figures,
         summary=summary_of(figures),
+        crossing=found.crossing,
         error=error,
     )
 
@@ -146,16 +156,41 @@ async def _measure_transport(
     """Measure over one transport: points over each, the rest over the first."""
     environment = TRANSPORT_ENVIRONMENTS[transport]
     wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
-    if wanted - {"first"}:
+    if wanted - {"first", "crossing"}:
         say(f"starting two daemons ({transport})")
         async with Testbed.open(hosts, environment) as testbed:
             if transport == "cma" and testbed.can_copy:
                 _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
             await _measure_rest(testbed, asked.workload, wanted, found, say)
+    if "crossing" in wanted:
+        await _measure_crossing(hosts, transport, asked.workload, found, say)
     if "first" in wanted:
         say("first pulls")
         found.first_pull = await first_pull.measure_first_pull(hosts, environment, asked.workload)
+
+
+async def _measure_crossing(
+    hosts: Hosts, transport: str, workload: Workload, found: Measurements, say: ReportProgress
+) -> None:
+    say(f"layouts that differ ({transport}), {len(os.sched_getaffinity(0))} cores")
+    sizes = []
+    for size in workload.crossing:
+        if transport in size.transports:
+            if crossing.memory_bytes(size) + _HEADROOM_BYTES <= available_bytes():
+                sizes.append(size)
+            else:
+                say(f"  {format_bytes(size.size_bytes)} is left out: there is too little memory")
+    if not sizes:
+        return
+    environment = TRANSPORT_ENVIRONMENTS[transport]
+    async for point in crossing.measure_crossing(hosts, transport, environment, sizes):
+        found.crossing.append(point)
+        rate = point.bytes / point.auto_s / 1e9
+        say(
+            f"  {point.crossing}, {format_bytes(point.size_bytes)}: {rate:.2f} GB/s, "
+            f"{point.auto_to_direct:.2f} of direct, {point.auto_to_equal:.2f} of equal layouts"
+        )
 
 
 async def _measure_points(

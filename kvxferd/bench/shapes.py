@@ -79,22 +79,43 @@ IDS_SHAPE = "ids"
 _BY_NAME = SHAPES | {IDS_SHAPE: ModelShape(IDS_SHAPE, 1, 16, "64 bytes a block")}
 
 
+class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one side is deployed where the two sides differ."""
+
+    layout: str
+    block_tokens: int
+    tp: int = 1
+    pp: int = 1
+
+    def __str__(self) -> str:
+        parallel = f" TP{self.tp}" * (self.tp > 1) + f" PP{self.pp}" * (self.pp > 1)
+        return f"{self.layout}/{self.block_tokens}{parallel}"
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine of one shape, and an equal engine on the other side."""
+    """An engine of one shape, and an engine on the other side: an equal one, unless options are given."""
 
     name: str  # new for each pair of engines
     shape: str
     layers: int  # all of the model, or a stage's worth for small pulls
     pool_blocks: int  # ids of every group
     ranks: int = 1
+    source: EngineOptions | None = None  # both or none: then these say what `ranks` would
+    sink: EngineOptions | None = None
 
     def engine(self, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
         """Return spec and layout of every rank of one side's engine."""
         return _engine(self, role)
 
-    def layout(self, rank: Rank = FIRST_RANK) -> RankLayout:
-        """Return one rank's layout, which is the same on both sides."""
-        return self.engine("source")[rank][1]
+    def layout(self, rank: Rank = FIRST_RANK, role: Role = "source") -> RankLayout:
+        """Return one rank's layout, which is the same on both sides unless there are options."""
+        return self.engine(role)[rank][1]
+
+    def pool_of(self, role: Role) -> int:
+        """Return how many ids every group of that side has."""
+        if self.source is None or self.sink is None or role == "source":
+            return self.pool_blocks
+        return self.pool_blocks * self.source.block_tokens // self.sink.block_tokens
 
     @property
     def region_bytes(self) -> int:
@@ -105,11 +126,16 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 @lru_cache(maxsize=16)
 def _engine(deployment: Deployment, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     shape = _BY_NAME[deployment.shape]
+    options = deployment.source if role == "source" else deployment.sink
+    if options is None:
+        options = EngineOptions("HND", shape.block_tokens, deployment.ranks)
     ranks = deploy(
         shape.facts(deployment.layers, deployment.ranks),
-        tp=deployment.ranks,
-        block_tokens=shape.block_tokens,
-        num_blocks=deployment.pool_blocks,
+        tp=options.tp,
+        pp=options.pp,
+        layout=options.layout,
+        block_tokens=options.block_tokens,
+        num_blocks=deployment.pool_of(role),
         engine_id=f"{deployment.name}-{role}",
     )
     return {

@@ -32,6 +32,7 @@ class Testbed:
 
     hosts: Hosts
     environment: Mapping[str, str]
+    sink_settings: Mapping[str, str] = field(default_factory=dict)  # of the sink's daemon alone
     daemons: dict[Role, DaemonHandle] = field(default_factory=dict)
     raw_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
     engine_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
@@ -40,10 +41,14 @@ class Testbed:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, hosts: Hosts, environment: Mapping[str, str], baselines: bool = True
+        cls,
+        hosts: Hosts,
+        environment: Mapping[str, str],
+        baselines: bool = True,
+        sink_settings: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Testbed]:
         """Start the testbed; everything on it ends with the block."""
-        testbed = cls(hosts, environment)
+        testbed = cls(hosts, environment, sink_settings or {})
         try:
             await testbed._start(baselines)
             yield testbed
@@ -69,7 +74,8 @@ class Testbed:
 
     async def _start(self, baselines: bool) -> None:
         async def start_daemon(role: Role) -> None:
-            self.daemons[role] = await self.hosts[role].start_daemon(self.environment)
+            settings = self.sink_settings if role == "sink" else {}
+            self.daemons[role] = await self.hosts[role].start_daemon({**self.environment, **settings})
 
         async def agents(role: Role) -> None:
             self.raw_workers[role] = await self.hosts[role].start_worker("raw", self.environment)
@@ -133,12 +139,16 @@ class EnginePair:
 
     @property
     def ranks(self) -> list[Rank]:
-        """The ranks of each side."""
-        return list(self.deployment.engine("source"))
+        """The ranks that pull; unless the sides differ, those of the source too."""
+        return self.ranks_of("sink")
+
+    def ranks_of(self, role: Role) -> list[Rank]:
+        """Return the ranks of one side."""
+        return list(self.deployment.engine(role))
 
     async def start(self) -> None:
         """Start every rank's process and register it."""
-        places = [(role, rank) for role in ROLES for rank in self.ranks]
+        places = [(role, rank) for role in ROLES for rank in self.ranks_of(role)]
 
         async def begin(role: Role, rank: Rank) -> None:
             worker = await self.testbed.hosts[role].start_worker("rank", {})
@@ -199,7 +209,7 @@ class EnginePair:
     async def request_all(self, role: Role, command: protocol.Command) -> None:
         """Send a command to every rank of a side."""
         await gather_or_cancel(
-            *(self.workers[role, rank].request(command, protocol.Done) for rank in self.ranks)
+            *(self.workers[role, rank].request(command, protocol.Done) for rank in self.ranks_of(role))
         )
 
     async def require_correct(self, check: protocol.Check) -> None:

@@ -33,6 +33,25 @@ class ThroughputPoint:
 
 
 @dataclass(frozen=True)
+class CrossingSize:
+    """A size of the crossing measure: of one request, over all ranks that pull."""
+
+    size_bytes: int
+    rounds: int
+    transports: tuple[str, ...] = tuple(TRANSPORT_ENVIRONMENTS)
+
+
+# So many pairs of pulls are alternated for a median of their ratios.
+CROSSING_ROUNDS = 15
+QUICK_CROSSING = (CrossingSize(64 * MIB, CROSSING_ROUNDS),)
+FULL_CROSSING = (
+    CrossingSize(4 * MIB, CROSSING_ROUNDS),
+    CrossingSize(64 * MIB, CROSSING_ROUNDS),
+    CrossingSize(GIB, 3, ("cma",)),
+)
+
+
+@dataclass(frozen=True)
 class Workload:
     """The rounds and requests of every measure, and the points of throughput."""
 
@@ -45,6 +64,7 @@ class Workload:
     head_of_line_pulls: int  # small ones prepared for one large
     head_of_line_bytes: int
     idle_s: float
+    crossing: tuple[CrossingSize, ...] = ()
 
 
 def quick_workload() -> Workload:
@@ -60,7 +80,7 @@ def quick_workload() -> Workload:
         for size in (4 * MIB, 64 * MIB)
     ]
     pulls.append(ThroughputPoint("mamba2-hybrid", BlockPattern.FRAGMENTED, 64 * MIB, 1))
-    return Workload(tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0)
+    return Workload(tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0, QUICK_CROSSING)
 
 
 def full_workload(
@@ -79,4 +99,4 @@ def full_workload(
         for window in in_flight
         if size * window <= LARGE_BYTES
     )
-    return Workload(pulls, rounds, 150, 60, max(7, rounds), 32, 2000, LARGE_BYTES, 20.0)
+    return Workload(pulls, rounds, 150, 60, max(7, rounds), 32, 2000, LARGE_BYTES, 20.0, FULL_CROSSING)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
 LIST_NAMES = ("contiguous", "fragmented", "scattered")
 TRANSPORT_NAMES = ("cma", "tcp", "any")
-MEASURE_NAMES = ("latency", "throughput", "calls", "behind", "parallel", "idle", "first")
+MEASURE_NAMES = ("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing")
 PLOT_SUFFIXES = (".png", ".svg")
 
 MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
@@ -43,7 +43,7 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="Measure only what fills the summary: under three minutes.")
+@click.option("--quick", is_flag=True, help="Measure only what fills the summary: in about six minutes.")
 @click.option(
     "--measure",
     "measures",
@@ -158,6 +158,8 @@ def _serve_remote(ctx: click.Context, bind: str) -> None:
 
 
 def _bench_options(options: dict[str, Any]) -> BenchOptions:
+    from dataclasses import replace
+
     from kvxferd.bench.cases import BlockPattern
     from kvxferd.bench.runner import BenchOptions
     from kvxferd.bench.workload import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
@@ -181,6 +183,9 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     )
     if not workload.points:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
+    if rounds := options["rounds"]:
+        crossing = tuple(replace(one, rounds=rounds) for one in workload.crossing)
+        workload = replace(workload, crossing=crossing)
     transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
     return BenchOptions(workload, transports, is_quick=False, measures=measures, peer=peer)
 

@@ -17,8 +17,9 @@ import pytest
 
 from kvxferd.bench.cases import BlockPattern
 from kvxferd.bench.figures import SUMMARY
+from kvxferd.bench.measures import crossing
 from kvxferd.bench.runner import BenchOptions, run_bench
-from kvxferd.bench.workload import ThroughputPoint, Workload
+from kvxferd.bench.workload import CrossingSize, ThroughputPoint, Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -91,7 +92,8 @@ def test_every_contender_moves_the_same_bytes(place: Path) -> None:
     assert left_behind(place) == []
 
 
-def test_the_whole_summary_is_filled() -> None:
+def test_the_whole_summary_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossing, "CROSSINGS", crossing.CROSSINGS[:1])
     effort = Workload(
         points=(
             ThroughputPoint("qwen3-8b", BlockPattern.FRAGMENTED, 4 * MIB, 1),
@@ -105,6 +107,7 @@ def test_the_whole_summary_is_filled() -> None:
         head_of_line_pulls=40,
         head_of_line_bytes=64 * MIB,
         idle_s=0.5,
+        crossing=(CrossingSize(4 * MIB, 2),),
     )
     said: list[str] = []
     result = run_bench(BenchOptions(effort, ("cma",), is_quick=True), said.append)

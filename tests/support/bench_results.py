@@ -4,6 +4,7 @@ from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import COPY, ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.calls import BORROWED, COPIED, Calls
+from kvxferd.bench.measures.crossing import CROSSINGS, Crossing, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
@@ -78,6 +79,36 @@ def findings() -> Measurements:
         parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
         idle=Idle(8, 5.0, 0.01, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
         first_pull=FirstPull(64 * MIB, [0.09, 0.3, 0.1], [0.08], [0.02]),
+        crossing=[
+            crossing_point(CROSSINGS[0], 14.0, 0.5, covered=1.0),
+            crossing_point(CROSSINGS[1], 12.0, 0.4, covered=1.0),
+            crossing_point(CROSSINGS[2], 0.95, 0.3, covered=0.5),
+            crossing_point(CROSSINGS[4], 0.7, 0.6, covered=0.0),  # by chance: read directly throughout
+            crossing_point(CROSSINGS[-1], 0.98, 0.1, covered=0.1),
+            crossing_point(CROSSINGS[0], 0.1, 0.01, covered=1.0, transport="tcp"),
+        ],
+    )
+
+
+def crossing_point(
+    crossing: Crossing, to_direct: float, to_equal: float, covered: float, transport: str = "cma"
+) -> CrossingPoint:
+    """A point of 64 MiB with these ratios."""
+    return CrossingPoint(
+        transport=transport,
+        crossing=str(crossing),
+        lists="fragmented",
+        size_bytes=64 * MIB,
+        bytes=64 * MIB,
+        rounds=15,
+        runs=262_144,
+        is_counted=crossing.has_short_runs,
+        auto_s=0.1,
+        direct_s=0.1 * to_direct,
+        equal_s=0.1 * to_equal,
+        auto_covered_bytes=int(covered * 15 * 64 * MIB),
+        auto_to_direct=to_direct,
+        auto_to_equal=to_equal,
     )
 
 
@@ -102,6 +133,7 @@ def result() -> Result:
         seconds=100.0,
         load_after=0.2,
         points=found.points,
+        crossing=found.crossing,
         figures=figures,
         summary=summary_of(figures),
     )

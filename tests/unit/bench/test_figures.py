@@ -31,6 +31,10 @@ KEYS = {
     "parallel_speedup_64",
     "daemon_rss_mb",
     "mover_private_mb",
+    "crossing_speedup",
+    "crossing_ratio",
+    "crossing_ratio_lowest",
+    "worst_against_direct",
 }
 
 
@@ -49,6 +53,10 @@ def test_the_summary_has_exactly_its_keys_and_what_was_measured() -> None:
         "parallel_speedup_64": pytest.approx(1.25),
         "daemon_rss_mb": pytest.approx(76),
         "mover_private_mb": pytest.approx(16),
+        "crossing_speedup": pytest.approx(6.475),  # of 14, 12, 0.95 and 0.7: without PP2, and over CMA
+        "crossing_ratio": pytest.approx(0.45),  # of 0.5, 0.4, 0.3 and 0.6
+        "crossing_ratio_lowest": pytest.approx(0.3),
+        "worst_against_direct": pytest.approx(0.95),  # not 0.7, which auto read directly
     }
 
 
