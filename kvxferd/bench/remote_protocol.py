@@ -13,7 +13,7 @@ import msgspec
 from kvxferd.bench.hosts import WorkerKind
 from kvxferd.errors import Code, KvxferdError
 
-REMOTE_VERSION = 1
+REMOTE_VERSION = 2
 CONNECT_TIMEOUT_S = 10.0
 # The kernel's default is two hours.
 KEEPALIVE_TIMEOUT_S = 30

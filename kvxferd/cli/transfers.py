@@ -1,24 +1,31 @@
-"""`kvxferd transfers`: published transfers, and running pulls."""
+"""`kvxferd transfers`: published transfers, running pulls, and the last pulls that ended."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import click
 import msgspec
 
 from kvxferd.cli.options import json_option, with_control_client
-from kvxferd.core.snapshot import PullSnapshot, TransferSnapshot
+from kvxferd.core.snapshot import PullRecord, PullSnapshot, TransferSnapshot
+from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import format_duration, print_json, print_table
+from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table
+
+MAX_ENDED = 16  # pulls that are shown; /v1/history has more
 
 
 @click.command()
 @json_option
 @with_control_client
 def transfers(daemon: ControlClient, as_json: bool) -> None:
-    """Show published transfers and running pulls."""
+    """Show published transfers, running pulls, and how the last pulls were read."""
     answer = daemon.get("/v1/transfers")
+    ended = _ended_pulls(daemon.get("/v1/history"))
     if as_json:
-        print_json(answer)
+        print_json(answer | {"ended_pulls": ended})
         return
     print_table(
         "Published transfers",
@@ -38,3 +45,29 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
             for p in msgspec.convert(answer["pulls"], list[PullSnapshot])
         ),
     )  # fmt: skip
+    records = [record for one in ended if isinstance(record := record_from_json(one), PullRecord)]
+    print_table(
+        "Last pulls",
+        ("pull", "transfer", "from", "to", "rank", "outcome", "bytes", "read", "took", "reads predicted"),
+        (
+            (r.pull, r.transfer_id, r.source, r.sink, r.rank, r.outcome, format_bytes(r.bytes),
+             format_ways(r.ways), format_duration(r.total_s),
+             format_duration(r.predicted_s) if r.predicted_s else "-")
+            for r in records
+        ),
+    )  # fmt: skip
+
+
+def format_ways(ways: Mapping[str, int]) -> str:
+    """Return how the bytes were read: ``covering``, or ``75% covering, 25% direct`` where in several ways."""
+    total = sum(ways.values())
+    used = sorted(((num_bytes, way) for way, num_bytes in ways.items() if num_bytes > 0), reverse=True)
+    if len(used) < 2:
+        return used[0][1] if used else "-"
+    return ", ".join(f"{num_bytes / total:.0%} {way}" for num_bytes, way in used)
+
+
+def _ended_pulls(history: Any) -> list[dict[str, Any]]:
+    """Return the last pulls of a history, the latest last."""
+    pulls = [record for record in history["records"] if record.get("kind") == "pull"]
+    return pulls[-MAX_ENDED:]

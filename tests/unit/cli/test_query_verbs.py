@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxferd.cli.transfers import format_ways
 from kvxferd.control import topology_response
 from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.ids import EngineId
@@ -37,7 +38,10 @@ TABLES = ["status", "engines", "peers", "transfers"]
             ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s", "readers"],
         ),
         ("peers", ["tcp://10.0.0.2:9441", "up", "prefill-0@g7 (8 ranks)"]),
-        ("transfers", ["req-1", "granted", "req-3", "wire", "12.5 s"]),
+        (
+            "transfers",
+            ["req-1", "granted", "req-3", "wire", "12.5 s", "req-0", "75% covering, 25% direct", "9 ms"],
+        ),
     ],
 )
 async def test_a_verb_shows_a_table(tmp_path: Path, verb: str, shown: list[str]) -> None:
@@ -170,3 +174,25 @@ async def test_a_dead_daemons_socket(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     assert "no daemon is there" in (await run("status", "--socket", str(path))).stderr
+
+
+async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run("transfers", "--json", "--socket", config.control.socket)
+    ended = json.loads(result.stdout)["ended_pulls"]
+    assert ended
+    assert {"direct": 1 << 18, "covering": 3 << 18, "gathered": 0} in [one["ways"] for one in ended]
+
+
+@pytest.mark.parametrize(
+    ("ways", "shown"),
+    [
+        ({}, "-"),
+        ({"direct": 0, "covering": 0, "gathered": 0}, "-"),
+        ({"direct": 5, "covering": 0}, "direct"),
+        ({"direct": 0, "covering": 7, "gathered": 0}, "covering"),
+        ({"direct": 1, "covering": 2, "gathered": 1}, "50% covering, 25% gathered, 25% direct"),
+    ],
+)
+def test_ways_in_words(ways: dict[str, int], shown: str) -> None:
+    assert format_ways(ways) == shown
