@@ -6,7 +6,6 @@ by the credentials that the kernel gives for a Unix socket. TCP has no credentia
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import time
@@ -25,7 +24,7 @@ from kvxferd.control.http_routes import ROUTES, Access, Route
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
-from kvxferd.control.topology_response import TOPOLOGY_LOCK
+from kvxferd.control.topology_response import TOPOLOGY_TURNS, TopologyTurns
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.unix_socket import credentials_of, is_own_uid, listening_pid
@@ -102,7 +101,7 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
-    app[TOPOLOGY_LOCK] = asyncio.Lock()
+    app[TOPOLOGY_TURNS] = TopologyTurns()
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)

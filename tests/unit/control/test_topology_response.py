@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvxferd.control import topology_response
+from kvxferd.control.http_server import HttpServer
 from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.core.topology_snapshot import TopologySnapshot
 from kvxferd.ids import EngineId
@@ -124,3 +127,58 @@ async def test_strangers_are_served_one_at_a_time_and_operators_all_the_same(tmp
         assert (await first).status == (await operator).status == 200
         async with tcp.get(ONE) as answer:
             assert answer.status == 200
+
+
+def over_tcp_from(server: HttpServer, address: str) -> aiohttp.ClientSession:
+    """Return a client of another source."""
+    assert server.tcp_address is not None
+    host, port = server.tcp_address
+    connector = aiohttp.TCPConnector(local_addr=(address, 0))
+    return aiohttp.ClientSession(f"http://{host}:{port}", connector=connector)
+
+
+async def test_a_source_does_not_take_the_turns_of_another(tmp_path: Path) -> None:
+    """A second one waits for the first, for as long as one response takes; no source has two that wait."""
+    config, node = config_in(tmp_path), Slow()
+    async with (
+        serving(config, node) as server,
+        over_tcp(server) as greedy,
+        over_tcp_from(server, "127.0.0.2") as other,
+    ):
+        first = asyncio.ensure_future(greedy.get(ALL))
+        await asyncio.wait_for(node.started.wait(), 10)
+        second = asyncio.ensure_future(other.get(ALL))
+        turns = server._app[topology_response.TOPOLOGY_TURNS]
+        while "127.0.0.2" not in turns._sources:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for client in (greedy, other):
+            async with client.get(ALL) as answer:
+                assert answer.status == 503
+        node.may_end = True
+        assert (await first).status == (await second).status == 200
+        assert turns.has_room("127.0.0.1")
+        assert turns.has_room("127.0.0.2")
+
+
+async def test_a_stranger_s_turn_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the listing is, it is cut; the next one is served."""
+    monkeypatch.setattr(topology_response, "MAX_SHARED_BUILD_S", 0.05)
+    config = config_in(tmp_path)
+    async with serving(config, Slow()) as server, over_tcp(server) as tcp:
+        for _ in range(2):
+            async with tcp.get(ALL) as answer:
+                assert answer.status == 200
+                assert (await answer.json())["num_left_out"] == 1
+
+
+async def test_few_sources_wait() -> None:
+    turns = topology_response.TopologyTurns()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(turns.turn("0"))
+        waiting = [asyncio.ensure_future(stack.enter_async_context(turns.turn(str(n)))) for n in range(1, 5)]
+        await asyncio.sleep(0)
+        assert not turns.has_room("5")
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert turns.has_room("5")
