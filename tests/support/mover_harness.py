@@ -99,6 +99,7 @@ class Node:
         self._chunk_memory = chunk_memory
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
+        self.chunk_reports: dict[MoverId, ChunkMemoryWanted] = {}  # the last one of each
         self._changed = asyncio.Event()
         self.pool = MoverPool(
             boot=BootId(name),
@@ -117,6 +118,8 @@ class Node:
 
     def _message(self, mover: MoverId, message: FromMover) -> None:
         if isinstance(message, ChunkMemoryWanted):
+            self.chunk_reports[mover] = message
+            self._changed.set()
             size = min(message.wanted_bytes, self._chunk_memory)
             self.pool._assigned[mover].send(ChunkMemoryGranted(size_bytes=size))
             return

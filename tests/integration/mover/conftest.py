@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from kvxferd.mover.read_ways import READ_VARIABLE
 from tests.support.mover_harness import Node, Worker, leaving_nothing, worker
 
 
@@ -32,6 +33,13 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 def transport_environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """What selects the transport in a pool's movers."""
     return {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
+
+
+@pytest.fixture(params=["direct", "covering"])
+def read_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the movers of pools that start after this read."""
+    monkeypatch.setenv(READ_VARIABLE, request.param)
+    return str(request.param)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ async def test_a_dead_worker_takes_its_mover_with_it(node: Node, make_worker: Ma
 
 
 async def test_a_mover_dies_with_its_worker_in_the_middle_of_a_read(
-    pair: tuple[Node, Node], make_worker: Make
+    read_way: str, pair: tuple[Node, Node], make_worker: Make
 ) -> None:
     there, here = pair
     shape = {"blocks": 8192, "head_dim": 256, "layers": 4}  # 1 GiB
@@ -80,7 +80,7 @@ async def test_a_worker_that_is_dead_already(node: Node, make_worker: Make) -> N
 
 
 async def test_a_killed_mover_is_told_once_and_its_readers_fail(
-    pair: tuple[Node, Node], make_worker: Make
+    read_way: str, pair: tuple[Node, Node], make_worker: Make
 ) -> None:
     there, here = pair
     shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
@@ -105,8 +105,11 @@ async def test_a_killed_mover_is_told_once_and_its_readers_fail(
     again.close()
 
 
-async def test_a_stopped_source_keeps_an_aborted_pull_open(make_worker: Make) -> None:
-    """Over TCP the source's process sends the bytes. What it could still send counts."""
+async def test_a_stopped_source_keeps_an_aborted_pull_open(read_way: str, make_worker: Make) -> None:
+    """Over TCP the source's process sends the bytes. What it could still send into the blocks counts.
+
+    A pull that gets no more chunks, because the reads into those that it had are late, reads directly.
+    """
     async with Node("there", environment={"UCX_TLS": "tcp"}) as there:
         shape = {"blocks": 2048, "head_dim": 256, "layers": 4}
         source = await serve(there, make_worker("P", **shape))

@@ -9,16 +9,25 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.property.chaos.epoch import SHAPES, TRANSPORTS, Epoch
+from tests.property.chaos.epoch import READS, SHAPES, TRANSPORTS, Epoch
 from tests.support.cluster.results import Tally
 
 EPOCH_FAULTS = 30  # then everything is taken down, and another fleet started
 
 
 def chaos(
-    seed: int, num_faults: int, directory: Path, sabotage: str = "", only: str = "", verbose: bool = False
+    seed: int,
+    num_faults: int,
+    directory: Path,
+    sabotage: str = "",
+    only: str = "",
+    verbose: bool = False,
+    read: str = "",
 ) -> Tally:
-    """Run; the tally says how it went. `only`: what the names of the faults must contain."""
+    """Run; the tally says how it went. `only`: what the names of the faults must contain.
+
+    `read`: how all movers read; else one fleet after another in one of the ways.
+    """
     rng = random.Random(seed)
     tally = Tally()
     number = 0
@@ -26,14 +35,16 @@ def chaos(
         shape = SHAPES[(number + seed) % len(SHAPES)]
         turn = (number + seed) // len(SHAPES)  # else a shape would see one transport only
         transport = list(TRANSPORTS)[(number + seed + turn) % len(TRANSPORTS)]
-        epoch = Epoch(directory / str(number), rng, tally, shape, transport, sabotage, only)
+        way = read or READS[(number + seed) % len(READS)]
+        epoch = Epoch(directory / str(number), rng, tally, shape, transport, way, sabotage, only)
         try:
             epoch.run(min(EPOCH_FAULTS, num_faults - tally.faults.total()))
         finally:
             epoch.close()
         number += 1
         if verbose:
-            print(f"{tally.faults.total()} faults, {transport}, {shape}: {tally.line(seed)}", file=sys.stderr)
+            now = f"{tally.faults.total()} faults, {transport}, {way} reads, {shape}"
+            print(f"{now}: {tally.line(seed)}", file=sys.stderr)
     return tally
 
 
@@ -48,6 +59,7 @@ def main() -> int:
     arguments.add_argument(
         "--only", default="", help="only faults whose name contains this: kill, freeze, link"
     )
+    arguments.add_argument("--read", choices=("", *READS), default="", help="how all movers read")
     arguments.add_argument("--keep", type=Path, help="where logs are kept; else they are removed at the end")
     given = arguments.parse_args()
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
@@ -55,7 +67,9 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvxferd-chaos-") as made:
         directory = given.keep or Path(made)
-        tally = chaos(seed, given.faults, directory, given.sabotage, given.only, verbose=True)
+        tally = chaos(
+            seed, given.faults, directory, given.sabotage, given.only, verbose=True, read=given.read
+        )
     print(tally.line(seed, elapsed_s=round(time.monotonic() - began, 1)))
     return 0 if tally.is_good else 1
 

@@ -56,6 +56,8 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "tcp": {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"},
 }
 
+READS = ("covering", "direct", "auto")  # the setting mover.read
+
 
 class Epoch:
     """`run` injects the faults; `close` ends everything and checks that it is gone."""
@@ -67,6 +69,7 @@ class Epoch:
         tally: Tally,
         shape: Shape,
         transport: str,
+        read: str,
         sabotage: str = "",
         only: str = "",
     ) -> None:
@@ -80,7 +83,8 @@ class Epoch:
         # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
         self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
         module = "tests.property.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
-        nodes = [Node(name, directory / name, TRANSPORTS[transport], module=module) for name in ("p", "d")]
+        environment = TRANSPORTS[transport] | {"KVXFERD_MOVER_READ": read}
+        nodes = [Node(name, directory / name, environment, module=module) for name in ("p", "d")]
         self.fleet.nodes += nodes
         try:
             self._start(nodes, shape)

@@ -11,9 +11,10 @@ from tests.property.chaos.__main__ import chaos
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def test_a_few_faults_break_no_promise(tmp_path):
+@pytest.mark.parametrize("read", ["covering", ""])
+def test_a_few_faults_break_no_promise(tmp_path, read):
     seed = random.SystemRandom().randrange(1 << 32)
-    tally = chaos(seed, 15, tmp_path)
+    tally = chaos(seed, 15, tmp_path, read=read)
     assert tally.is_good, tally.line(seed)
     assert tally.faults.total() == 15
     assert tally.delivered > 15
