@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
+from kvxferd.memory.device_pool import DevicePool
+from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import Scatterer
 from kvxferd.mover.transport.base import Span
@@ -65,6 +69,19 @@ class Memory:
         self.array = np.frombuffer(self.page, dtype=np.uint8)
 
 
+class FakeDeviceMemory:
+    """The same in the fake driver's memory."""
+
+    def __init__(self, transport: MemoryTransport, driver: FakeDriver, size: int) -> None:
+        device = driver.devices()[1]
+        self.uuid = device.uuid
+        self.pool = DevicePool(device.uuid, driver)
+        self.span = Span(self.pool.allocate(size).address, size, driver.mem_type, device.ordinal)
+        transport.register(self.span)
+        memory = (ctypes.c_uint8 * size).from_address(self.span.address)
+        self.array = np.ctypeslib.as_array(memory)
+
+
 class Bench:
     """A reader of TP 1 and an engine of TP 2 that it reads, on a fabric."""
 
@@ -76,8 +93,13 @@ class Bench:
         scatterer: Scatterer | None = None,
         always_covers: bool = True,
         layout_here: str = "",
+        driver: FakeDriver | None = None,
+        flush: Callable[[], None] | None = None,
     ) -> None:
-        """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads."""
+        """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads.
+
+        `driver`: the reader's memory is its second device's. `flush`: as `PullEngine.bind`.
+        """
         self.now = 0.0
         self.fabric = Fabric()
         self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
@@ -94,18 +116,33 @@ class Bench:
         self.reader = AgentName("d/0")
         transport = MemoryTransport(self.fabric, self.reader)
         ours = layout(spec("D", 1, 0), layout_here or ("NHD" if chunk_bytes else "HND"))
-        self.local = Memory(transport, ours.regions[0].size_bytes)
+        size = ours.regions[0].size_bytes
+        self.local = Memory(transport, size) if driver is None else FakeDeviceMemory(transport, driver, size)
         self.disconnects = DisconnectRequests()
         self.chunks = ChunkPool(transport, chunk_bytes, max_chunks) if chunk_bytes else None
         self.engine = PullEngine(
             transport, lambda: self.now, max_runs, self.disconnects, self.chunks, scatterer, always_covers
         )
-        self.engine.bind([RegionAddress(RegionId("kv"), *self.local.span[:2])])
+        span = self.local.span
+        regions = [
+            RegionAddress(RegionId("kv"), span.address, span.size_bytes, span.device, span.mem_type),
+        ]
+        self.device = None
+        if driver is not None:
+            self.device = DeviceScatterer(driver, driver.device_of(span.address), regions, flush)
+        self.engine.bind(regions, flush, self.device)
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
         self.load()
         self.told: list[FromMover] = []
         self._next = 0
+
+    def close(self) -> None:
+        """Free what the fake driver made. No other method may be called afterwards."""
+        self.engine.close()
+        if isinstance(self.local, FakeDeviceMemory):
+            self.local.array = np.empty(0, dtype=np.uint8)
+            self.local.pool.close()
 
     def load(self) -> None:
         for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
-from kvxferd.errors import Code, EngineError
+from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import SessionId
 from kvxferd.memory import Mapping, check_memfd, map_memfd
 from kvxferd.memory.device import DeviceMapping
@@ -17,7 +17,9 @@ from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.memory.prefault import prefault
 from kvxferd.memory.validate import check_exports
+from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.copy_probe import probe_strided_copies
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire.common import Placement, RegionAddress
@@ -45,11 +47,13 @@ class Bindings:
         make_driver: Callable[[], Driver] = open_driver,
         own_regions: Sequence[RegionExport] = (),
         always_stage: bool = False,
+        scatters: bool = False,
     ) -> None:
         """`make_driver` is called when there is GPU memory to bind, and not before.
 
         `own_regions` are the regions of this process's own memory, which may be bound where they lie. A child
-        has none. `always_stage`: stage GPU memory, whatever the library could read.
+        has none. `always_stage`: stage GPU memory, whatever the library could read. `scatters`:
+        whether covering reads are wanted, so that a GPU's strided copies are to be probed.
         """
         self._own_regions = frozenset(own_regions)
         self._mappings: list[Mapping | DeviceMapping] = []
@@ -60,6 +64,11 @@ class Bindings:
         self._prefaulting: deque[Iterator[None]] = deque()
         self._always_stage = always_stage
         self._placement = Placement()
+        self._scatters = scatters
+        self._scattering_driver: Driver | None = None
+        self.device_scatterer: DeviceScatterer | None = (
+            None  # where all regions are in a GPU that copies right
+        )
         self.regions: tuple[RegionAddress, ...] = ()
         self.flush: Callable[[], None] | None = None  # called before bytes read into a device count as read
 
@@ -81,7 +90,25 @@ class Bindings:
             undoing.pop_all()
         addresses = {region.region: region for one in bound for region in one.regions}
         self.regions = tuple(addresses[export.region] for export in exports)
+        self._make_device_scatterer(exports)
         return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
+
+    def _make_device_scatterer(self, exports: Sequence[RegionExport]) -> None:
+        """Make what scatters in a GPU where that is wanted, and the probe shows that it is right.
+
+        Nothing that goes wrong here concerns direct reads, so it is logged and no more.
+        """
+        driver = self._scattering_driver
+        if driver is None or not all(export.device for export in exports):
+            return
+        uuid = exports[0].device
+        try:
+            if why := probe_strided_copies(driver, uuid):
+                _LOG.warning("GPU memory read directly: device=%s reason=%s", uuid, why)
+                return
+            self.device_scatterer = DeviceScatterer(driver, uuid, self.regions, self.flush)
+        except DeviceError as error:
+            _LOG.warning("GPU memory read directly: device=%s reason=%s", uuid, error.message)
 
     @property
     def has_pages_to_prefault(self) -> bool:
@@ -171,6 +198,7 @@ class Bindings:
                 if proof.ok:
                     self._placement = placement_of(kind, proof)
                     self.flush = driver.flush_writes if order is WriteOrder.FLUSH else None
+                    self._scattering_driver = driver if self._scatters else None
                     undoing.push(registering.pop_all())
                     return tuple(found)
                 why = proof.why

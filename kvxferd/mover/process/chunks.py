@@ -16,6 +16,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
+from kvxferd.errors import DeviceError, KvxferdError
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import Span, Transport, TransportError
 from kvxferd.wire.limits import CHUNK_BYTES
@@ -55,6 +56,7 @@ MOVES = frozenset(
         (ChunkState.READING, ChunkState.IN_DOUBT),
         (ChunkState.READING, ChunkState.LOST),
         (ChunkState.SCATTERING, ChunkState.FREE),
+        (ChunkState.SCATTERING, ChunkState.LOST),  # a GPU's copy, of which nothing shows when it is done
         (ChunkState.DRAINING, ChunkState.FREE),
         (ChunkState.DRAINING, ChunkState.IN_DOUBT),
         (ChunkState.DRAINING, ChunkState.LOST),
@@ -67,10 +69,8 @@ MOVES = frozenset(
 class Chunk:
     """A range of this process's own memory, registered by itself."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+    def __init__(self, span: Span) -> None:
+        self.span = span
         self.state = ChunkState.FREE
         self.agent: AgentName | None = None  # that it is read from
         self.since = 0.0  # when it came into its state
@@ -79,6 +79,18 @@ class Chunk:
     def address(self) -> int:
         """The chunk's first address."""
         return self.span.address
+
+    def free(self) -> None:
+        """Free the memory, which is no longer registered. Raises DeviceError."""
+
+
+class HostChunk(Chunk):
+    """A chunk in host memory, which goes with the object."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        super().__init__(Span(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes))
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
 
 
 class ChunkPool:
@@ -96,6 +108,7 @@ class ChunkPool:
     ) -> None:
         """`max_chunks`: the grant to begin with. `report` sends to the daemon; None: no grant will come."""
         self._transport = transport
+        self._make_chunk: Callable[[int], Chunk] = HostChunk
         self._chunk_bytes = chunk_bytes
         self._max_chunks = max_chunks
         self._report = report
@@ -105,6 +118,10 @@ class ChunkPool:
         self._make_again_at = 0.0
         self._chunks: list[Chunk] = []
         self._num_stuck = 0  # as reported
+
+    def use_chunks(self, make: Callable[[int], Chunk]) -> None:
+        """Make chunks of other memory than the host's, of a given size. Called before any is made."""
+        self._make_chunk = make
 
     @property
     def num_bytes(self) -> int:
@@ -166,14 +183,22 @@ class ChunkPool:
 
     def _make(self, now: float) -> Chunk | None:
         try:
-            chunk = Chunk(self._chunk_bytes)
-            self._transport.register(chunk.span)
-        except (OSError, TransportError) as error:
+            chunk = self._make_registered()
+        except (OSError, KvxferdError) as error:
             _LOG.warning("chunk not made: reason=%s", error)
             self._make_again_at = now + RETRY_S
             return None
         self._chunks.append(chunk)
         self._send_report()
+        return chunk
+
+    def _make_registered(self) -> Chunk:
+        chunk = self._make_chunk(self._chunk_bytes)
+        try:
+            self._transport.register(chunk.span)
+        except TransportError:
+            chunk.free()
+            raise
         return chunk
 
     def move(self, chunk: Chunk, state: ChunkState, now: float, agent: AgentName | None = None) -> None:
@@ -223,6 +248,10 @@ class ChunkPool:
                 self.move(chunk, ChunkState.LOST, self._last_used)
                 continue
             self._chunks.remove(chunk)
+            try:
+                chunk.free()
+            except DeviceError as error:
+                _LOG.error("memory of a chunk not freed: reason=%s", error.message)
         if free:
             self._send_report()
 

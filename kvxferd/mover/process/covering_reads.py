@@ -14,18 +14,20 @@ from typing import cast
 
 import numpy as np
 
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, RegionId
-from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState
+from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState, HostChunk
 from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter
+from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
 from kvxferd.mover.process.region_map import split_by_memory
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.process.slices import SliceBudget
-from kvxferd.mover.transport.base import Transport, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryKind, Transport, TransportError
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan.read_costs import CostModel, ReadShape
+from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
@@ -57,16 +59,32 @@ class CoveringReads:
         self._budgets = budgets
         self._costs = costs
         self._regions: dict[RegionId, Bytes] = {}
+        self._device: DeviceScatterer | None = None
+        self._has_device_failed = False  # all that is expanded from now on is read directly
         self._draining: list[CoveringRead] = []
 
     def bind(self, regions: Sequence[RegionAddress]) -> None:
         """Scatter into these regions, which are plain host memory."""
         self._regions = {region.region: _bytes_of(region) for region in regions}
 
+    def bind_device(self, device: DeviceScatterer) -> None:
+        """Scatter into a GPU's memory, from chunks there."""
+        self._device = device
+        self._chunks.use_chunks(device.make_chunk)
+
     @property
     def is_available(self) -> bool:
         """Whether the bound memory can be scattered into."""
-        return bool(self._regions)
+        return bool(self._regions) or (self._device is not None and not self._has_device_failed)
+
+    @property
+    def chunk_kind(self) -> MemoryKind:
+        """The kind of memory that chunks are in."""
+        return HOST.local if self._device is None else self._device.kind
+
+    def can_scatter(self, form: StretchForm) -> bool:
+        """Whether stretches of this form can be scattered with any gain."""
+        return self._device is None or (not self._has_device_failed and self._device.can_scatter(form))
 
     @property
     def is_draining(self) -> bool:
@@ -89,6 +107,8 @@ class CoveringReads:
     def step(self) -> bool:
         """Scatter, unless a thread does; poll the reads of pulls that have ended."""
         moved = self._scatterer.step()
+        if self._device is not None:
+            moved |= self._device.step()
         draining = tuple(self._draining)
         for read in draining:
             assert read.handle is not None
@@ -115,6 +135,10 @@ class CoveringReads:
         """
         assert isinstance(one.slicer, CoverSlicer)
         now = self._clock()
+        if self._has_device_failed:
+            pull.unposted.append(one)
+            pull.read_directly()
+            return False
         chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
         if chunk is None:
             pull.unposted.append(one)
@@ -188,6 +212,8 @@ class CoveringReads:
     def close(self) -> None:
         """Return once no scatter runs, or ever will."""
         self._scatterer.close()
+        if self._device is not None:
+            self._device.close()
 
     # --- how a read ends
 
@@ -204,18 +230,25 @@ class CoveringReads:
             return
         pull.started = True  # the blocks are written from now on
         self._move(read.chunk, ChunkState.SCATTERING)
+        if self._device is not None:
+            read.scatter = self._device.start_fill(read.fill, read.chunk)
+            return
+        assert isinstance(read.chunk, HostChunk)
         read.scatter = ScatterJob(scatter(read.fill, read.chunk.bytes, self._regions))
         self._scatterer.start(read.scatter)
 
     def _on_scatter_over(self, pull: PullState, read: CoveringRead, job: ScatterJob) -> None:
         pull.covering.remove(read)
-        self._move(read.chunk, ChunkState.FREE)
+        self._move(read.chunk, ChunkState.LOST if job.chunk_in_doubt else ChunkState.FREE)
+        pull.in_doubt |= job.blocks_in_doubt
         pull.data_done_at = self._clock()
         if pull.failure is None:
             self._costs.learn_copy(read.fill.num_bytes, job.elapsed_s)
         if job.error is not None:
+            self._has_device_failed = self._device is not None
             message = f"cannot copy from a chunk into the blocks: {job.error!r}"
-            pull.fail(PullFailure(Code.INTERNAL, message, self._clock()))
+            code = job.error.code if isinstance(job.error, KvxferdError) else Code.INTERNAL
+            pull.fail(PullFailure(code, message, self._clock()))
 
     def _end_read(self, read: CoveringRead) -> None:
         assert read.handle is not None

@@ -77,6 +77,7 @@ class MoverLoop:
             self._transport,
             own_regions=own_regions,
             always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged",
+            scatters=read_way is not ReadWay.DIRECT,
         )
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
@@ -241,7 +242,7 @@ class MoverLoop:
                 delivery_fd, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
                 undoing.callback(close_fds, (delivery_fd, worker))
                 bound = self._bindings.bind(message.regions, fds[:-num_last])
-                self._engine.bind(bound.regions, self._bindings.flush)
+                self._engine.bind(bound.regions, self._bindings.flush, self._bindings.device_scatterer)
                 undoing.pop_all()
             if message.notices:
                 self._open_delivery_socket(delivery_fd)

@@ -32,6 +32,7 @@ from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
+from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.link_measurement import LinkMeasurement
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
@@ -46,6 +47,7 @@ from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander, TableCache
 from kvxferd.plan.read_costs import CostModel, ReadShape
+from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import FromMover, PullDone, PullOutcome, PullQuiesced, StartPull
@@ -152,8 +154,13 @@ class PullEngine:
     def _is_measuring(self) -> bool:
         return self._measurement is not None and self._measurement.is_busy
 
-    def bind(self, regions: Sequence[RegionAddress], flush: Callable[[], None] | None = None) -> None:
-        """Set the local regions' addresses.
+    def bind(
+        self,
+        regions: Sequence[RegionAddress],
+        flush: Callable[[], None] | None = None,
+        device: DeviceScatterer | None = None,
+    ) -> None:
+        """Set the local regions' addresses. `device`: where all are a GPU's, and chunks may be there.
 
         `flush`, where a GPU needs it, makes what was written there visible to the GPU's own work. It raises
         DeviceError.
@@ -161,7 +168,9 @@ class PullEngine:
         self._flush = flush
         self._region_addresses = {region.region: region.address for region in regions}
         self._region_map = None if is_plain(regions) else RegionMap(regions)
-        if self._covering is not None and self._region_map is None:
+        if self._covering is not None and device is not None:
+            self._covering.bind_device(device)
+        elif self._covering is not None and self._region_map is None:
             self._covering.bind(regions)
 
     def load_plan(self, digest: Digest, encoded: bytes) -> None:
@@ -324,18 +333,25 @@ class PullEngine:
         if request is None:
             return None
         max_stretches = min(MAX_STRETCHES, self._max_runs)
+        can_scatter = self._covering.can_scatter
+        pull.chunk_kind = self._covering.chunk_kind
         if self._always_covers:
             return request.parts(
                 self._region_addresses,
                 remote_bases,
-                max_stretches=max_stretches,
-                max_runs=self._max_runs,
+                lambda _, form: can_scatter(form),
+                max_stretches,
+                self._max_runs,
             )
         agents = {source.rank: source.agent for source in pull.request.sources}
         pull.choice = choice = self._costs.choose(request.forms(), agents)
         if not choice.covered:
             return None
-        return request.parts(self._region_addresses, remote_bases, choice.pays, max_stretches, self._max_runs)
+
+        def pays(rank: Rank, form: StretchForm) -> bool:
+            return choice.pays(rank, form) and can_scatter(form)
+
+        return request.parts(self._region_addresses, remote_bases, pays, max_stretches, self._max_runs)
 
     def _post_next(self) -> bool:
         """Post one slice, of the pull that has waited longest for its turn.

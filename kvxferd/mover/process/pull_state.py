@@ -14,7 +14,7 @@ from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
 from kvxferd.mover.process.region_map import RegionMap, split_by_memory
 from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds
+from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import CoveredRank
 from kvxferd.plan.read_costs import Choice, ReadShape
@@ -80,6 +80,7 @@ class PullState:
     covering: list[CoveringRead] = field(
         default_factory=list
     )  # these write a chunk, until they are scattered
+    chunk_kind: MemoryKind = HOST.local  # the memory that chunks are in
     choice: Choice | None = None  # None: of no cost model
     was_alone: bool = True  # no other pull was there at any time
     num_bytes_covered: int = 0  # that come through chunks, of `num_bytes`
@@ -180,9 +181,9 @@ class PullState:
         """Return how chunks are read from a rank, None where they cannot be."""
         remote = self.remote_maps.get(rank)
         if remote is None:
-            return HOST
+            return ReadKinds(self.chunk_kind, HOST.remote)
         kind, *others = remote.kinds
-        return None if others or kind.staged else ReadKinds(HOST.local, kind)
+        return None if others or kind.staged else ReadKinds(self.chunk_kind, kind)
 
     def read_directly(self) -> None:
         """Read all that is not posted yet without chunks."""

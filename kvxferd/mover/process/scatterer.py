@@ -28,6 +28,9 @@ class ScatterJob:
         self._pieces = pieces
         self._is_cancelled = False
         self.error: Exception | None = None  # set before it is over
+        # Only a GPU's driver leaves these in doubt; `kvxferd.mover.process.device_scatter`.
+        self.blocks_in_doubt = False  # a copy may still run although it is over
+        self.chunk_in_doubt = False  # the network, or a copy, may still use the chunk
         self.elapsed_s = 0.0  # of its copies
         self.is_over = False
 

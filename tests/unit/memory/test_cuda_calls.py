@@ -114,6 +114,22 @@ def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, n
     assert used == "0"
 
 
+PROBE = """
+from kvxferd.memory.cuda import CudaDriver
+from kvxferd.mover.transport.copy_probe import probe_strided_copies
+driver = CudaDriver()
+uuid = driver.devices()[0].uuid
+driver.use(uuid)
+print(repr(probe_strided_copies(driver, uuid)), driver.max_pitch_bytes(uuid))
+"""
+
+
+@pytest.mark.parametrize("multiple", ["1", "512"])
+def test_strided_copies_pass_the_probe(stub: Path, multiple: str) -> None:
+    """Also where the device refuses most pitches: it gets the rows one by one."""
+    assert said_by(stub, PROBE, STUB_PITCH_MULTIPLE=multiple) == f"'' {(1 << 31) - 1}"
+
+
 def test_memory_of_the_device_is_imported(stub: Path) -> None:
     assert said_by(stub, IMPORT).splitlines()[0] == "imported"
 

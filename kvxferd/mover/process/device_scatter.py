@@ -1,0 +1,283 @@
+"""Scatters in a GPU: from a chunk in its memory into the blocks there, by the driver's strided copies.
+
+A stretch's copies are a few patterns of equal rows (`kvxferd.plan.copy_patterns`), and stretches whose blocks
+are at equal distances share a call. The calls are made in the engine's own steps, because the device is
+current on its thread; the GPU makes the copies meanwhile.
+
+Started copies cannot be taken back. So a scatter is over when an event behind its last copy is done, and by
+nothing else: where the driver cannot report that, the blocks stay in doubt until the mover is dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvxferd.errors import DeviceError
+from kvxferd.ids import RegionId
+from kvxferd.memory.device_pool import DevicePool
+from kvxferd.memory.driver import Driver, StridedCopy
+from kvxferd.mover.process.chunks import Chunk
+from kvxferd.mover.process.covering import ChunkFill, PlacedStretches
+from kvxferd.mover.process.scatterer import ScatterJob
+from kvxferd.mover.transport.base import MemoryKind, Span
+from kvxferd.plan.copy_patterns import CopyPattern, form_patterns, plane_fits, progressions
+from kvxferd.plan.run_shapes import Int64s
+from kvxferd.plan.stretches import StretchForm
+from kvxferd.wire.common import RegionAddress
+
+_LOG = logging.getLogger(__name__)
+
+# Calls in one step of the engine. One takes 2 to 7 us (docs/adr), so 32 take about 0.1 ms.
+CALLS_PER_STEP = 32
+# A call takes as long as about two descriptors. A form that a pattern moves fewer copies of gains nothing.
+MIN_COPIES_PER_PATTERN = 4
+
+
+class DeviceChunk(Chunk):
+    """A range of the GPU's memory, of a pool of the mover's own."""
+
+    def __init__(self, pool: DevicePool, size_bytes: int, kind: MemoryKind) -> None:
+        """Raises DeviceError."""
+        self._pool = pool
+        self._address = pool.allocate(size_bytes).address
+        super().__init__(Span(self._address, size_bytes, kind.mem_type, kind.device))
+
+    def free(self) -> None:
+        self._pool.free(self._address)
+
+
+class DeviceScatterJob(ScatterJob):
+    """One chunk's scatter. It is over once its event is done."""
+
+    def __init__(
+        self,
+        copies: Iterator[StridedCopy],
+        driver: Driver,
+        stream: Any,
+        flush: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(iter(()))
+        self._copies = copies
+        self._driver = driver
+        self._stream = stream
+        self._flush = flush
+        self._began = 0.0
+        self._has_started = False  # a copy may run
+        self._event: Any = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all its copies are started."""
+        return self._event is not None
+
+    def run_piece(self) -> None:
+        """Start some copies, or look whether they are done. Never waits."""
+        try:
+            if self._event is not None:
+                self._poll()
+            elif not self._start_some():
+                self._end_starting()
+        except Exception as error:
+            # Nothing shows any more when the copies are done.
+            _LOG.exception("end of copies not known")
+            self._set_error(error)
+            self.blocks_in_doubt = self.chunk_in_doubt = True
+            self.is_over = True
+
+    def _start_some(self) -> bool:
+        """Start the next copies; return whether there may be more."""
+        if self._is_cancelled or self.error is not None:
+            return False
+        try:
+            if not self._began:
+                self._began = time.perf_counter()
+                self._make_visible()
+            few = list(islice(self._copies, CALLS_PER_STEP))
+            if few:
+                self._has_started = True  # also where one is refused: those before it run
+                self._driver.copy_strided(few, self._stream)
+        except Exception as error:
+            _LOG.exception("chunk not scattered")
+            self._set_error(error)
+            return False
+        return len(few) == CALLS_PER_STEP
+
+    def _make_visible(self) -> None:
+        if self._flush is None:
+            return
+        try:
+            self._flush()
+        except DeviceError:
+            self.chunk_in_doubt = True  # bytes that the network card has sent may still arrive
+            raise
+
+    def _end_starting(self) -> None:
+        if self._has_started:
+            self._event = self._driver.record(self._stream)
+        else:
+            self.is_over = True
+
+    def _poll(self) -> None:
+        if self._driver.is_done(self._event):
+            self._driver.drop_event(self._event)
+            self.elapsed_s = time.perf_counter() - self._began
+            self.is_over = True
+
+    def _set_error(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+
+
+class DeviceScatterer:
+    """Scatters into the regions of one GPU. The device is current on the thread that calls."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        uuid: str,
+        regions: Sequence[RegionAddress],
+        flush: Callable[[], None] | None,
+    ) -> None:
+        """`flush` makes what a network card has written visible to the GPU's own work; None: not needed.
+
+        Raises DeviceError.
+        """
+        self._driver = driver
+        self._flush = flush
+        self._pool = DevicePool(uuid, driver)
+        self._regions = {region.region: region for region in regions}
+        self._max_pitch = driver.max_pitch_bytes(uuid)
+        self._patterns: WeakKeyDictionary[StretchForm, list[CopyPattern] | None] = WeakKeyDictionary()
+        self._jobs: deque[DeviceScatterJob] = deque()
+        self._stream = driver.open_stream()
+        self.kind = MemoryKind(regions[0].mem_type, regions[0].device)
+
+    def can_scatter(self, form: StretchForm) -> bool:
+        """Whether the form's copies are few calls of the driver."""
+        patterns = self._patterns_of(form)
+        return patterns is not None and form.num_copies >= MIN_COPIES_PER_PATTERN * len(patterns)
+
+    def _patterns_of(self, form: StretchForm) -> list[CopyPattern] | None:
+        if form not in self._patterns:
+            self._patterns[form] = form_patterns(form, self._max_pitch)
+        return self._patterns[form]
+
+    def make_chunk(self, size_bytes: int) -> DeviceChunk:
+        """Allocate a chunk on the GPU. Raises DeviceError."""
+        return DeviceChunk(self._pool, size_bytes, self.kind)
+
+    def start_fill(self, fill: ChunkFill, chunk: Chunk) -> DeviceScatterJob:
+        """Queue the scatter of a chunk whose read is done."""
+        job = DeviceScatterJob(self._copies(fill, chunk.span), self._driver, self._stream, self._flush)
+        self._jobs.append(job)
+        return job
+
+    def _copies(self, fill: ChunkFill, chunk: Span) -> Iterator[StridedCopy]:
+        for placed in fill.placed:
+            patterns = self._patterns_of(placed.stretches.form)
+            assert patterns is not None, "a form was not asked about"
+            yield from strided_copies(placed, patterns, chunk, self._regions, self._max_pitch)
+
+    def step(self) -> bool:
+        """Start copies of one scatter, and look which are done; return whether there was any progress."""
+        moved = has_started = False
+        for job in tuple(self._jobs):
+            if job.is_waiting or not has_started:
+                has_started |= not job.is_waiting
+                job.run_piece()
+                moved |= has_started or job.is_over
+            if job.is_over:
+                self._jobs.remove(job)
+        return moved
+
+    def close(self) -> None:
+        """Return once no copy runs, or ever will, and free the chunks. The transport is closed."""
+        self._jobs.clear()
+        try:
+            # Without a limit, as the thread that scatters host memory is joined.
+            self._driver.synchronize(self._stream)
+            self._driver.close_stream(self._stream)
+            self._pool.close()
+        except DeviceError as error:
+            _LOG.error("copies not ended: reason=%s", error.message)
+
+
+def strided_copies(
+    placed: PlacedStretches,
+    patterns: Sequence[CopyPattern],
+    chunk: Span,
+    regions: Mapping[RegionId, RegionAddress],
+    max_pitch: int,
+) -> Iterator[StridedCopy]:
+    """Yield the copies of stretches in a chunk. Raises IndexError rather than leave chunk or region."""
+    stretches = placed.stretches
+    region = regions[stretches.local_region]
+    image = np.arange(len(stretches.remote), dtype=np.int64) * stretches.form.size_bytes
+    image += chunk.address + placed.offset
+    for pattern in patterns:
+        local = stretches.local[:, pattern.block] + region.address
+        for copy in _copies_of(pattern, image + pattern.image, local + pattern.local, max_pitch):
+            if not (
+                chunk.address <= copy.source
+                and copy.source_end <= chunk.address + chunk.size_bytes
+                and region.address <= copy.to
+                and copy.to_end <= region.address + region.size_bytes
+            ):
+                raise IndexError(f"{copy} leaves the chunk, or region {region.region}")
+            yield copy
+
+
+def _copies_of(pattern: CopyPattern, image: Int64s, local: Int64s, max_pitch: int) -> Iterator[StridedCopy]:
+    """Yield one pattern's copies: of several stretches at a time, where these lie at equal distances."""
+    if pattern.rows == 1:
+        yield from _rows_of_stretches(pattern.width, image, local, max_pitch)
+        return
+    found = progressions(image, local, plane_fits(pattern), len(image))
+    assert found is not None
+    if pattern.planes > 1 and pattern.planes * len(found) >= len(image):
+        for source, to in zip(image.tolist(), local.tolist(), strict=True):
+            yield _planes(pattern, source, to, pattern.planes, pattern.image_plane, pattern.local_plane)
+        return
+    for plane in range(pattern.planes):
+        for start, num_items, step, local_step in found:
+            source = int(image[start]) + plane * pattern.image_plane
+            to = int(local[start]) + plane * pattern.local_plane
+            yield _planes(pattern, source, to, num_items, step, local_step)
+
+
+def _rows_of_stretches(width: int, image: Int64s, local: Int64s, max_pitch: int) -> Iterator[StridedCopy]:
+    def fits(first: int, second: int) -> bool:
+        return width <= first <= max_pitch and width <= second <= max_pitch
+
+    found = progressions(image, local, fits, len(image))
+    assert found is not None
+    for start, num_items, step, local_step in found:
+        source, to = int(image[start]), int(local[start])
+        if num_items == 1 or step == local_step == width:
+            yield StridedCopy(to, source, width * num_items)
+        else:
+            yield StridedCopy(to, source, width, num_items, local_step, step)
+
+
+def _planes(rows: CopyPattern, source: int, to: int, num: int, step: int, local_step: int) -> StridedCopy:
+    if num == 1:
+        return StridedCopy(to, source, rows.width, rows.rows, rows.local_pitch, rows.image_pitch)
+    return StridedCopy(
+        to,
+        source,
+        rows.width,
+        rows.rows,
+        rows.local_pitch,
+        rows.image_pitch,
+        num,
+        local_step // rows.local_pitch,
+        step // rows.image_pitch,
+    )
