@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvxferd.layout.presets import LAYOUT_NAMES
 from kvxferd.tooling.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_WRONG_BYTES
 
 if TYPE_CHECKING:
+    from kvxferd.demo.results import DemoResults
     from kvxferd.demo.shape import DemoShape
 
 
@@ -52,6 +54,7 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
 
     Starts two daemons and two engines of real processes with different layouts, moves requests
     through NIXL, and exits with 1 if a byte is wrong. Everything that it started ends with it.
+    Unless an engine is described by flags, it does the same between two equal engines, to compare.
     """
     # Imported here, so that the other verbs do not load numpy and asyncio.
     from rich.console import Console
@@ -63,25 +66,42 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
 
     shape = _demo_shape(options)
     shape.check()
+    shapes = [shape] if _has_engine_flags(ctx) else [shape, shape.equal]
+    found: list[DemoResults] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("starting daemons and workers", total=shape.requests)
+            task = progress.add_task("starting daemons and workers", total=len(shapes) * shape.requests)
 
             def on_request(done: int) -> None:
-                progress.update(task, completed=done, description="moving requests")
+                progress.update(
+                    task, completed=len(found) * shape.requests + done, description="moving requests"
+                )
                 if done == 0 and not progress.console.is_terminal:  # where no progress bar is drawn
                     click.echo("kvxferd: moving requests", err=True)
 
-            results = run_demo(shape, on_request, damage)
+            for one in shapes:
+                found.append(run_demo(one, on_request, "" if found else damage))
+                if not found[-1].is_ok:
+                    break
     except KeyboardInterrupt:
         click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
         ctx.exit(EXIT_INTERRUPTED)
+    results, equal = found[0], found[1] if len(found) > 1 else None
     if as_json:
-        print_json(results.as_json())
+        print_json(results.as_json() | ({} if equal is None else {"equal": equal.as_json()}))
     else:
-        console().print(render_report(results))
-    ctx.exit(EXIT_OK if results.is_ok else EXIT_WRONG_BYTES)
+        console().print(render_report(results, equal))
+    ctx.exit(EXIT_OK if all(one.is_ok for one in found) else EXIT_WRONG_BYTES)
+
+
+def _has_engine_flags(ctx: click.Context) -> bool:
+    """Whether the shape of an engine was given, and not left to the defaults."""
+    return any(
+        ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        for name in ctx.params
+        if name.startswith(("prefill_", "decode_"))
+    )
 
 
 def _demo_shape(options: dict[str, Any]) -> DemoShape:

@@ -61,6 +61,13 @@ class DemoResults:
         spent = sum(self.request_s)
         return self.bytes / spent / 1e9 if spent else 0.0
 
+    def ways(self) -> dict[str, int]:
+        """Return the bytes that were read in each way, as the daemon's history has them."""
+        ways: Counter[str] = Counter()
+        for record in self.records.values():
+            ways.update(record.ways)
+        return dict(ways)
+
     def add_request(self, pulled: dict[Rank, protocol.PullResult]) -> None:
         """Add what every decode rank reported of one request."""
         self.requests += 1
@@ -94,6 +101,7 @@ class DemoResults:
             "spilled_bytes": self.spilled_bytes,
             "first_wrong": self.first_wrong,
             "releases": dict(self.releases),
+            "ways": self.ways(),
             "gb_per_s": round(self.gb_per_s, 3),
             "daemons_ready_s": round(self.daemons_ready_s, 4),
             "registered_s": round(self.registered_s, 4),

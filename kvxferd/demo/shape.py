@@ -48,6 +48,24 @@ class DemoShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Return that engine's shape."""
         return self.prefill if role == "prefill" else self.decode
 
+    @property
+    def equal(self) -> DemoShape:
+        """The same model and requests between two engines like this decode engine."""
+        return msgspec.structs.replace(self, prefill=self.decode)
+
+    def differences(self) -> list[str]:
+        """Return in what the two engines differ."""
+        mine, theirs = self.prefill, self.decode
+        orders = [engine.layout.partition("-")[0] for engine in (mine, theirs)]
+        named = (
+            ("the order of heads and tokens", "NHD" in orders and orders[0] != orders[1]),
+            ("the layout", mine.layout != theirs.layout and "NHD" not in orders),
+            ("the block size", mine.block_tokens != theirs.block_tokens),
+            ("the tensor-parallel size", mine.tp != theirs.tp),
+            ("the pipeline stages", mine.pp != theirs.pp),
+        )
+        return [name for name, differs in named if differs]
+
     def ranks(self, role: Role) -> list[Rank]:
         """Return every rank of that engine, stage by stage."""
         engine = self.engine(role)
