@@ -90,10 +90,11 @@ class RemoteEngineRegistry:
             uid=rank.uid,
         )
         topology.expire(unused_since)
-        self._topologies.add(topology)
-        self._num_parts += topology.num_parts - num_parts
-        if self._num_parts > MAX_NODE_PARTS:
-            self._forget_parts(topology)
+        if num_parts != topology.num_parts:
+            self._topologies.add(topology)
+            self._num_parts += topology.num_parts - num_parts
+            if self._num_parts > MAX_NODE_PARTS:
+                self._forget_parts(topology)
         after = topology.find(engine_id, home)
         if after is not before:
             self._report(rank, after)

@@ -255,11 +255,11 @@ class TransferTopology:
         if engine is None or engine.manifest is None or engine.manifest() is not manifest:
             return None
         kept = engine.kept
-        if kept is None or kept.plan is None:
+        if kept is None or (plan := kept.plan) is None:
             return None
         engine.last_used = kept.used_at = now
         self._engines[key] = self._engines.pop(key)
-        return kept.plan
+        return plan
 
     def register_remote_engine(
         self,
@@ -339,10 +339,10 @@ class TransferTopology:
         if known is not None and known.generation == remote_spec.generation:
             if known.layout_digests is not digests or known.spec != remote_spec:
                 _require_same_facts(known, remote_spec, ranks, digests)
-            if known.plan is not None:
-                known.manifest = reference
+            if known.kept is not None and (known_plan := known.kept.plan) is not None:
+                known.manifest, known.kept.used_at = reference, now
                 self._touch(known, now)
-                return known.plan
+                return known_plan
         kept, made = self._keep(plan, cache, remote_spec, ranks, digests, PlanOwner(uid, home), now)
         if known is not None and known.generation == remote_spec.generation and known.kept is not None:
             known.kept, known.manifest = kept, reference
