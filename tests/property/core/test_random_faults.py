@@ -27,6 +27,7 @@ class Mischief:
         self.rng = random.Random(seed)
         self.world = World(seed, SETTINGS)
         self.world.notices = seed % 2 == 1
+        self.world.covers = seed % 4 >= 2
         self.world.hold_network = True
         self.counts: Counter[str] = Counter()
         self.content: dict[str, tuple[list[int], int]] = {}  # transfer -> source ids and seed
@@ -179,7 +180,7 @@ class Mischief:
         self.world.hold_network = False
         for _ in range(60):
             for mover in self.movers():
-                while mover.started or mover.copied:
+                while mover.is_busy:
                     mover.copy()
                     mover.finish()
             self.world.deliver()
