@@ -7,6 +7,7 @@
 # PYTHON is that of an environment with kvxferd[dev,cuda]; .venv/bin/python where none is named. Where there is no
 # network: any Python that has torch, numpy and pip, and a folder of wheels of what else it lacks
 # (deploy/gpu-wheels.txt). They go to a temporary folder; kvxferd itself is taken from here.
+# In between it measures the scatters of covering reads in the GPU, and compares their bytes.
 # The last thing printed is a short table: placement, works or the exact refusal, GB/s against a device copy.
 # Exit status: 0 all works; 1 something does not; 2 kvxferd cannot be run; 3 there is no GPU that can be used.
 set -uo pipefail
@@ -41,9 +42,14 @@ fi
 # shellcheck disable=SC2086 # several words
 timeout --kill-after=10 "$tests_limit_s" "$python" -m pytest -q $tests
 tests_status=$?
+timeout --kill-after=10 300 "$python" -P -m kvxferd.doctor.scatter_trial "$driver"
+scatter_status=$?
 "$python" -P -m kvxferd.cli doctor --gpu --driver "$driver"
 doctor_status=$?
 if [ $tests_status -ne 0 ]; then
 	echo "gpu-check: the tests failed (pytest's exit status $tests_status)"
 fi
-[ $tests_status -eq 0 ] && [ $doctor_status -eq 0 ]
+if [ $scatter_status -ne 0 ]; then
+	echo "gpu-check: layouts that differ are not scattered right in the GPU (exit status $scatter_status)"
+fi
+[ $tests_status -eq 0 ] && [ $scatter_status -eq 0 ] && [ $doctor_status -eq 0 ]

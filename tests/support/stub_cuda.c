@@ -26,7 +26,7 @@ typedef struct { int type, handle_types, location_type, location_id; } Prop; /* 
 
 struct memory { ino_t inode; int fd; size_t size; int holders; };
 struct mapping { u64 at; size_t size; struct memory *memory; };
-struct pending { u64 to, from; size_t size; };
+struct pending { u64 to, from; size_t size, to_pitch, from_pitch, rows; };
 struct stream { struct pending copies[16 * MOST]; int count, done; };
 struct event { struct stream *stream; int until, asked; };
 
@@ -215,7 +215,7 @@ ALIAS(cuStreamDestroy_v2, cuStreamDestroy);
 int cuMemcpyAsync(u64 to, u64 from, size_t size, void *where) {
     struct stream *stream = where;
     if (stream->count == 16 * MOST) return OUT_OF_MEMORY;
-    stream->copies[stream->count++] = (struct pending){to, from, size};
+    stream->copies[stream->count++] = (struct pending){to, from, size, 0, 0, 1};
     return OK;
 }
 /* As cuda.h declares them, 64-bit. */
@@ -229,10 +229,8 @@ static int copy_rows(struct stream *stream, u64 to, u64 from, size_t to_pitch, s
     int refused = number_in("STUB_PITCH_MULTIPLE", 1); /* as a device that wants pitches of cuMemAllocPitch */
     if (!width || !height || to_pitch < width || from_pitch < width || to_pitch > most || from_pitch > most) return INVALID_VALUE;
     if (to_pitch % refused || from_pitch % refused) return INVALID_VALUE;
-    for (size_t row = 0; row < height; row++) {
-        int status = cuMemcpyAsync(to + row * to_pitch, from + row * from_pitch, width, stream);
-        if (status) return status;
-    }
+    if (stream->count == 16 * MOST) return OUT_OF_MEMORY;
+    stream->copies[stream->count++] = (struct pending){to, from, width, to_pitch, from_pitch, height};
     return OK;
 }
 int cuMemcpy2DAsync(const struct copy_2d *c, void *stream) {
@@ -255,7 +253,8 @@ ALIAS(cuMemcpy3DAsync_v2, cuMemcpy3DAsync);
 static void run(struct stream *stream, int until) {
     for (; stream->done < until; stream->done++) {
         struct pending copy = stream->copies[stream->done];
-        memcpy((void *)copy.to, (void *)copy.from, copy.size);
+        for (size_t row = 0; row < copy.rows; row++)
+            memcpy((void *)(copy.to + row * copy.to_pitch), (void *)(copy.from + row * copy.from_pitch), copy.size);
     }
 }
 int cuStreamSynchronize(void *stream) { run(stream, ((struct stream *)stream)->count); return OK; }
