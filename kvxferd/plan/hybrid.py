@@ -78,9 +78,14 @@ class HybridReads:
         self._reads = reads
 
     @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks of the stage."""
-        return self._reads.num_ranks
+    def num_parts(self) -> int:
+        """Return the number of ranks, of their ranges of units, and of the fragments read of them."""
+        ranks = range(self._reads.num_ranks)
+        return (
+            len(ranks)
+            + sum(len(self._reads.units_of(rank)) for rank in ranks)
+            + sum(len(read.fragments) for read in self._reads.attention.values())
+        )
 
     @property
     def fa_source_ranks(self) -> tuple[int, ...]:

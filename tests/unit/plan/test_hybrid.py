@@ -280,3 +280,9 @@ def test_describing_a_hybrid() -> None:
     ):
         assert words in line
     assert "\n" not in line
+
+
+def test_what_is_kept_of_a_hybrid_counts() -> None:
+    """A peer may divide its heads among ranks as finely as it likes."""
+    assert topology(2, 0, 8, 4).find(REMOTE).num_parts == 8 + 1 + (8 + 8 + 2)  # two of eight ranks are read
+    assert topology(1, 0, 1, 4).find(REMOTE).num_parts == 1 + 1 + (1 + 1 + 1)
