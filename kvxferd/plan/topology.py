@@ -63,7 +63,8 @@ BY_HAND = Endpoint("")  # the home of facts that no peer sent
 # Engines of which a rank keeps a plan: it reads from tens.
 MAX_REMOTE_ENGINES = 256
 # The ranks and stages of all of them, and of hybrids the ranges of units. 256 engines of 64 ranks in 8 stages
-# are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of plans keeps them.
+# are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of
+# plans keeps them.
 MAX_KEPT_PARTS = 1 << 16
 MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 
