@@ -348,8 +348,9 @@ def _crossing(points: list[CrossingPoint]) -> list[Figure]:
                 how,
             )
         )
-    # A point that auto read directly throughout differs from direct by chance alone.
-    chosen = [point for point in of_first if point.auto_covered_bytes]
+    # A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
+    most_rounds = max(point.rounds for point in of_first)
+    chosen = [point for point in of_first if point.auto_covered_bytes and point.rounds == most_rounds]
     if chosen:
         worst = min(chosen, key=lambda point: point.auto_to_direct)
         figures.append(

@@ -86,12 +86,18 @@ def findings() -> Measurements:
             crossing_point(CROSSINGS[4], 0.7, 0.6, covered=0.0),  # by chance: read directly throughout
             crossing_point(CROSSINGS[-1], 0.98, 0.1, covered=0.1),
             crossing_point(CROSSINGS[0], 0.1, 0.01, covered=1.0, transport="tcp"),
+            crossing_point(CROSSINGS[-1], 0.5, 0.1, covered=1.0, rounds=3),
         ],
     )
 
 
 def crossing_point(
-    crossing: Crossing, to_direct: float, to_equal: float, covered: float, transport: str = "cma"
+    crossing: Crossing,
+    to_direct: float,
+    to_equal: float,
+    covered: float,
+    transport: str = "cma",
+    rounds: int = 15,
 ) -> CrossingPoint:
     """A point of 64 MiB with these ratios."""
     return CrossingPoint(
@@ -100,13 +106,13 @@ def crossing_point(
         lists="fragmented",
         size_bytes=64 * MIB,
         bytes=64 * MIB,
-        rounds=15,
+        rounds=rounds,
         runs=262_144,
         is_counted=crossing.has_short_runs,
         auto_s=0.1,
         direct_s=0.1 * to_direct,
         equal_s=0.1 * to_equal,
-        auto_covered_bytes=int(covered * 15 * 64 * MIB),
+        auto_covered_bytes=int(covered * rounds * 64 * MIB),
         auto_to_direct=to_direct,
         auto_to_equal=to_equal,
     )
