@@ -101,7 +101,7 @@ class MoverConfig(Section, frozen=True):
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
     placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
-    read: MoverRead = "direct"  # covering: in fewer, longer reads; auto: where that is predicted to be faster
+    read: MoverRead = "auto"  # direct: run by run; covering: in fewer, longer reads; auto: what is faster
     environment: Environment = {}
 
 

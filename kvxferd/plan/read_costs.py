@@ -31,7 +31,9 @@ START_COPY_BYTES_PER_S = 2.5e9
 LEARNING_RATE = 0.25
 # A shorter slice is mostly a round trip and the pause between two polls, which are no descriptor's.
 MIN_LEARNT_S = 0.2e-3
-MAX_CORRECTION = 4.0  # of one slice: one that waited for the processor teaches little
+# A pull has three in flight. Of more that follow one another, those that overlap at the ends matter less.
+MAX_SLICES_TOGETHER = 8
+MAX_CORRECTION = 4.0  # of slices that count together: one that waited for the processor teaches little
 MIN_DESCRIPTOR_S, MAX_DESCRIPTOR_S = 0.05e-6, 50e-6
 MIN_BYTES_PER_S, MAX_BYTES_PER_S = 1e7, 1e12
 # A prediction is right within a factor of about 1.5. What gains less is not worth a copy of all bytes.
@@ -63,26 +65,41 @@ class LinkCosts:
     # How much longer whole pulls take than their slices, or shorter, by the way that they were read in.
     direct_correction: float = 1.0
     covering_correction: float = 1.0
+    # What was read and is not learnt from yet.
+    _slices: ReadShape = field(default=ReadShape(0, 0), compare=False)
+    _elapsed_s: float = field(default=0.0, compare=False)
+    _num_slices: int = field(default=0, compare=False)
 
     def predict_s(self, read: ReadShape) -> float:
         """Return how long the network takes for it."""
         return read.num_descriptors * self.descriptor_s + read.num_bytes / self.bytes_per_s
 
     def learn(self, read: ReadShape, posted_at: float, done_at: float) -> None:
-        """Correct the constants by one slice.
+        """Correct the constants by a slice, some time: slices that overlap count together.
 
-        Slices of one agent follow one another on the wire: a slice counts from the end of the one before.
+        Slices of one agent follow one another on the wire, and several are seen to be done at one time: the
+        first of them seems to take as long as all, and the others no time.
         """
-        elapsed_s = done_at - max(posted_at, self.last_done_at)
+        is_full = self._num_slices >= MAX_SLICES_TOGETHER and done_at > self.last_done_at
+        if is_full or posted_at > self.last_done_at:
+            self.flush()
+        self._elapsed_s += max(0.0, done_at - max(posted_at, self.last_done_at))
+        self._slices = ReadShape(*(one + other for one, other in zip(self._slices, read, strict=True)))
+        self._num_slices += 1
         self.last_done_at = done_at
+
+    def flush(self) -> None:
+        """Correct the constants by what `learn` has collected."""
+        read, elapsed_s, rate = self._slices, self._elapsed_s, 1 - (1 - LEARNING_RATE) ** self._num_slices
+        self._slices, self._elapsed_s, self._num_slices = ReadShape(0, 0), 0.0, 0
         by_descriptors = read.num_descriptors * self.descriptor_s
         predicted_s = self.predict_s(read)
         if elapsed_s <= 0.0 or predicted_s < MIN_LEARNT_S:
             return
         ratio = min(max(elapsed_s / predicted_s, 1 / MAX_CORRECTION), MAX_CORRECTION)
         share = by_descriptors / predicted_s
-        descriptor_s = self.descriptor_s * ratio ** (LEARNING_RATE * share)
-        bytes_per_s = self.bytes_per_s / ratio ** (LEARNING_RATE * (1 - share))
+        descriptor_s = self.descriptor_s * ratio ** (rate * share)
+        bytes_per_s = self.bytes_per_s / ratio ** (rate * (1 - share))
         self._set(descriptor_s, bytes_per_s)
 
     def start(self, words: ReadShape, words_s: float, pages: ReadShape, pages_s: float) -> None:
@@ -163,10 +180,11 @@ class CostModel:
 
     def learn_pull(self, choice: Choice, elapsed_s: float) -> None:
         """Correct by a pull that was read as chosen, and alone: from its first post to its last copy."""
-        if choice.chosen_s < MIN_LEARNT_PULL_S:
-            return
         for rank, agent in choice.agents.items():
-            if (link := self._links.get(agent)) is not None:
+            if (link := self._links.get(agent)) is None:
+                continue
+            link.flush()
+            if choice.chosen_s >= MIN_LEARNT_PULL_S:
                 link.correct(elapsed_s / choice.chosen_s, rank in choice.covered)
 
     def forget(self, agent: AgentName) -> None:

@@ -155,6 +155,9 @@ class MoverLoop:
         while again and self._engine.is_busy and time.perf_counter() - began < self._backoff.burst_s:
             again = self._engine.step()
         if not self._engine.is_polling:
+            began = (
+                time.perf_counter()
+            )  # a step that waits for a scatter is long, and no call into the library
             self._transport.progress()
         if moved:
             self._backoff.reset()
