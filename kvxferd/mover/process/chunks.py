@@ -28,7 +28,7 @@ MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for ano
 IDLE_S = 10.0  # after which a free chunk's memory is given back
 SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
 RETRY_S = 1.0  # after a chunk could not be made
-STUCK_S = 5.0  # a read of an ended pull that takes longer may never end: as good as lost
+STUCK_S = 5.0  # a read that takes longer may never end: where its pull has ended, as good as lost
 
 
 class ChunkState(Enum):
@@ -141,6 +141,14 @@ class ChunkPool:
             return False  # as many as an agent ever gets
         num_useless = sum(c.state is ChunkState.LOST or _is_slow(c, now) for c in self._chunks)
         return min(len(self._chunks) + self._num_more(now), self._max_chunks) > num_useless
+
+    def awaits_source(self, agent: AgentName, now: float) -> bool:
+        """Whether the next chunk for this agent waits for a read from it, and not for memory.
+
+        A read that is stuck may never end: it is not waited for.
+        """
+        held = (chunk for chunk in self._chunks if chunk.agent == agent)
+        return any(_is_slow(chunk, now) and now < chunk.since + STUCK_S for chunk in held)
 
     @property
     def is_wanted(self) -> bool:

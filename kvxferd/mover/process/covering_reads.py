@@ -131,7 +131,8 @@ class CoveringReads:
         """Post the next read of a pull, and queue what is left; return False where there is no chunk.
 
         `others_wait`: another pull waits for a chunk. A pull that has waited for long, or for a chunk that
-        will never come, reads the rest directly.
+        will never come, reads the rest directly. A pull whose source is slow waits for the source: direct
+        reads would come no sooner, and a source that is stopped would keep the engine's blocks in doubt.
         """
         assert isinstance(one.slicer, CoverSlicer)
         now = self._clock()
@@ -142,6 +143,8 @@ class CoveringReads:
         chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
         if chunk is None:
             pull.unposted.append(one)
+            if self._chunks.awaits_source(one.agent, now):
+                return False
             if pull.waits_for_chunk_since is None:
                 pull.waits_for_chunk_since = now
             has_waited = now >= pull.waits_for_chunk_since + CHUNK_WAIT_S

@@ -113,15 +113,17 @@ async def test_an_aborted_pull_is_over_though_its_source_is_stopped(make_worker:
         assert (await pair.reader.outcome(pair.start([0], [0]))).delivered
         stopped = pair.sources[1].mover.pid
         os.kill(stopped, signal.SIGSTOP)
-        number = pair.start(range(1000), range(1000))
-        with pytest.raises(TimeoutError):
-            await here.heard(pair.reader.mover, PullDone, 0.3)
-        pair.reader.mover.send(AbortPull(pull=number))
-        outcome = await pair.reader.outcome(number, 2.0)
-        assert (outcome.code, outcome.finished) == (Code.CANCELLED, True)
-        ours = pair.reader.worker.array
-        before = ours.copy()
-        os.kill(stopped, signal.SIGCONT)
+        try:
+            number = pair.start(range(1000), range(1000))
+            with pytest.raises(TimeoutError):
+                await here.heard(pair.reader.mover, PullDone, 0.3)
+            pair.reader.mover.send(AbortPull(pull=number))
+            outcome = await pair.reader.outcome(number, 2.0)
+            assert (outcome.code, outcome.finished) == (Code.CANCELLED, True)
+            ours = pair.reader.worker.array
+            before = ours.copy()
+        finally:
+            os.kill(stopped, signal.SIGCONT)
         again = pair.start(range(1000, 2000), range(1000))
         assert (await pair.reader.outcome(again)).delivered
         num_blocks = 2048

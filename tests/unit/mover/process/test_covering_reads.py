@@ -276,6 +276,43 @@ def test_a_stopped_source_holds_one_chunk_and_those_that_it_had() -> None:
     assert set(states(bench)) == {ChunkState.FREE}
 
 
+def test_a_pull_from_a_stopped_source_waits_for_it_and_not_for_memory() -> None:
+    """Direct reads of what is not posted yet would leave the blocks in doubt, and come no sooner."""
+    bench = Bench(chunk_bytes=1 << 10, max_chunks=4)
+    bench.fabric.stalled.add(bench.agents[0])
+    numbers = [bench.start(scattered(100)) for _ in range(2)]
+    for _ in range(4):
+        bench.run()
+        bench.now += STUCK_S / 5
+    bench.run()
+    for number in numbers:
+        bench.engine.abort(number)
+    bench.run()
+    outcomes = [bench.outcomes()[number] for number in numbers]
+    assert [(o.code, o.finished) for o in outcomes] == [(Code.CANCELLED, True)] * 2
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert set(states(bench)) == {ChunkState.FREE}
+
+
+def test_a_read_that_is_stuck_is_not_waited_for() -> None:
+    """It may never end, though the source goes on."""
+    bench = Bench(chunk_bytes=CHUNK, max_chunks=2)
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.start(range(1))
+    bench.engine.step()
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += STUCK_S
+    bench.run()
+    bench.now += covering_reads.CHUNK_WAIT_S
+    bench.run()
+    assert (bench.agents[0], 8 * 4 * 4) in bench.fabric.posts, "run by run"
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.outcomes()[number].delivered
+
+
 def test_a_copy_that_would_leave_the_region_fails_the_pull(by_hand: ManualScatterer) -> None:
     bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
     number = bench.start(scattered(8))
