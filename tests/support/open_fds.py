@@ -10,7 +10,7 @@ def num_open_fds(*, collect: bool = True) -> int:
     """Return how many descriptors are open, the one that reads the directory included.
 
     An event loop or a daemon that an earlier test dropped closes its descriptors when the collector
-    comes to it: with `collect` that happens here (0.13 s), and not between two counts.
+    comes to it: with `collect` that happens here (0.1 to 0.4 s), and not between two counts.
     """
     if collect:
         gc.collect()

@@ -73,7 +73,7 @@ def test_layouts_are_worth_changing(pair):
 @given(st.lists(st.tuples(st.binary(max_size=40), st.integers(0, 3), st.integers(0, 4)), max_size=12))
 def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
     """Headers that lie about lengths and descriptors; frames taken, dropped half-way, or cut off."""
-    before = num_open_fds()
+    before = num_open_fds(collect=False)  # 150 collections would take a minute
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     link = FrameSocket(ours)
     try:
@@ -90,7 +90,7 @@ def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
     finally:
         link.close()
         theirs.close()
-    assert num_open_fds() == before
+    assert num_open_fds(collect=False) <= before
 
 
 def test_descriptors_of_a_frame_before_a_bad_one_are_closed():
