@@ -68,6 +68,7 @@ async def test_every_byte_arrives_through_chunks(covering: dict[str, str], make_
         pair = await Pair.make(there, here, make_worker, blocks=2048)
         order = np.random.default_rng(3).permutation(2048)
         ours, theirs = order[:1000].tolist(), order[::-1][:1000].tolist()
+        assert (await pair.reader.outcome(pair.start(ours, theirs))).delivered  # and memory is granted
         outcome = await pair.reader.outcome(pair.start(ours, theirs))
         assert outcome.delivered, outcome
         assert outcome.covered_bytes == outcome.bytes == 1000 * 4 * 2 * TOKENS_A_BLOCK * 128
@@ -90,6 +91,7 @@ async def test_auto_covers_what_is_scattered_and_not_what_is_long(make_worker: M
         there = await nodes.enter_async_context(Node("there", size=3))
         here = await nodes.enter_async_context(Node("here", size=2, environment={READ_VARIABLE: "auto"}))
         pair = await Pair.make(there, here, make_worker, blocks=2048)
+        assert (await pair.reader.outcome(pair.start(range(500), range(500)))).delivered
         outcome = await pair.reader.outcome(pair.start(range(500), range(500)))
         assert outcome.covered_bytes == outcome.bytes
         assert outcome.predicted_s > 0
