@@ -348,19 +348,26 @@ def _crossing(points: list[CrossingPoint]) -> list[Figure]:
                 how,
             )
         )
-    # A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
-    most_rounds = max(point.rounds for point in of_first)
-    chosen = [point for point in of_first if point.auto_covered_bytes and point.rounds == most_rounds]
-    if chosen:
-        worst = min(chosen, key=lambda point: point.auto_to_direct)
-        figures.append(
-            _at_least(
-                "worst_against_direct",
-                f"auto by direct, worst point ({worst.crossing}, {worst.size_bytes // MIB} MiB)",
-                worst.auto_to_direct,
-                0.9,
-                f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
-                "alternated pairs",
-            )
+    return figures + _worst_against_direct(of_first)
+
+
+def _worst_against_direct(points: list[CrossingPoint]) -> list[Figure]:
+    """Return the least that auto gains, or the most that it costs, where it made a choice.
+
+    A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
+    """
+    most_rounds = max(point.rounds for point in points)
+    chosen = [point for point in points if point.auto_covered_bytes and point.rounds == most_rounds]
+    if not chosen:
+        return []
+    worst = min(chosen, key=lambda point: point.auto_to_direct)
+    return [
+        _at_least(
+            "worst_against_direct",
+            f"auto by direct, worst point ({worst.crossing}, {worst.size_bytes // MIB} MiB)",
+            worst.auto_to_direct,
+            0.9,
+            f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
+            "alternated pairs",
         )
-    return figures
+    ]
