@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.fake_driver import FakeDriver
-from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import Scatterer
+from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
@@ -37,6 +39,7 @@ WORD = bytes(range(16))
 
 
 BLOCKS = 512
+HEAD = 16  # bytes of one head of one token
 
 
 DIGEST = Digest("plan")
@@ -194,3 +197,50 @@ class Bench:
 def scattered(num: int) -> range:
     """Every second block: no two of them merge."""
     return range(0, 2 * num, 2)
+
+
+def blocks_here(bench: Bench) -> npt.NDArray[np.uint8]:
+    """Return the reader's blocks: (tensors, blocks, tokens, heads, bytes)."""
+    return bench.local.array.reshape(4, BLOCKS, 4, 2, HEAD)
+
+
+def check_arrived(bench: Bench, ids: range) -> None:
+    """Each head of each token lies where its rank had it, and no other block was touched."""
+    mine = blocks_here(bench)
+    for rank, memory in enumerate(bench.remote):
+        theirs = memory.array.reshape(4, BLOCKS, 4, HEAD)
+        assert np.array_equal(mine[..., rank, :][:, list(ids)], theirs[:, list(ids)])
+    others = [block for block in range(BLOCKS) if block not in ids]
+    assert not mine[:, others].any()
+
+
+def states(bench: Bench) -> dict[ChunkState, int]:
+    """Return how many chunks are in each state that any is in."""
+    assert bench.chunks is not None
+    return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
+
+
+class ManualScatterer:
+    """Makes a copy when the test says so, of the job that was queued first."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[ScatterJob] = deque()
+
+    def start(self, job: ScatterJob) -> None:
+        self.jobs.append(job)
+
+    def step(self) -> bool:
+        return False
+
+    def copy_once(self) -> None:
+        if self.jobs:
+            self.jobs[0].run_piece()
+            if self.jobs[0].is_over:
+                self.jobs.popleft()
+
+    def run_all(self) -> None:
+        while self.jobs:
+            self.copy_once()
+
+    def close(self) -> None:
+        """Nothing runs."""

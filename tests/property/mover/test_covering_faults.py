@@ -7,7 +7,7 @@ once its pull has ended without doubt, every pull ends once, and each chunk is f
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -17,37 +17,13 @@ from kvxferd.ids import PullId
 from kvxferd.mover.process.chunks import ChunkState
 from kvxferd.mover.process.covering_reads import CoveringReads
 from kvxferd.mover.process.pull_state import PullState
-from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import DisconnectSeen, PullDone, PullOutcome, PullQuiesced
-from tests.support.pull_engine_harness import BLOCKS, Bench
+from tests.support.pull_engine_harness import BLOCKS, HEAD, Bench, ManualScatterer
 
 STEPS = 400
 NUM_IDS = 12
-HEAD = 16  # bytes of one head of one token
 Content = npt.NDArray[np.uint8]
-
-
-class SlowScatterer:
-    """Makes a copy when the test steps it, of any job that was queued first."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[ScatterJob] = deque()
-
-    def start(self, job: ScatterJob) -> None:
-        self.jobs.append(job)
-
-    def step(self) -> bool:
-        return False
-
-    def copy_once(self) -> None:
-        if self.jobs:
-            self.jobs[0].run_piece()
-            if self.jobs[0].is_over:
-                self.jobs.popleft()
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 class Faults:
@@ -55,7 +31,7 @@ class Faults:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.scatterer = SlowScatterer()
+        self.scatterer = ManualScatterer()
         self.chunk_bytes = self.rng.choice([1 << 10, 16 << 10])  # a part of a pull, or all of it
         max_chunks = self.rng.randint(1, 4)
         self.bench = Bench(chunk_bytes=self.chunk_bytes, max_chunks=max_chunks, scatterer=self.scatterer)

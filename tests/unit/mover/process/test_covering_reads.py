@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-import numpy as np
 import pytest
 
 from kvxferd.errors import Code
@@ -15,32 +12,17 @@ from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadS
 from kvxferd.mover.process.slices import SHORT_BYTES
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import ChunkMemoryWanted, PullDone
-from tests.support.pull_engine_harness import BLOCKS, Bench, scattered
+from tests.support.pull_engine_harness import (
+    HEAD,
+    Bench,
+    ManualScatterer,
+    blocks_here,
+    check_arrived,
+    scattered,
+    states,
+)
 
 CHUNK = 64 << 10
-HEAD = 16  # bytes of one head of one token
-
-
-class ManualScatterer:
-    """Scatters when the test says so."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[ScatterJob] = deque()
-
-    def start(self, job: ScatterJob) -> None:
-        self.jobs.append(job)
-
-    def step(self) -> bool:
-        return False
-
-    def run_all(self) -> None:
-        for job in self.jobs:
-            while not job.is_over:
-                job.run_piece()
-        self.jobs.clear()
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 @pytest.fixture
@@ -51,26 +33,6 @@ def by_hand() -> ManualScatterer:
 @pytest.fixture
 def bench() -> Bench:
     return Bench(chunk_bytes=CHUNK)
-
-
-def blocks_here(bench: Bench) -> np.ndarray:
-    """(tensors, blocks, tokens, heads, bytes) of the reader."""
-    return bench.local.array.reshape(4, BLOCKS, 4, 2, HEAD)
-
-
-def check_arrived(bench: Bench, ids: range) -> None:
-    """Each head of each token lies where its rank had it, and no other block was touched."""
-    mine = blocks_here(bench)
-    for rank, memory in enumerate(bench.remote):
-        theirs = memory.array.reshape(4, BLOCKS, 4, HEAD)
-        assert np.array_equal(mine[..., rank, :][:, list(ids)], theirs[:, list(ids)])
-    others = [block for block in range(BLOCKS) if block not in ids]
-    assert not mine[:, others].any()
-
-
-def states(bench: Bench) -> dict[ChunkState, int]:
-    assert bench.chunks is not None
-    return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 10, CHUNK, 4 << 20])

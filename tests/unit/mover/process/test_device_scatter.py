@@ -24,10 +24,17 @@ from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
 from tests.support.open_fds import num_open_fds
-from tests.support.pull_engine_harness import BLOCKS, Bench, scattered
+from tests.support.pull_engine_harness import (
+    BLOCKS,
+    HEAD,
+    Bench,
+    blocks_here,
+    check_arrived,
+    scattered,
+    states,
+)
 
 CHUNK = 64 << 10
-HEAD = 16
 MAX_PITCH = (1 << 31) - 1
 
 
@@ -69,24 +76,6 @@ def bench(driver: CountingDriver) -> Iterator[Bench]:
     bench = Bench(chunk_bytes=CHUNK, driver=driver)
     yield bench
     bench.close()
-
-
-def blocks_here(bench: Bench) -> np.ndarray:
-    return bench.local.array.reshape(4, BLOCKS, 4, 2, HEAD)
-
-
-def check_arrived(bench: Bench, ids: range) -> None:
-    mine = blocks_here(bench)
-    for rank, memory in enumerate(bench.remote):
-        theirs = memory.array.reshape(4, BLOCKS, 4, HEAD)
-        assert np.array_equal(mine[..., rank, :][:, list(ids)], theirs[:, list(ids)])
-    others = [block for block in range(BLOCKS) if block not in ids]
-    assert not mine[:, others].any()
-
-
-def states(bench: Bench) -> dict[ChunkState, int]:
-    assert bench.chunks is not None
-    return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
 
 
 @pytest.mark.parametrize("ids", [scattered(100), range(3, 300)])
